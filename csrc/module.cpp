@@ -1,0 +1,13 @@
+// weft._core: what must be native. Each file registers its own functions.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void register_signal(nb::module_ &m);
+void register_lease(nb::module_ &m);
+
+NB_MODULE(_core, m) {
+    m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
+    register_signal(m);
+    register_lease(m);
+}

@@ -1,0 +1,28 @@
+"""The one reader of `os.environ`: every variable that changes what weft does, with its default and its meaning."""
+
+from __future__ import annotations
+
+import os
+
+
+def deadline_s() -> float:
+    """`WEFT_DEADLINE_S`: how long any wait for another rank may take, in seconds (default 60)."""
+    value = float(os.environ.get("WEFT_DEADLINE_S", "60"))
+    if value <= 0:
+        raise ValueError(f"WEFT_DEADLINE_S={value} must be positive: it is how many seconds a wait may take")
+    return value
+
+
+def triton_interpreted() -> bool:
+    """`TRITON_INTERPRET=1`: Triton runs kernels in Python on the CPU, one program after another."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher such as torchrun started this process (it sets RANK and WORLD_SIZE)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_rank() -> int:
+    """`LOCAL_RANK` as torchrun sets it: which device of this host is ours (default 0)."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

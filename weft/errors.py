@@ -1,0 +1,34 @@
+"""Named errors: what went wrong between ranks, with the values, so that a hang or a bad input has a name.
+
+Bad arguments are plain `ValueError` / `TypeError`; what involves other ranks is a `WeftError`.
+"""
+
+from __future__ import annotations
+
+
+class WeftError(RuntimeError):
+    """Base of every error that weft raises about ranks, memory or signals."""
+
+
+class DeadlineError(WeftError):
+    """A wait outlasted its deadline. The message says rank, signal, wanted, found."""
+
+
+class PeerLostError(WeftError):
+    """A rank of the group died or closed its end while others still needed it."""
+
+
+class RefusedError(WeftError, ValueError):
+    """A rank refused a call because of bad input; raised on every rank of the group, nothing was written."""
+
+
+class PoisonedGroupError(WeftError):
+    """An earlier failure left this group unusable. The message repeats it; make a new group to go on."""
+
+
+class DisagreementError(WeftError, ValueError):
+    """Ranks called the same collective with different descriptions (tables, dtype, sizes ...)."""
+
+
+class OutOfSharedMemoryError(WeftError, MemoryError):
+    """Symmetric memory could not be reserved. The message says how much was wanted and what is free."""

@@ -1,0 +1,57 @@
+"""What ran where and when, whoever ran it: every executor fills a `Timeline`, `weft.trace` draws it.
+
+A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a
+clock that all ranks of one timeline share; bytes are what left the rank during the span (0 for computing and waiting).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    rank: int
+    lane: str
+    name: str
+    start_us: float
+    end_us: float
+    bytes: int = 0
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.start_us
+
+
+@dataclass
+class Timeline:
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, rank: int, lane: str, name: str, start_us: float, end_us: float, bytes: int = 0) -> None:
+        if end_us < start_us:
+            raise ValueError(f"span {name!r} of rank {rank} ends at {end_us} us, before it starts at {start_us} us")
+        self.spans.append(Span(rank, lane, name, start_us, end_us, bytes))
+
+    def extend(self, spans: Iterable[Span]) -> None:
+        self.spans.extend(spans)
+
+    def ranks(self) -> list[int]:
+        return sorted({span.rank for span in self.spans})
+
+    def lanes(self, rank: int) -> list[str]:
+        """The lanes of `rank` in the order in which they first appear."""
+        return list(dict.fromkeys(span.lane for span in self.spans if span.rank == rank))
+
+    def shifted(self, origin_us: float | None = None) -> Timeline:
+        """The same spans with `origin_us` (default: the earliest start) moved to zero."""
+        if not self.spans:
+            return Timeline()
+        origin = min(s.start_us for s in self.spans) if origin_us is None else origin_us
+        return Timeline([Span(s.rank, s.lane, s.name, s.start_us - origin, s.end_us - origin, s.bytes) for s in self.spans])
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
