@@ -1,0 +1,55 @@
+"""Machine files: every number has a unit and a source, and a file that lacks one is refused with the key's name."""
+
+import pytest
+
+from weft.hw import Quantity, known_machines, load_machine
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_shipped_machine_loads_and_prints_each_number(name: str) -> None:
+    machine = load_machine(name)
+    assert machine.name in str(machine)
+    for key in machine:
+        assert machine[key].si > 0
+        assert f"{machine[key].value:g}" in str(machine)
+
+
+def test_units_become_bytes_and_seconds() -> None:
+    h200 = load_machine("h200")
+    assert h200["memory.copy_bandwidth"].si == pytest.approx(4.2e12)
+    assert h200["memory.copy_bandwidth"].source == "measured"
+    assert h200["memory.l2"].si == 60 * 1024 * 1024
+    assert Quantity(7, "us", "paper").si == pytest.approx(7e-6)
+
+
+def test_measured_numbers_stay_below_the_datasheet() -> None:
+    h200 = load_machine("h200")
+    assert h200["memory.copy_bandwidth"].si < h200["memory.bandwidth"].si
+    links = [h200[key].si for key in h200 if key.startswith("link.") and h200[key].source == "measured"]
+    assert max(links) < h200["link.bandwidth"].si
+    assert h200["compute.bf16_matmul_8192"].si < h200["compute.bf16_dense"].si
+
+
+def test_unknown_names_say_what_there_is() -> None:
+    with pytest.raises(ValueError, match="no machine 'h900': give one of .*h200"):
+        load_machine("h900")
+    with pytest.raises(KeyError, match="memory.copy_bandwidth"):
+        load_machine("h200")["memory.copy"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bandwidth = 4", "memory.bandwidth = 4 needs value, unit and source"),
+        ('bandwidth = {value = 4, source = "measured"}', "has unit None"),
+        ('bandwidth = {value = 4, unit = "furlong", source = "measured"}', "has unit 'furlong'"),
+        ('bandwidth = {value = 4, unit = "TB/s", source = "hearsay"}', "has source 'hearsay'"),
+        ('bandwidth = {value = 0, unit = "TB/s", source = "paper"}', "must be a positive number"),
+        ('bandwidth = {value = 4, unit = "TB/s", source = "paper", speed = 1}', "has speed"),
+    ],
+)
+def test_a_number_without_unit_or_source_is_refused(tmp_path, line: str, message: str) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(f'name = "odd"\n[memory]\n{line}\n')
+    with pytest.raises(ValueError, match=message):
+        load_machine(path)

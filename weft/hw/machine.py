@@ -1,0 +1,119 @@
+"""A machine is a TOML file: every number has a value, a unit and a source, so that a model says what it rests on.
+
+    [memory.copy_bandwidth]
+    value = 4.2
+    unit = "TB/s"
+    source = "measured"        # or "datasheet", or "paper"
+    note = "device-to-device copy, bytes read and written"
+
+`load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its
+ceilings in its own run (`weft.bench.ceilings`); the files are for models, and to tell a healthy machine from a sick one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+UNITS = {
+    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9,
+    "B/s": 1.0, "GB/s": 1e9, "TB/s": 1e12,
+    "FLOP/s": 1.0, "TFLOP/s": 1e12,
+    "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
+    "Hz": 1.0, "GHz": 1e9, "1": 1.0,
+}  # fmt: skip
+SOURCES = ("measured", "datasheet", "paper")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    value: float
+    unit: str
+    source: str
+    note: str = ""
+
+    @property
+    def si(self) -> float:
+        """The value in bytes, seconds, hertz, bytes/s or FLOP/s."""
+        return self.value * UNITS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit} ({self.source})" if self.unit != "1" else f"{self.value:g} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    quantities: Mapping[str, Quantity]
+
+    def __getitem__(self, key: str) -> Quantity:
+        if key not in self.quantities:
+            raise KeyError(f"{self.name} has no {key!r}; it has {', '.join(self.quantities)}")
+        return self.quantities[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.quantities)
+
+    def __str__(self) -> str:
+        width = max(len(key) for key in self.quantities)
+        return "\n".join([self.name] + [f"  {key:<{width}}  {value}" for key, value in self.quantities.items()])
+
+
+def known_machines() -> tuple[str, ...]:
+    """Names that `load_machine` knows without a path."""
+    return tuple(
+        sorted(entry.name[:-5] for entry in resources.files("weft.hw").iterdir() if entry.name.endswith(".toml"))
+    )
+
+
+def load_machine(name: str | Path) -> Machine:
+    """The machine `name` (see `known_machines`), or the one in the TOML file at that path.
+
+    Raises ValueError where a number lacks its unit or source, has one that is not known, or is not positive.
+    """
+    path = Path(name)
+    if path.suffix == ".toml":
+        text = path.read_text()
+    elif str(name) in known_machines():
+        text = resources.files("weft.hw").joinpath(f"{name}.toml").read_text()
+    else:
+        raise ValueError(
+            f"no machine {str(name)!r}: give one of {', '.join(known_machines())}, or a path ending in .toml"
+        )
+    data = tomllib.loads(text)
+    title = data.pop("name", None)
+    if not isinstance(title, str):
+        raise ValueError(f'{name}: a machine file starts with name = "..."')
+    quantities = dict(_leaves(str(name), "", data))
+    if not quantities:
+        raise ValueError(f"{name}: a machine without a number in it")
+    return Machine(title, quantities)
+
+
+def _leaves(file: str, prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Quantity]]:
+    for key, node in tree.items():
+        path = f"{prefix}{key}"
+        if not isinstance(node, Mapping):
+            raise ValueError(f"{file}: {path} = {node!r} needs value, unit and source")
+        if "value" in node:
+            yield path, _quantity(file, path, node)
+        else:
+            yield from _leaves(file, f"{path}.", node)
+
+
+def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
+    unknown = set(node) - {"value", "unit", "source", "note"}
+    if unknown:
+        raise ValueError(f"{file}: {path} has {', '.join(sorted(unknown))}; a number has value, unit, source and note")
+    if node.get("unit") not in UNITS:
+        raise ValueError(f"{file}: {path} has unit {node.get('unit')!r}; use one of {', '.join(UNITS)}")
+    if node.get("source") not in SOURCES:
+        raise ValueError(f"{file}: {path} has source {node.get('source')!r}; use one of {', '.join(SOURCES)}")
+    value = node["value"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"{file}: {path} has value {value!r}; it must be a positive number")
+    return Quantity(float(value), node["unit"], node["source"], node.get("note", ""))
