@@ -1,0 +1,57 @@
+// Shared memory mapped for as long as anybody holds the mapping. Python's own `mmap` keeps a duplicate of the file
+// descriptor open; here nothing but the mapping is left, so that a region costs no descriptor and leaves no trace.
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+
+namespace nb = nanobind;
+
+namespace {
+
+class Mapping {
+  public:
+    Mapping(int fd, size_t nbytes) : nbytes_(nbytes) {
+        struct stat file;
+        // A file that is too short, or that its maker could still shorten, would fault instead of failing.
+        const int seals = fcntl(fd, F_GET_SEALS);
+        if (seals < 0 || fstat(fd, &file) < 0) fail();
+        if (!(seals & F_SEAL_SHRINK) || size_t(file.st_size) < nbytes) {
+            errno = EINVAL;
+            fail();
+        }
+        {
+            nb::gil_scoped_release unlocked;  // populating a large mapping takes a while
+            base_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+        }
+        if (base_ == MAP_FAILED) fail();
+    }
+    Mapping(const Mapping &) = delete;
+    Mapping &operator=(const Mapping &) = delete;
+    ~Mapping() { munmap(base_, nbytes_); }
+
+    uintptr_t address() const { return reinterpret_cast<uintptr_t>(base_); }
+    size_t nbytes() const { return nbytes_; }
+
+  private:
+    [[noreturn]] static void fail() {
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+
+    void *base_ = nullptr;
+    size_t nbytes_;
+};
+
+}  // namespace
+
+void register_mapping(nb::module_ &m) {
+    nb::class_<Mapping>(m, "Mapping",
+                        "A sealed memfd mapped readable, writable and shared, pages in place; unmapped when the last "
+                        "reference goes. Raises OSError; the file descriptor stays the caller's.")
+        .def(nb::init<int, size_t>(), nb::arg("fd"), nb::arg("nbytes"))
+        .def_prop_ro("address", &Mapping::address)
+        .def_prop_ro("nbytes", &Mapping::nbytes);
+}
