@@ -31,9 +31,9 @@ def test_measured_numbers_stay_below_the_datasheet() -> None:
 
 
 def test_unknown_names_say_what_there_is() -> None:
-    with pytest.raises(ValueError, match="no machine 'h900': give one of .*h200"):
+    with pytest.raises(ValueError, match=r"no machine 'h900': give one of .*h200"):
         load_machine("h900")
-    with pytest.raises(KeyError, match="memory.copy_bandwidth"):
+    with pytest.raises(KeyError, match=r"memory\.copy_bandwidth"):
         load_machine("h200")["memory.copy"]
 
 

@@ -1,0 +1,146 @@
+"""Presets say what their sources say, shrink as promised, and draw the inputs they claim to."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+
+from weft.bench.inputs import Fixed, UniformBags, UniformRows, Zipf, jagged_input
+from weft.bench.presets import (
+    META_2021_DISTINCT,
+    META_2021_HOT_SHARE,
+    META_2021_INDICES,
+    PRESETS,
+    SMALL_TABLE,
+    find_presets,
+    fitting_scale,
+)
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+def test_weak_and_strong_scaling_as_the_paper_has_them() -> None:
+    for ranks in (1, 2, 4):
+        weak, strong = PRESETS["pgas-weak"].config(ranks), PRESETS["pgas-strong"].config(ranks)
+        assert [len(weak.sharding.local_tables(r)) for r in range(ranks)] == [64] * ranks
+        assert [len(strong.sharding.local_tables(r)) for r in range(ranks)] == [96 // ranks] * ranks
+        assert weak.global_batch == strong.global_batch == 16384
+        assert {(t.num_embeddings, t.embedding_dim) for t in weak.sharding.tables} == {(1_000_000, 64)}
+        assert (weak.bags[0].mean, strong.bags[0].mean) == (64, 16)
+
+
+def test_dcnv2_has_214_indices_a_sample_and_97_gib() -> None:
+    config = PRESETS["dcnv2"].config(2)
+    assert sum(bag.mean for bag in config.bags) == 214
+    assert len(config.sharding.tables) == 26
+    assert sum(config.table_bytes(r) for r in range(2)) / 2**30 == pytest.approx(97, abs=0.5)
+    # One table has 100 of the 214: balanced by cost, neither rank reads more than 60% of the rows.
+    assert config.expected_rows_bytes(0) / sum(config.expected_rows_bytes(r) for r in range(2)) == pytest.approx(
+        0.5, abs=0.1
+    )
+
+
+def test_criteo_kaggle_is_one_hot() -> None:
+    config = PRESETS["criteo-kaggle"].config(2)
+    assert all(bag == Fixed(1) for bag in config.bags)
+    assert sum(t.num_embeddings for t in config.sharding.tables) == 33_762_577
+
+
+def test_meta_2021_fit_meets_the_published_reuse() -> None:
+    preset = PRESETS["meta-2021"]
+    assert len(preset.tables) == 856
+    draws = [shape.bags.mean * preset.global_batch for shape in preset.tables]
+    distinct = sum(preset.indices.expected_distinct(s.rows, n) for s, n in zip(preset.tables, draws, strict=True))
+    hot = sum(n * preset.indices.expected_hot_share(s.rows, n, 1024) for s, n in zip(preset.tables, draws, strict=True))
+    assert sum(draws) == pytest.approx(META_2021_INDICES, rel=0.01)
+    assert distinct == pytest.approx(META_2021_DISTINCT, rel=0.01)
+    assert hot / sum(draws) == pytest.approx(META_2021_HOT_SHARE, abs=0.01)
+
+
+def test_meta_2021_keeps_its_reuse_when_scaled() -> None:
+    config = PRESETS["meta-2021"].config(2, Fraction(1, 64))
+    some = list(range(0, 856, 20))
+    rows = [config.sharding.tables[t].num_embeddings for t in some]
+    values, offsets = jagged_input(
+        [config.bags[t] for t in some], rows, config.indices, config.global_batch, some, seed=0, device=CPU
+    )
+    cuts = offsets[:: config.global_batch].tolist()
+    distinct = sum(values[a:b].unique().numel() for a, b in itertools.pairwise(cuts))
+    draws = [config.bags[t].mean * config.global_batch for t in some]
+    expected = sum(config.indices.expected_distinct(r, n) for r, n in zip(rows, draws, strict=True))
+    assert distinct == pytest.approx(expected, rel=0.02)
+    # A bounded Zipf law is not quite scale-free: 1/64 of rows and batch keeps about five sixths of the reuse.
+    assert values.numel() / distinct == pytest.approx(META_2021_INDICES / META_2021_DISTINCT, rel=0.2)
+
+
+@pytest.mark.parametrize("exponent", [0.9236, 1.0, 1.05])
+def test_zipf_draws_what_it_expects(exponent: float) -> None:
+    zipf, rows, draws = Zipf(exponent), 5000, 20_000
+    drawn = zipf.draw(rows, draws, torch.Generator().manual_seed(1))
+    assert drawn.min() >= 0
+    assert drawn.max() < rows
+    assert drawn.unique().numel() == pytest.approx(zipf.expected_distinct(rows, draws), rel=0.03)
+    probability, count = zipf.probabilities(rows)
+    assert (probability * count).sum() == pytest.approx(1)
+    top = torch.bincount(drawn).max().item() / draws
+    assert top == pytest.approx(probability[0], rel=0.1)
+
+
+def test_bags_and_offsets_are_what_the_operator_takes() -> None:
+    values, offsets = jagged_input(
+        [UniformBags(4), Fixed(3)], [7, 50], UniformRows(), samples=100, tables=[0, 1], seed=3, device=CPU
+    )
+    assert offsets.shape == (201,)
+    assert offsets[0] == 0
+    assert offsets[-1] == values.numel()
+    lengths = offsets.diff()
+    assert set(lengths[:100].tolist()) == {0, 1, 2, 3, 4}
+    assert set(lengths[100:].tolist()) == {3}
+    assert values[: offsets[100]].max() == 6
+    assert 6 < values[offsets[100] :].max() < 50
+
+
+def test_a_tables_input_does_not_depend_on_who_owns_it() -> None:
+    bags, rows = [UniformBags(5), UniformBags(6), Fixed(2)], [100, 200, 300]
+    values, offsets = jagged_input(bags, rows, UniformRows(), 10, [0, 1, 2], 7, CPU)
+    alone, alone_offsets = jagged_input(bags[1:2], rows[1:2], UniformRows(), 10, [1], 7, CPU)
+    assert torch.equal(alone, values[offsets[10] : offsets[20]])
+    assert torch.equal(alone_offsets.diff(), offsets[10:21].diff())
+    empty, no_offsets = jagged_input([], [], UniformRows(), 10, [], 7, CPU)
+    assert empty.numel() == 0
+    assert no_offsets.tolist() == [0]
+
+
+def test_scale_shrinks_batch_and_large_tables_only() -> None:
+    config = PRESETS["dcnv2"].config(3, Fraction(1, 64))
+    rows = [t.num_embeddings for t in config.sharding.tables]
+    assert max(rows) == 625_000
+    assert sorted(rows)[0] == 3
+    assert rows[7] == SMALL_TABLE  # 1543 rows
+    assert sum(config.batch_sizes) == 1024
+    assert max(config.batch_sizes) - min(config.batch_sizes) == 1
+    with pytest.raises(ValueError, match=r"scale=2\.0 must be above 0 and at most 1"):
+        PRESETS["dcnv2"].config(2, Fraction(2))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_fitting_scale_fits_and_twice_it_does_not(name: str) -> None:
+    preset = PRESETS[name]
+    scale = fitting_scale(preset, 2, FP32, table_bytes=1e9, rows_bytes=3e8)
+    config = preset.config(2, scale)
+    assert all(config.table_bytes(r) <= 1.2e9 and config.expected_rows_bytes(r) <= 3.6e8 for r in range(2))
+    assert scale == 1 or any(
+        c.table_bytes(r) > 0.8e9 or c.expected_rows_bytes(r) > 2.4e8
+        for c in [preset.config(2, scale * 2)]
+        for r in range(2)
+    )
+
+
+def test_families_and_unknown_names() -> None:
+    assert len(find_presets("fused-inter")) >= 4
+    assert find_presets("fused-inter/1024|256")[0].global_batch == 1024
+    assert len(find_presets(None)) == len(PRESETS)
+    with pytest.raises(ValueError, match=r"no preset 'dlrm': give one of pgas-weak.*meta-2021"):
+        find_presets("dlrm")
