@@ -1,0 +1,267 @@
+"""Is this input what the tables need? Host-side checks whose errors name table, feature, value and fix.
+
+They run on every call before anything is written, so they cost microseconds: shapes, dtypes, devices and names.
+What takes a look at the numbers is apart: `check_offsets` reads every offset (CPU tensors only: on a GPU the kernel
+guards), and index bounds are the kernels' job; `first_bad_index` finds again what a kernel only counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from weft.sparse.hashing import hash_ids
+from weft.sparse.jagged import JaggedInput
+from weft.sparse.tables import EmbeddingSharding, Slot
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second reading of each offset comes from the cache
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedInput:
+    """A rank's input, understood: local slot s reads bags `key_of_slot[s] * global_batch + sample`.
+
+    `batch_sizes[r]` samples of the global batch belong to rank r, in rank order.
+    """
+
+    key_of_slot: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    global_batch: int
+
+
+def check_jagged(
+    jagged: JaggedInput,
+    sharding: EmbeddingSharding,
+    rank: int,
+    batch_sizes: Sequence[int] | None,
+    weights: Sequence[torch.Tensor],
+) -> CheckedInput:
+    """Check one rank's input of the global batch, and its tables, without reading their contents.
+
+    `jagged` holds a block of offsets per key, or, without keys, one per local slot in column order; keys of other
+    ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`.
+    Without `batch_sizes` the global batch is divided evenly. Raises `ValueError`.
+    """
+    slots = sharding.local_slots(rank)
+    device = check_weights(weights, sharding, rank)
+    _check_tensors(jagged, device)
+    if jagged.keys is None:
+        key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local features"
+    else:
+        refuse_unknown_features(jagged.keys, sharding)
+        key_of_slot, blocks, named = blocks_of_slots(jagged.keys, sharding, rank), len(jagged.keys), "keys"
+    sizes = None if batch_sizes is None else _checked_sizes(batch_sizes, sharding.world_size)
+    global_batch = _global_batch(jagged, blocks, named, sizes)
+    if sizes is None:
+        if global_batch % sharding.world_size:
+            raise ValueError(
+                f"a global batch of {global_batch} samples does not divide by world_size={sharding.world_size}: pass "
+                f"batch_sizes, how many samples each rank gets"
+            )
+        sizes = (global_batch // sharding.world_size,) * sharding.world_size
+    elif sum(sizes) != global_batch:
+        raise ValueError(
+            f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {global_batch} samples: every rank needs "
+            f"its features' bags of the global batch, and the sum must be that batch"
+        )
+    return CheckedInput(key_of_slot, sizes, global_batch)
+
+
+def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, rank: int) -> torch.device | None:
+    """Check this rank's tables against the sharding; the device that they share (None if the rank owns none)."""
+    local = sharding.local_tables(rank)
+    if len(weights) != len(local):
+        names = ", ".join(sharding.tables[i].name for i in local) or "none"
+        raise ValueError(
+            f"{len(weights)} weights for rank {rank}, which owns {len(local)} tables ({names}): pass one tensor per "
+            f"table, in that order"
+        )
+    for index, weight in zip(local, weights, strict=True):
+        table = sharding.tables[index]
+        shape = (table.num_embeddings, table.embedding_dim)
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"table {table.name!r}: the weight is {list(weight.shape)} but the table is {list(shape)}")
+        if weight.dtype != table.dtype:
+            raise ValueError(
+                f"table {table.name!r}: the weight is {weight.dtype}, the table {table.dtype}: convert one"
+            )
+        if not weight.is_contiguous():
+            raise ValueError(
+                f"table {table.name!r}: the weight has strides {weight.stride()}: pass weight.contiguous()"
+            )
+        if weight.device != weights[0].device:
+            raise ValueError(
+                f"table {table.name!r} is on {weight.device} but table {sharding.tables[local[0]].name!r} is on "
+                f"{weights[0].device}: move all tables of a rank to one device"
+            )
+    return weights[0].device if local else None
+
+
+def refuse_unknown_features(keys: Sequence[str], sharding: EmbeddingSharding) -> None:
+    """Raise `ValueError` if a key is looked up in no table of any rank."""
+    if unknown := _unknown_features(tuple(keys), sharding):
+        raise ValueError(
+            f"feature {unknown[0]!r} has no table: name it in some table's feature_names, or leave it out of the input "
+            f"(tables have the features {_some(slot.feature for slot in sharding.slots)})"
+        )
+
+
+def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
+    """For each local slot of `rank` the index of its feature in `keys`; `ValueError` if a feature is missing."""
+    return _blocks_of_slots(tuple(keys), sharding, rank)
+
+
+def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
+    """Read all offsets of a CPU input: from 0 or more, ascending, none beyond the values. Raises `ValueError`."""
+    offsets, batch = jagged.offsets, checked.global_batch
+
+    def fail(position: int, what: str) -> None:
+        block, sample = divmod(position, batch) if batch else (0, 0)
+        where = _block_text(block, jagged, sharding, rank, checked)
+        raise ValueError(f"{where}: offsets[{position}] (sample {sample}) {what}")
+
+    first, last, count = int(offsets[0]), int(offsets[-1]), jagged.values.numel()
+    if first < 0:
+        fail(0, f"is {first}: offsets are positions in values, 0 or more")
+    for begin in range(0, offsets.numel() - 1, _OFFSETS_PER_LOOK):
+        look = offsets[begin : begin + _OFFSETS_PER_LOOK + 1]
+        descends = look[1:] < look[:-1]
+        if descends.any():
+            at = begin + int(descends.nonzero()[0])
+            here, after = int(offsets[at]), int(offsets[at + 1])
+            fail(at, f"is {here} and the next is {after}: offsets must ascend, a bag ends where the next begins")
+    if last > count:
+        at = int((offsets > count).nonzero()[0])
+        fail(max(at - 1, 0), f"begins a bag that ends at {int(offsets[at])}, beyond the {count} values")
+
+
+def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:
+    """Say which id is out of range: `slot` counts the local slots of `rank`, `position` the ids of the bag."""
+    where = sharding.local_slots(rank)[slot]
+    table = sharding.tables[where.table]
+    return (
+        f"table {table.name!r}, feature {where.feature!r}, sample {sample} of the global batch, position {position}: "
+        f"index {value} is not in [0, {table.num_embeddings}): correct the ids, enlarge the table, or pass hash=True "
+        f"to map any id to a row"
+    )
+
+
+def first_bad_index(
+    jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, *, hash: bool = False
+) -> str | None:
+    """The message for the first index out of its table's range (in slot, then sample order), or None.
+
+    Reads all values of this rank's features, wherever they are: for error paths, and as the reference in tests.
+    """
+    batch = checked.global_batch
+    for number, (slot, block) in enumerate(zip(sharding.local_slots(rank), checked.key_of_slot, strict=True)):
+        rows = sharding.tables[slot.table].num_embeddings
+        if batch == 0:
+            continue
+        bags = jagged.offsets[block * batch : (block + 1) * batch + 1]
+        begin, end = int(bags[0]), int(bags[-1])
+        ids = jagged.values[begin:end]
+        looked_up = hash_ids(ids, rows) if hash else ids
+        bad = ((looked_up < 0) | (looked_up >= rows)).nonzero()
+        if bad.numel():
+            at = int(bad[0])
+            sample = int(torch.searchsorted(bags.contiguous(), begin + at, right=True)) - 1
+            position = begin + at - int(bags[sample])
+            return bad_index_message(sharding, rank, number, sample, position, int(ids[at]))
+    return None
+
+
+def _check_tensors(jagged: JaggedInput, device: torch.device | None) -> None:
+    tensors: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
+        ("values", jagged.values, INDEX_DTYPES),
+        ("offsets", jagged.offsets, INDEX_DTYPES),
+    ]
+    if jagged.weights is not None:
+        tensors.append(("per_sample_weights", jagged.weights, (torch.float32,)))
+    for name, tensor, dtypes in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
+        if tensor.dim() != 1:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}: pass {name}.contiguous()")
+        if tensor.device != (device or jagged.values.device):
+            beside = f"the tables are on {device}" if device else f"values is on {jagged.values.device}"
+            raise ValueError(f"{name} is on {tensor.device} but {beside}: move the features there")
+    if jagged.weights is not None and jagged.weights.numel() != jagged.values.numel():
+        raise ValueError(
+            f"{jagged.weights.numel()} per_sample_weights for {jagged.values.numel()} values: pass one weight per value"
+        )
+
+
+def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+    sizes = tuple(operator.index(size) for size in batch_sizes)
+    if len(sizes) != world_size:
+        raise ValueError(f"batch_sizes={sizes} has {len(sizes)} entries: pass one per rank, {world_size}")
+    for rank, size in enumerate(sizes):
+        if size < 0:
+            raise ValueError(f"batch_sizes={sizes}: rank {rank} cannot get {size} samples, pass 0 or more")
+    return sizes
+
+
+def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int, ...] | None) -> int:
+    """The global batch size that the offsets imply, given how many blocks of bags they hold."""
+    bags = jagged.offsets.numel() - 1
+    known = jagged.stride if sizes is None else sum(sizes)
+    if blocks == 0:
+        if bags not in (-1, 0):
+            raise ValueError(f"{bags + 1} offsets for a rank without features: pass the single offset 0")
+        if known is None:
+            raise ValueError(
+                "this rank has no features in its input, so it cannot tell the global batch: pass batch_sizes, or a "
+                "KeyedJaggedTensor with stride="
+            )
+        return known
+    if bags < 0 or bags % blocks:
+        wanted = "samples * features + 1" if known is None else f"{known} * {blocks} + 1 = {known * blocks + 1}"
+        raise ValueError(
+            f"{bags + 1} offsets do not fit {blocks} {named}: pass {wanted} offsets (feature-major, the last one is "
+            f"the number of values)"
+        )
+    return bags // blocks
+
+
+@lru_cache(maxsize=256)
+def _unknown_features(keys: tuple[str, ...], sharding: EmbeddingSharding) -> tuple[str, ...]:
+    used = {slot.feature for slot in sharding.slots}
+    return tuple(key for key in keys if key not in used)
+
+
+@lru_cache(maxsize=256)
+def _blocks_of_slots(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
+    block_of_key = {key: block for block, key in enumerate(keys)}
+    slots: tuple[Slot, ...] = sharding.local_slots(rank)
+    for slot in slots:
+        if slot.feature not in block_of_key:
+            table = sharding.tables[slot.table].name
+            raise ValueError(
+                f"table {table!r} needs feature {slot.feature!r}, which the input lacks: its keys are {_some(keys)}"
+            )
+    return tuple(block_of_key[slot.feature] for slot in slots)
+
+
+def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> str:
+    """Whose bags the block of offsets number `block` holds."""
+    for slot, own in zip(sharding.local_slots(rank), checked.key_of_slot, strict=True):
+        if own == block:
+            return f"table {sharding.tables[slot.table].name!r}, feature {slot.feature!r}"
+    return f"feature {jagged.keys[block]!r} (of another rank's table)" if jagged.keys else "the input"
+
+
+def _some(names: object) -> str:
+    """At most 20 of the names, as text."""
+    listed = list(dict.fromkeys(names))  # type: ignore[call-overload]
+    rest = f", ... ({len(listed) - 20} more)" if len(listed) > 20 else ""
+    return (", ".join(map(repr, listed[:20])) or "none") + rest

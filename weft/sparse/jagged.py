@@ -1,0 +1,315 @@
+"""Sparse features and pooled vectors under their names: TorchRec's containers, as small classes of our own.
+
+Jagged means that the samples have different numbers of ids. With T keys and B samples, bag (t, b) holds
+`values[offsets[t * B + b] : offsets[t * B + b + 1]]`: all samples of the first key, then all of the second
+(feature-major). `as_jagged` reads ours, TorchRec's own objects, or a plain tuple of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class JaggedInput:
+    """What the kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys if named.
+
+    `stride` is B where the container knows it (it must when T = 0), otherwise None.
+    """
+
+    keys: tuple[str, ...] | None
+    values: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    stride: int | None = None
+
+
+class JaggedTensor:
+    """The bags of one key: `values` [n], `offsets` [B + 1] from 0, `weights` [n] or None."""
+
+    def __init__(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        self._values, self._offsets, self._weights = values, offsets, weights
+
+    def values(self) -> torch.Tensor:
+        return self._values
+
+    def offsets(self) -> torch.Tensor:
+        return self._offsets
+
+    def lengths(self) -> torch.Tensor:
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        return self._weights
+
+    def to_dense(self) -> list[torch.Tensor]:
+        """The bags as B tensors (views)."""
+        ends = self._offsets.tolist()
+        return [self._values[begin:end] for begin, end in pairwise(ends)]
+
+
+class KeyedJaggedTensor:
+    """Bags of ids for T named features and B samples, feature-major; fields and methods as TorchRec's.
+
+    `values` [N] int32 or int64 ids, `weights` [N] or None (one per id), and `lengths` [T * B] or `offsets`
+    [T * B + 1] (one of them is enough). `stride` is B; it is derived, except that without keys it has to be given.
+    Every key has the same B: TorchRec's variable stride per key is not taken. Nothing here copies, or waits for a GPU,
+    but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        stride: int | None = None,
+    ) -> None:
+        self._keys = list(keys)
+        if len(set(self._keys)) != len(self._keys):
+            twice = next(key for key in self._keys if self._keys.count(key) > 1)
+            raise ValueError(f"key {twice!r} appears more than once in keys={self._keys}: name each feature once")
+        if lengths is None and offsets is None:
+            raise ValueError("pass lengths [T * B] or offsets [T * B + 1]: without them no sample's ids are known")
+        bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+        if lengths is not None and offsets is not None and offsets.numel() != bags + 1:
+            raise ValueError(
+                f"{offsets.numel()} offsets do not fit {bags} lengths: pass {bags + 1} offsets, or lengths alone"
+            )
+        if stride is None:
+            if not self._keys:
+                raise ValueError("a KeyedJaggedTensor without keys cannot know its batch size: pass stride=")
+            if bags % len(self._keys) or bags < 0:
+                raise ValueError(
+                    f"{max(bags, 0)} bags do not divide by {len(self._keys)} keys: pass one length per key and sample "
+                    f"(or one offset more than that), with the same number of samples for each key"
+                )
+            stride = bags // len(self._keys)
+        if bags != stride * len(self._keys):
+            raise ValueError(
+                f"stride={stride} samples of {len(self._keys)} keys make {stride * len(self._keys)} bags, not {bags}"
+            )
+        if weights is not None and weights.numel() != values.numel():
+            raise ValueError(f"{weights.numel()} weights for {values.numel()} values: pass one weight per value")
+        self._values, self._weights, self._stride = values, weights, stride
+        self._lengths, self._offsets = lengths, offsets
+        self._offset_per_key: list[int] | None = None
+
+    @classmethod
+    def from_lengths_sync(
+        cls,
+        keys: Sequence[str],
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        stride: int | None = None,
+    ) -> KeyedJaggedTensor:
+        """From lengths, with `offset_per_key` fetched to the host now."""
+        return cls(keys, values, weights, lengths=lengths, stride=stride).sync()
+
+    @classmethod
+    def from_offsets_sync(
+        cls,
+        keys: Sequence[str],
+        values: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        stride: int | None = None,
+    ) -> KeyedJaggedTensor:
+        """From offsets, with `offset_per_key` fetched to the host now."""
+        return cls(keys, values, weights, offsets=offsets, stride=stride).sync()
+
+    def sync(self) -> KeyedJaggedTensor:
+        """Fetch `offset_per_key` to the host, once."""
+        self.offset_per_key()
+        return self
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> torch.Tensor:
+        return self._values
+
+    def weights(self) -> torch.Tensor:
+        if self._weights is None:
+            raise ValueError("this KeyedJaggedTensor has no weights: weights_or_none() asks without raising")
+        return self._weights
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        return self._weights
+
+    def lengths(self) -> torch.Tensor:
+        """[T * B], how many ids each bag holds."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = self._offsets.diff()
+        return self._lengths
+
+    def offsets(self) -> torch.Tensor:
+        """[T * B + 1], where each bag begins in `values`."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = offsets_of(self._lengths)
+        return self._offsets
+
+    def stride(self) -> int:
+        """B, the number of samples."""
+        return self._stride
+
+    def offset_per_key(self) -> list[int]:
+        """T + 1 positions in `values`: where each key's ids begin, and where the last one's end."""
+        if self._offset_per_key is None:
+            bags = len(self._keys) * self._stride
+            at = torch.arange(len(self._keys) + 1, device=self._values.device) * self._stride
+            self._offset_per_key = self.offsets()[at].tolist() if bags else [0] * (len(self._keys) + 1)
+        return self._offset_per_key
+
+    def length_per_key(self) -> list[int]:
+        """T counts: how many ids each key has over all samples."""
+        return [end - begin for begin, end in pairwise(self.offset_per_key())]
+
+    def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
+        """The keys numbered `indices`, in that order (a copy of their bags)."""
+        begins = self.offset_per_key()
+        lengths = self.lengths().view(len(self._keys), self._stride)[list(indices)]
+
+        def gather(flat: torch.Tensor) -> torch.Tensor:
+            return torch.cat([flat[:0], *(flat[begins[i] : begins[i + 1]] for i in indices)])
+
+        return KeyedJaggedTensor(
+            [self._keys[i] for i in indices],
+            gather(self._values),
+            None if self._weights is None else gather(self._weights),
+            lengths=lengths.flatten(),
+            stride=self._stride,
+        )
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        index = _index_of(self._keys, key)
+        begin, end = self.offset_per_key()[index : index + 2]
+        offsets = self.offsets()[index * self._stride : (index + 1) * self._stride + 1]
+        weights = None if self._weights is None else self._weights[begin:end]
+        return JaggedTensor(self._values[begin:end], offsets - begin, weights)
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        return {key: self[key] for key in self._keys}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """The same features with every tensor on `device`."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        values = self._values.to(device, non_blocking=non_blocking)
+        weights, lengths, offsets = moved(self._weights), moved(self._lengths), moved(self._offsets)
+        there = KeyedJaggedTensor(self._keys, values, weights, lengths, offsets, self._stride)
+        there._offset_per_key = self._offset_per_key
+        return there
+
+    def device(self) -> torch.device:
+        return self._values.device
+
+    def __repr__(self) -> str:
+        weighted = "" if self._weights is None else ", weighted"
+        return (
+            f"KeyedJaggedTensor({len(self._keys)} keys x {self._stride} samples, {self._values.numel()} ids of "
+            f"{self._values.dtype} on {self._values.device}{weighted}, keys={self._keys})"
+        )
+
+
+class KeyedTensor:
+    """Dense columns under names: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on."""
+
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
+        if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):
+            raise ValueError(
+                f"{len(keys)} keys with {len(length_per_key)} lengths that sum to {sum(length_per_key)} do not "
+                f"describe values of shape {tuple(values.shape)}: pass one length per key that sum to the last dimension"
+            )
+        self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> torch.Tensor:
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """T + 1 columns: where each key begins, and the number of all columns."""
+        return list(accumulate(self._length_per_key, initial=0))
+
+    def key_dim(self) -> int:
+        """The dimension that the keys divide: always 1, as in TorchRec's default."""
+        return 1
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """[B, length of `key`], a view."""
+        index = _index_of(self._keys, key)
+        return self._values.narrow(-1, sum(self._length_per_key[:index]), self._length_per_key[index])
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self._keys, self._values.split(self._length_per_key, dim=-1), strict=True))
+
+    def __repr__(self) -> str:
+        columns = ", ".join(f"{key}: {length}" for key, length in zip(self._keys, self._length_per_key, strict=True))
+        return f"KeyedTensor({list(self._values.shape)} of {self._values.dtype}, columns {{{columns}}})"
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """[n] lengths to [n + 1] int64 offsets."""
+    offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def as_jagged(features: Any) -> JaggedInput:
+    """Read a KeyedJaggedTensor (ours or TorchRec's), a `JaggedInput`, or `(values, offsets[, per_sample_weights])`.
+
+    Of TorchRec's, those with a variable stride per key or with inverse indices are refused with `ValueError`; anything
+    else is a `TypeError`.
+    """
+    if isinstance(features, JaggedInput):
+        return features
+    if isinstance(features, tuple | list):
+        if len(features) not in (2, 3):
+            raise ValueError(f"features is a tuple of {len(features)}: pass (values, offsets[, per_sample_weights])")
+        values, offsets = features[:2]
+        return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
+    missing = [name for name in ("keys", "values", "offsets", "weights_or_none") if not hasattr(features, name)]
+    if missing:
+        raise TypeError(
+            f"features is a {type(features).__name__} without {', '.join(missing)}(): pass a KeyedJaggedTensor or "
+            f"(values, offsets[, per_sample_weights])"
+        )
+    if _answer(features, "variable_stride_per_key"):
+        raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
+    if _answer(features, "inverse_indices_or_none") is not None:
+        raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
+    return JaggedInput(
+        tuple(features.keys()),
+        features.values(),
+        features.offsets(),
+        features.weights_or_none(),
+        _answer(features, "stride"),
+    )
+
+
+def _answer(features: Any, method: str) -> Any:
+    ask = getattr(features, method, None)
+    return None if ask is None else ask()
+
+
+def _index_of(keys: Sequence[str], key: str) -> int:
+    try:
+        return keys.index(key)
+    except ValueError:
+        raise KeyError(f"{key!r} is not among the keys {list(keys)}") from None

@@ -1,0 +1,147 @@
+"""Which rank should own which table: equal work per rank, then long runs of adjacent output columns.
+
+The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a
+rank's tables. Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the
+optimum; moves and swaps away from the most loaded rank improve it. A rank that owns adjacent tables writes adjacent
+columns, hence longer slices and fewer signals, so a contiguous split is taken where it costs next to nothing
+(`CONTIGUOUS_SLACK`), and elsewhere tables of equal cost are dealt out in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
+
+# A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best
+# split found). At hundreds of tables the granularity alone is finer; at a dozen lopsided ones it never applies.
+CONTIGUOUS_SLACK = 1.02
+
+T = TypeVar("T")
+
+
+def place_tables(
+    tables: Sequence[EmbeddingBagConfig],
+    world_size: int,
+    *,
+    rows_read: Sequence[float] | Mapping[str, float] | None = None,
+    placement: Mapping[str, int] | Sequence[int] | None = None,
+) -> EmbeddingSharding:
+    """Say which of `world_size` ranks owns which table; a function of its arguments alone, so all ranks agree.
+
+    `rows_read`: mean number of rows that a sample reads from each table over all its features (the pooling factor, for
+    a table with one feature), in table order or by table name; default one per feature. `placement`: the user's own
+    choice of rank per table, in table order or by table name, taken as it is. Memory only breaks ties: tables that must
+    not share a rank are for `placement` to keep apart. Raises `ValueError` on a table left out, an unknown name, a
+    negative number of rows, or a rank out of range.
+    """
+    tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
+    check_tables(tables)
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1")
+    rows = None if rows_read is None else tuple(float(r) for r in _per_table("rows_read", rows_read, tables))
+    if rows is not None:
+        for table, value in zip(tables, rows, strict=True):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"table {table.name!r}: rows_read={value} must be a number of rows, 0 or more")
+    if placement is not None:
+        return EmbeddingSharding(tables, _per_table("placement", placement, tables), world_size, rows)
+
+    costs = np.array([t.bytes_per_sample(None if rows is None else rows[i]) for i, t in enumerate(tables)])
+    memory = np.array([float(t.nbytes) for t in tables])
+    ranks = _longest_first(costs, memory, world_size)
+    _improve(ranks, costs, world_size)
+    slowest = np.bincount(ranks, costs, world_size).max()
+    floor = max(costs.sum() / world_size, costs.max())
+    contiguous = _contiguous(costs, world_size, limit=max(slowest, CONTIGUOUS_SLACK * floor) * (1 + 1e-9))
+    ranks = _deal_equals_in_order(ranks, costs, memory) if contiguous is None else contiguous
+    return EmbeddingSharding(tables, tuple(int(rank) for rank in ranks), world_size, rows)
+
+
+def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence[EmbeddingBagConfig]) -> tuple[T, ...]:
+    """`given` as one entry per table, in table order."""
+    if not isinstance(given, Mapping):
+        if len(given) != len(tables):
+            raise ValueError(f"{what} has {len(given)} entries for {len(tables)} tables: give one per table, in order")
+        return tuple(given)
+    names = [table.name for table in tables]
+    if unknown := [name for name in given if name not in set(names)]:
+        raise ValueError(f"{what} names {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
+    if missing := [name for name in names if name not in given]:
+        raise ValueError(f"{what} leaves out table {missing[0]!r}: give one entry for each of {', '.join(names)}")
+    return tuple(given[name] for name in names)
+
+
+def _longest_first(costs: np.ndarray, memory: np.ndarray, world_size: int) -> np.ndarray:
+    """Each table, dearest first, to the rank with the least cost so far; on a tie, with the least memory."""
+    ranks = np.zeros(len(costs), dtype=np.int64)
+    load, held = np.zeros(world_size), np.zeros(world_size)
+    for table in np.lexsort((-memory, -costs)):
+        rank = np.lexsort((held, load))[0]
+        ranks[table] = rank
+        load[rank] += costs[table]
+        held[rank] += memory[table]
+    return ranks
+
+
+def _improve(ranks: np.ndarray, costs: np.ndarray, world_size: int) -> None:
+    """Move a table off the most loaded rank, or swap one, as long as the larger of the two loads falls (in place)."""
+    for _ in range(10 * len(costs)):
+        load = np.bincount(ranks, costs, world_size)
+        worst = int(load.argmax())
+        own, others = np.flatnonzero(ranks == worst), np.flatnonzero(ranks != worst)
+        # What could come back in exchange: any table of another rank, or nothing (a move) from any rank.
+        partner = np.concatenate([others, np.full(world_size, -1)])
+        where = np.concatenate([ranks[others], np.arange(world_size)])
+        back = np.concatenate([costs[others], np.zeros(world_size)])
+        shift = costs[own][:, None] - back[None, :]
+        larger = np.maximum(load[worst] - shift, load[where][None, :] + shift)
+        larger[:, where == worst] = np.inf
+        i, j = np.unravel_index(larger.argmin(), larger.shape)
+        if larger[i, j] >= load[worst] * (1 - 1e-12):
+            return
+        ranks[own[i]] = where[j]
+        if partner[j] >= 0:
+            ranks[partner[j]] = worst
+
+
+def _contiguous(costs: np.ndarray, world_size: int, limit: float) -> np.ndarray | None:
+    """The most even split into contiguous runs with no rank above `limit`, or None if there is no such split.
+
+    Most even: the least sum of squared loads. best[j] is that sum for the first j tables on the ranks so far, cut[w][j]
+    where the run of rank w that ends before table j begins.
+    """
+    count, parts = len(costs), min(world_size, len(costs))
+    upto = np.concatenate([[0.0], np.cumsum(costs)])
+    run = upto[None, :] - upto[:, None]  # run[i, j]: the cost of tables i .. j-1
+    square = np.where((run > limit) | (run < 0), np.inf, run * run)
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    cuts = []
+    for _ in range(parts):
+        total = best[:, None] + square
+        cuts.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    if not np.isfinite(best[count]):
+        return None
+    ranks, end = np.empty(count, dtype=np.int64), count
+    for rank in reversed(range(parts)):
+        begin = int(cuts[rank][end])
+        ranks[begin:end] = rank
+        end = begin
+    return ranks
+
+
+def _deal_equals_in_order(ranks: np.ndarray, costs: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """The same loads with tables of equal cost and memory handed out in order, so that a rank's are neighbours."""
+    dealt = ranks.copy()
+    kinds: dict[tuple[float, float], list[int]] = {}
+    for table, kind in enumerate(zip(costs.tolist(), memory.tolist(), strict=True)):
+        kinds.setdefault(kind, []).append(table)
+    for alike in kinds.values():
+        dealt[alike] = np.sort(ranks[alike])
+    return dealt

@@ -1,0 +1,263 @@
+"""What the tables are, which rank owns which, and where each pooled vector lands: descriptions, with no tensor in them.
+
+Table-wise sharding: a table lives whole on one rank. The output has one row per sample and one block of columns (a
+`Slot`) per feature of each table, in the order in which the tables were given, whoever owns them. Every rank holds the
+same `EmbeddingSharding`; its `fingerprint` is how ranks find out that they do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INDEX_BYTES = 8  # an id, or an offset: int64 is what data loaders hand over
+_DTYPE_OF_TORCHREC = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig:
+    """One embedding table, with TorchRec's field names.
+
+    `num_embeddings` rows of `embedding_dim` elements of `dtype`; each name in `feature_names` is an input that is
+    looked up in this table and pooled by `pooling` ("sum" or "mean") into one vector per sample. Raises `ValueError` on
+    sizes below 1, an unknown pooling or dtype, no feature, or a feature named twice.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str
+    feature_names: tuple[str, ...]
+    pooling: Literal["sum", "mean"] = "sum"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        at = f"table {self.name!r}"
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name={self.name!r}: a table needs a name, a non-empty string")
+        for what in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, what)
+            try:
+                size = operator.index(value)
+            except TypeError:
+                raise ValueError(f"{at}: {what}={value!r} must be a whole number") from None
+            if size < 1:
+                raise ValueError(f"{at}: {what}={size} must be at least 1")
+            object.__setattr__(self, what, size)
+        if isinstance(self.feature_names, str):
+            raise ValueError(f"{at}: feature_names={self.feature_names!r} is a string: write [{self.feature_names!r}]")
+        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        if not self.feature_names:
+            raise ValueError(f"{at} has no feature: name in feature_names the input that it is looked up by")
+        for feature, count in Counter(self.feature_names).items():
+            if not isinstance(feature, str) or not feature:
+                raise ValueError(f"{at}: feature {feature!r} must be a non-empty string")
+            if count > 1:
+                raise ValueError(f"{at}: feature {feature!r} is named {count} times: name it once")
+        if self.pooling not in ("sum", "mean"):
+            raise ValueError(f"{at}: pooling={self.pooling!r} must be 'sum' or 'mean'")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{at}: dtype={self.dtype} must be one of {', '.join(map(str, DTYPES))}")
+
+    @classmethod
+    def of(cls, config: Any) -> EmbeddingBagConfig:
+        """`config` if it is one of ours, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
+
+        As in TorchRec, a table without `feature_names` is looked up by a feature of its own name.
+        """
+        if isinstance(config, cls):
+            return config
+        try:
+            pooling, data_type = config.pooling, config.data_type
+            rows, dim, name, features = config.num_embeddings, config.embedding_dim, config.name, config.feature_names
+        except AttributeError as error:
+            raise TypeError(
+                f"{config!r} is no table description ({error}): pass weft.EmbeddingBagConfig or TorchRec's"
+            ) from None
+        data_type_name = str(getattr(data_type, "name", data_type)).upper()
+        if data_type_name not in _DTYPE_OF_TORCHREC:
+            raise ValueError(f"table {name!r}: data_type={data_type!r} must be one of {', '.join(_DTYPE_OF_TORCHREC)}")
+        pooling_name: Any = str(getattr(pooling, "name", pooling)).lower()
+        return cls(rows, dim, name, tuple(features) or (name,), pooling_name, _DTYPE_OF_TORCHREC[data_type_name])
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_embeddings * self.embedding_dim * self.dtype.itemsize
+
+    def bytes_per_sample(self, rows_read: float | None = None) -> float:
+        """Bytes that pooling one sample moves: rows and their ids in, one vector and one offset per feature.
+
+        `rows_read` is the mean number of rows that a sample reads from this table, over all its features (default: one
+        per feature).
+        """
+        row_bytes = self.embedding_dim * self.dtype.itemsize + INDEX_BYTES
+        features = len(self.feature_names)
+        return ((features if rows_read is None else rows_read) + features) * row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One block of output columns: `feature` pooled in table number `table` of `rank`, `dim` columns from `column` on.
+
+    `key` is the block's name in the output: the feature, or "feature@table" if several tables use the feature.
+    """
+
+    feature: str
+    key: str
+    table: int
+    rank: int
+    column: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class EmbeddingSharding:
+    """Which rank owns which table: the same value on every rank of a group.
+
+    `rank_of_table[i]` in [0, world_size) owns `tables[i]`; a rank may own none. `rows_read` (mean rows per sample and
+    table), where known, serves `describe()` alone: it is no part of equality or of the fingerprint. Raises `ValueError`
+    on no table, duplicate names, mixed dtypes, a wrong number of ranks, or a rank out of range.
+    """
+
+    tables: tuple[EmbeddingBagConfig, ...]
+    rank_of_table: tuple[int, ...]
+    world_size: int
+    rows_read: tuple[float, ...] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", tuple(self.tables))
+        object.__setattr__(self, "rank_of_table", tuple(operator.index(rank) for rank in self.rank_of_table))
+        check_tables(self.tables)
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        if len(self.rank_of_table) != len(self.tables):
+            raise ValueError(f"rank_of_table has {len(self.rank_of_table)} entries for {len(self.tables)} tables")
+        for table, rank in zip(self.tables, self.rank_of_table, strict=True):
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"table {table.name!r} is placed on rank {rank}: ranks are 0 to {self.world_size - 1}")
+        if self.rows_read is not None:
+            object.__setattr__(self, "rows_read", tuple(float(rows) for rows in self.rows_read))
+            if len(self.rows_read) != len(self.tables):
+                raise ValueError(f"rows_read has {len(self.rows_read)} entries for {len(self.tables)} tables")
+
+    def __hash__(self) -> int:
+        return self.fingerprint
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """All blocks of output columns, in column order."""
+        uses = Counter(feature for table in self.tables for feature in table.feature_names)
+        slots, column = [], 0
+        for index, (table, rank) in enumerate(zip(self.tables, self.rank_of_table, strict=True)):
+            for feature in table.feature_names:
+                key = feature if uses[feature] == 1 else f"{feature}@{table.name}"
+                slots.append(Slot(feature, key, index, rank, column, table.embedding_dim))
+                column += table.embedding_dim
+        return tuple(slots)
+
+    @cached_property
+    def total_dim(self) -> int:
+        """Columns of the output: the sum of D over all slots."""
+        return sum(slot.dim for slot in self.slots)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all tables, hence of the output."""
+        return self.tables[0].dtype
+
+    @cached_property
+    def _of_rank(self) -> tuple[tuple[tuple[int, ...], tuple[Slot, ...]], ...]:
+        tables: list[list[int]] = [[] for _ in range(self.world_size)]
+        slots: list[list[Slot]] = [[] for _ in range(self.world_size)]
+        for index, rank in enumerate(self.rank_of_table):
+            tables[rank].append(index)
+        for slot in self.slots:
+            slots[slot.rank].append(slot)
+        return tuple((tuple(t), tuple(s)) for t, s in zip(tables, slots, strict=True))
+
+    def local_tables(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the tables that `rank` owns, ascending."""
+        return self._of_rank[self._checked(rank)][0]
+
+    def local_slots(self, rank: int) -> tuple[Slot, ...]:
+        """The blocks of output columns that `rank` computes, in column order."""
+        return self._of_rank[self._checked(rank)][1]
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank} is not in this sharding: ranks are 0 to {self.world_size - 1}")
+        return rank
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number in [0, 2**62) that differs (but for chance) when anything but `rows_read` differs.
+
+        The same in every process and Python run, so that ranks may compare it.
+        """
+        tables = [
+            (t.num_embeddings, t.embedding_dim, t.name, t.feature_names, t.pooling, str(t.dtype)) for t in self.tables
+        ]
+        canonical = json.dumps([self.world_size, self.rank_of_table, tables])
+        return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
+
+    def describe(self) -> str:
+        """Who owns what, as text: per rank its tables, columns, memory and share of the bytes moved per sample."""
+        rows = self.rows_read or (None,) * len(self.tables)
+        costs = [table.bytes_per_sample(r) for table, r in zip(self.tables, rows, strict=True)]
+        assumed = "" if self.rows_read else ", one row per feature assumed"
+        lines = [
+            f"{len(self.tables)} tables on {self.world_size} ranks, {len(self.slots)} features into "
+            f"{self.total_dim} columns of {self.dtype} (cost: bytes per sample{assumed})",
+            f"{'rank':>4} {'tables':>6} {'columns':>7} {'memory':>10} {'cost':>7}  owns",
+        ]
+        for rank in range(self.world_size):
+            mine = self.local_tables(rank)
+            columns = sum(slot.dim for slot in self.local_slots(rank))
+            memory = sum(self.tables[i].nbytes for i in mine)
+            share = sum(costs[i] for i in mine) / sum(costs)
+            owned = self._runs_text(mine)
+            lines.append(f"{rank:>4} {len(mine):>6} {columns:>7} {_bytes_text(memory):>10} {share:>7.1%}  {owned}")
+        return "\n".join(lines)
+
+    def _runs_text(self, indices: Sequence[int]) -> str:
+        """Table names, runs of three and more adjacent tables shortened to "first .. last"."""
+        words = []
+        for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
+            names = [self.tables[index].name for _, index in run]
+            words += names if len(names) < 3 else [f"{names[0]} .. {names[-1]}"]
+        if len(words) > 12:
+            words = [*words[:10], f"... ({len(words) - 10} more)"]
+        return ", ".join(words) or "nothing"
+
+
+def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
+    """Raise `ValueError` unless there are tables, each with its own name, all of one dtype."""
+    if not tables:
+        raise ValueError("no tables: pass at least one EmbeddingBagConfig")
+    for name, count in Counter(table.name for table in tables).items():
+        if count > 1:
+            raise ValueError(f"duplicate table name {name!r} ({count} tables): give each table its own name")
+    for table in tables:
+        if table.dtype != tables[0].dtype:
+            raise ValueError(
+                f"table {table.name!r} is {table.dtype} but table {tables[0].name!r} is {tables[0].dtype}: they share "
+                f"one output, so give all tables of a collection one dtype, or make a collection per dtype"
+            )
+
+
+def _bytes_text(nbytes: float) -> str:
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1024:
+            break
+        nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
