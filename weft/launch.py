@@ -1,0 +1,313 @@
+"""Several ranks on this machine from one Python call: `run_ranks` for one function, `Pool` for workers that stay up.
+
+Importing torch takes seconds, and eight fresh interpreters do it eight times. A fork server imports torch once and
+forks each rank from there in milliseconds; it has no threads and no CUDA context, so that forking it is safe, whatever
+the calling process has running. Ranks meet through a file in a private temporary directory: no port to collide on,
+and no rank whose death takes the meeting place with it.
+
+What runs on the ranks must be importable by name (a top-level function), and so must its arguments and results be
+picklable; tensors travel by value. After a run in which any rank raised, died or outlasted the limit, all workers are
+killed and the next run starts new ones: no failure leaks into the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from multiprocessing import connection, forkserver, process
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch", "torch.distributed", "numpy", "weft._core"]
+
+
+class RankDiedError(RuntimeError):
+    """A worker process ended (killed, crashed, `os._exit`) instead of returning a result."""
+
+
+class _RemoteTracebackError(Exception):
+    """Carries the text of a traceback from another process, as the cause of the error raised here."""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 600.0,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Run `function(rank, world_size, *args)` on `world_size` fresh processes joined by torch.distributed.
+
+    The default process group (`dist.group.WORLD`) is initialised with `backend` before the call; with an NCCL backend
+    each rank's CUDA device is set to rank modulo the number of devices. Returns the results by rank.
+
+    Raises the error of the first rank that failed, with its traceback as the cause, and does not wait for the others;
+    `RankDiedError` if a process ended without a result; `TimeoutError` with the stack of every rank still running
+    after `timeout_s` seconds. `return_exceptions=True` waits for all and returns errors in the list instead. No
+    process is left in any of these cases.
+    """
+    with Pool(world_size, backend=backend) as pool:
+        return pool._run(_with_rank, (function, *args), world_size, timeout_s, return_exceptions)
+
+
+class Pool:
+    """`world_size` worker processes that stay up between calls, joined by torch.distributed. A context manager.
+
+    Workers start at the first `run`. Each uses one torch thread (`threads`) and ignores Ctrl-C, which is left to the
+    process that owns the pool; when that process dies in whatever way, the workers exit by themselves.
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", threads: int = 1):
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1")
+        self.world_size = world_size
+        self.backend = backend
+        self.threads = threads
+        self._workers: list[tuple[process.BaseProcess, connection.Connection]] = []
+        self._grouped: set[int] = set()
+        self._directory: tempfile.TemporaryDirectory | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        timeout_s: float = 120.0,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Run `function(group, *args)` on the first `ranks` workers (default all) and return the results by rank.
+
+        `group` is a process group of exactly those workers, the same one for every run with this number of ranks, so
+        that what is cached per group stays warm; `group.rank()` and `group.size()` tell a worker who it is. Errors as
+        in `run_ranks`.
+        """
+        return self._run(function, args, self.world_size if ranks is None else ranks, timeout_s, return_exceptions)
+
+    def close(self) -> None:
+        """End the workers and remove their directory. The next `run` starts new ones."""
+        for _, pipe in self._workers:
+            pipe.close()  # a worker that is waiting for work sees the end of it and exits in order
+        until = time.monotonic() + 5
+        for worker, _ in self._workers:
+            worker.join(max(0.0, until - time.monotonic()))
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers by rank (starts them if none are up)."""
+        self._start()
+        return [worker.pid or 0 for worker, _ in self._workers]
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        context = mp.get_context("forkserver")
+        if not forkserver._forkserver._forkserver_pid:  # type: ignore[attr-defined]
+            context.set_forkserver_preload(PRELOADED)
+        self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        # Runs at close, when the pool is collected, and at interpreter exit, whichever is first.
+        self._finalizer = weakref.finalize(self, _kill, self._workers, self._directory)
+        self._grouped = {self.world_size}
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            worker = context.Process(
+                target=_work,
+                args=(
+                    theirs,
+                    rank,
+                    self.world_size,
+                    self.backend,
+                    self.threads,
+                    self._directory.name,
+                    dict(os.environ),
+                ),
+                name=f"weft-rank-{rank}",
+                daemon=True,
+            )
+            worker.start()
+            theirs.close()
+            self._workers.append((worker, ours))
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple, ranks: int, timeout_s: float, return_exceptions: bool
+    ) -> list[Any]:
+        if not 1 <= ranks <= self.world_size:
+            raise ValueError(f"ranks={ranks} must be between 1 and the pool's world_size={self.world_size}")
+        job = pickle.dumps((function, args, ranks, sys.path))
+        self._start()
+        # torch wants every rank of the world to take part when a group is made, members or not.
+        busy = ranks if ranks in self._grouped else self.world_size
+        results: list[Any] = [None] * busy
+        try:
+            for _, pipe in self._workers[:busy]:
+                with contextlib.suppress(OSError):  # ended since the last run: the read below says so
+                    pipe.send_bytes(job)
+            failed = self._collect(results, timeout_s, grace_s=timeout_s if return_exceptions else 3.0)
+        except BaseException:
+            if self._finalizer is not None:
+                self._finalizer()
+            raise
+        if failed:
+            if self._finalizer is not None:
+                self._finalizer()
+            if not return_exceptions:
+                raise failed[0]
+        self._grouped.add(ranks)
+        return results[:ranks]
+
+    def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:
+        """Fill `results` with values or errors; returns the errors in order of arrival, the likely cause first.
+
+        Once a rank has failed the others get `grace_s` more seconds: without it many would just sit in a collective
+        until its deadline.
+        """
+        until = time.monotonic() + timeout_s
+        failed: list[BaseException] = []
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[: len(results)])}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value, text = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    worker = self._workers[rank][0]
+                    worker.join(5)
+                    ok, value, text = False, RankDiedError(f"rank {rank} ended with exit code {worker.exitcode}"), ""
+                results[rank] = value
+                if not ok:
+                    if text:
+                        value.__cause__ = _RemoteTracebackError(f"\n--- rank {rank} ---\n{text}")
+                    failed.append(value)
+                    until = min(until, time.monotonic() + grace_s)
+            if not ready:
+                stacks = self._stacks(sorted(waiting.values()))
+                error = TimeoutError(
+                    f"ranks {sorted(waiting.values())} were still running after {timeout_s} s\n{stacks}"
+                )
+                if not failed:
+                    raise error
+                for rank in waiting.values():
+                    results[rank] = error
+                break
+        return failed
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where each of `ranks` is now, as faulthandler prints it."""
+        assert self._directory is not None
+        for rank in ranks:
+            pid = self._workers[rank][0].pid
+            if pid is not None and self._workers[rank][0].is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = []
+        for rank in ranks:
+            path = Path(self._directory.name, f"stack-{rank}")
+            texts.append(f"--- rank {rank} ---\n{path.read_text() if path.exists() else '(not started)'}")
+        return "\n".join(texts)
+
+
+def _kill(workers: list[tuple[process.BaseProcess, connection.Connection]], directory: Any) -> None:
+    for worker, pipe in workers:
+        worker.kill()
+        pipe.close()
+    for worker, _ in workers:
+        worker.join()
+    workers.clear()
+    directory.cleanup()
+
+
+def _with_rank(group: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(group.rank(), group.size(), *args)
+
+
+def _work(
+    pipe: connection.Connection,
+    rank: int,
+    world_size: int,
+    backend: str,
+    threads: int,
+    directory: str,
+    environment: dict[str, str],
+) -> None:
+    """What a worker process does: join the others, then run what comes through `pipe` until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stack = Path(directory, f"stack-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    parent = mp.parent_process()
+    assert parent is not None
+    threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
+    os.environ.clear()  # the fork server's environment is that of its start, maybe long ago
+    os.environ.update(environment)
+    os.environ["LOCAL_RANK"] = str(rank)
+    # All ranks are here: the loopback interface always works, a host name may not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(str(Path(directory, "store")), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    groups = {world_size: dist.group.WORLD}
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            function, args, ranks, sys.path[:] = pickle.loads(job)
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(range(ranks)))
+            result = function(groups[ranks], *args) if rank < ranks else None
+            answer = pickle.dumps((True, result, ""))
+        except Exception as error:
+            answer = _portable(error)
+        pipe.send_bytes(answer)
+    groups.clear()
+    dist.destroy_process_group()
+
+
+def _portable(error: Exception) -> bytes:
+    """The error and its traceback as bytes that can be read elsewhere; its text alone if it cannot travel itself."""
+    text = traceback.format_exc()
+    try:
+        answer = pickle.dumps((False, error, text))
+        pickle.loads(answer)
+        return answer
+    except Exception:
+        return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+def _exit_with(sentinel: int) -> None:
+    """End this process at once when the one that started it is gone."""
+    connection.wait([sentinel])
+    os._exit(1)
