@@ -1,0 +1,95 @@
+// Embedding pooling fused with the all-to-all, on the CPU: each rank pools its own tables' rows for the global batch and
+// stores every pooled vector where it is consumed, in the memory of the rank that owns the sample.
+//
+// After "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", sections 3.2 and 3.3, and
+// "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
+//
+// Words. A *slot* is one block of output columns (a feature pooled from a table of this rank). A *slice* is a run of up
+// to `slice_size` slots, adjacent in the output, of one sample: contiguous bytes in a row of the destination. Every
+// sample has the same slices. A *block* is a run of samples of one destination, worked on slot by slot, so that the
+// indices of a slot are read as a stream and a small table stays in the cache.
+//
+// Transports. `direct`: vectors are stored at their destination as they are summed; whoever orders them for the reader
+// does so after the call (all stores, the cache-bypassing ones too, are fenced before it returns). `put`: vectors for
+// another rank are summed into a staging buffer private to the thread; each slice is one contiguous copy, and after a
+// release fence one store of `epoch` to the slice's flag; a rank's own slices are summed in place and raise flags too.
+//   Who writes what: slice bytes, then (release) flags[(sample - batch_starts[dest]) * slices_per_sample + slice].
+//   Who reads after: `wait_flags` acquires every flag, then the rows are plain memory.
+//   Reuse: flags only grow (an epoch per call); the rows may be written again when their reader has let them go.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "pooling.hpp"
+#include "signal.hpp"
+
+namespace weft {
+
+enum class Transport : int { direct = 0, put = 1 };
+enum class Bounds : int { ignore = 0, warning = 1, fatal = 2 };
+
+struct Slot {
+    const char *weight;
+    int64_t rows, dim, key, column;  // key: which block of `batch` offsets; column: first output column, in elements
+    bool mean;
+};
+
+struct Slice {
+    int64_t first_slot, slots, column, width;  // column and width in elements
+};
+
+// A record of what one thread did: `kind` 0 computed (nothing left the rank), 1 stored or copied to another rank, of
+// which `bytes` left; nanoseconds of CLOCK_MONOTONIC.
+struct Event {
+    int64_t kind, thread, start_ns, end_ns, bytes;
+};
+
+struct EmbeddingCall {
+    std::vector<Slot> slots;  // of this rank, in column order
+    const void *values;
+    int values_bits;
+    int64_t n_values;
+    const void *offsets;
+    int offsets_bits;
+    const float *per_sample_weights;  // null: all one
+    std::vector<int64_t> batch_starts;  // W + 1
+    int rank;
+    std::vector<char *> outputs;  // W
+    int64_t output_stride;        // elements
+    Dtype dtype;
+    Transport transport;
+    bool remote_first;
+    int64_t slice_size;
+    bool hash;
+    Bounds bounds;
+    int threads;
+    std::vector<std::atomic<int64_t> *> flags;  // W with put: my block of flags at each rank
+    int64_t epoch;
+    Event *events;  // may be null
+    int64_t event_capacity;
+    const Isa *isa;
+};
+
+// Where the first bad index is, in the order (slot, sample, position in the bag).
+struct BadIndex {
+    int64_t slot = -1, sample = -1, position = -1, value = 0;
+    bool before(const BadIndex &other) const;
+};
+
+struct Outcome {
+    int64_t bad = 0;
+    BadIndex first_bad;
+    int64_t copies = 0, flags = 0;  // put only
+    int64_t events = 0;             // may exceed the capacity: then the later ones were not recorded
+};
+
+std::vector<Slice> slices_of(const std::vector<Slot> &slots, int64_t slice_size);
+Outcome embedding_all_to_all(const EmbeddingCall &call);
+
+// Waits until every one of `count` flags has reached `epoch` (signed difference). `index` and `found`: the first flag
+// that had not, and what it held.
+Wait wait_flags(const std::atomic<int64_t> *flags, int64_t count, int64_t epoch, double deadline_s,
+                const std::atomic<int64_t> *failed, int64_t *index, int64_t *found);
+
+}  // namespace weft

@@ -1,0 +1,70 @@
+// Pooling of embedding rows on one CPU thread: the inner loops, compiled once per instruction set from one source
+// (pooling_isa.cpp) and chosen at run time.
+//
+//     out[b] = sum over i in bag b, in bag order, of weight[i] * row[i]        (mean: divided by the bag's length)
+//
+// Numerics, the same on every instruction set, to the bit: rows are widened to fp32, the sum starts at +0 and adds one
+// row after another in the bag's order, the product with a per-sample weight is rounded before it is added (no fused
+// multiply-add, so that a machine without it agrees), the mean divides by the length, fp16 and bf16 results are rounded
+// to nearest, ties to even. An empty bag is zeros.
+//
+// The work is cut in two so that the variants do not multiply. `FindRows` turns indices into row addresses (index width,
+// hash and bounds are its business); `Pool` sees only addresses, and so can prefetch rows of bags and tables to come.
+#pragma once
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace weft {
+
+enum class Dtype : int { fp32 = 0, fp16 = 1, bf16 = 2 };
+constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+
+struct RowsJob {
+    const void *values;      // first index of the run: int32 or int64
+    int64_t count;           // how many indices
+    const char *table;       // row 0
+    int64_t rows;            // rows of the table
+    int64_t row_bytes;
+    const char *zero_row;    // what a bad index reads
+    const char **addresses;  // out: one per index
+};
+// Returns how many indices were bad (always 0 for the unchecked and the hashed versions).
+using FindRows = int64_t (*)(const RowsJob &);
+
+struct PoolJob {
+    const char *const *rows;    // addresses of all rows of all bags, and `ahead` more (any addresses: only prefetched)
+    const float *weights;       // one per row, or null
+    const int64_t *lengths;     // rows of each bag
+    int64_t bags;
+    int64_t dim;                // elements of a row
+    int64_t ahead;              // prefetch distance in rows
+    char *out;                  // first bag's vector
+    int64_t out_stride_bytes;   // from one bag's vector to the next
+    bool mean;
+    bool stream;                // bypass the caches: `out`, its stride and the vector are multiples of 64 bytes
+};
+using Pool = void (*)(const PoolJob &);
+
+// One instruction set's versions.
+struct Isa {
+    const char *name;
+    Pool (*pool)(Dtype dtype, int64_t dim, bool weighted);
+    FindRows (*find_rows)(int index_bits, bool hash, bool checked);
+    int64_t (*count_bad)(const void *indices, int index_bits, int64_t count, int64_t rows);
+    void (*stream_copy)(void *to, const void *from, int64_t bytes);  // past the caches; `to` and bytes multiples of 64
+};
+
+// What this machine can run, best first. Never empty: "portable" is always there.
+const std::vector<Isa> &isas();
+// The one of that name, the best for "". Throws std::invalid_argument naming what there is.
+const Isa &isa_named(std::string_view name);
+
+// The id hash: the finalizer of splitmix64.
+constexpr uint64_t hash_id(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+}  // namespace weft

@@ -1,0 +1,291 @@
+// The pooling loops of pooling.hpp for one instruction set: compiled once for each, with WEFT_ISA naming it.
+//
+// Everything here has internal linkage and uses no library templates: a shared inline function compiled with wide
+// instructions could otherwise be the copy that the linker keeps for the whole module.
+//
+// Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed; the last vector
+// ends exactly at `dim` and may overlap the one before (both compute the same sums, so tails need no masks). Rows wider
+// than `most` vectors are summed in blocks of columns; rows narrower than a vector use the widest power of two that fits.
+#include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "pooling.hpp"
+
+namespace weft {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int widest = 16, most = 16;  // 16 of the 32 registers hold sums
+#elif defined(__AVX2__)
+constexpr int widest = 8, most = 8;  // 8 of 16
+#else
+constexpr int widest = 4, most = 8;
+#endif
+
+struct Half {
+    uint16_t bits;
+};
+struct Brain {
+    uint16_t bits;
+};
+
+template <int W> struct Lanes {
+    typedef float F __attribute__((vector_size(4 * W)));
+    typedef uint32_t U __attribute__((vector_size(4 * W)));
+    typedef uint16_t S __attribute__((vector_size(2 * W)));
+};
+template <int W> using Floats = typename Lanes<W>::F;
+
+// fp16 without the machine's help: exact to fp32, and from fp32 to nearest, ties to even.
+[[maybe_unused]] float from_half(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023;
+    uint32_t bits;
+    float value;
+    if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24
+        value = float(mantissa) * 0x1p-24f;
+        memcpy(&bits, &value, 4);
+        bits |= sign;
+    } else if (exponent == 31) {
+        bits = sign | 0x7f800000u | mantissa << 13 | (mantissa ? 0x400000u : 0);
+    } else {
+        bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    }
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+[[maybe_unused]] uint16_t to_half(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return uint16_t(sign | 0x7e00 | (bits >> 13 & 0x3ff));  // NaN stays NaN
+    if (bits >= 0x477ff000u) return uint16_t(sign | 0x7c00);                        // 65520 and above round to infinity
+    if (bits < 0x38800000u) {  // subnormal: adding 0.5 leaves the result, rounded, in the low bits
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        magnitude += 0.5f;
+        memcpy(&bits, &magnitude, 4);
+        return uint16_t(sign | (bits - 0x3f000000u));
+    }
+    return uint16_t(sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000u) >> 13));
+}
+
+template <int W> inline Floats<W> load(const float *from) {
+    Floats<W> v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <int W> inline Floats<W> load(const Brain *from) {
+    typename Lanes<W>::S narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return (Floats<W>)(__builtin_convertvector(narrow, typename Lanes<W>::U) << 16);
+}
+
+template <int W> inline Floats<W> load(const Half *from) {
+#ifdef __AVX512F__
+    if constexpr (W == 16) return (Floats<W>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#endif
+#ifdef __F16C__
+    if constexpr (W == 8) return (Floats<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+    if constexpr (W == 4) return (Floats<W>)_mm_cvtph_ps(_mm_loadu_si64(from));
+#endif
+    if constexpr (W <= 4) {
+        Floats<W> v;
+        for (int i = 0; i < W; ++i) {
+#ifdef __F16C__
+            v[i] = _cvtsh_ss(from[i].bits);
+#else
+            v[i] = from_half(from[i].bits);
+#endif
+        }
+        return v;
+    }
+}
+
+template <int W> inline void store(float *to, Floats<W> v) { memcpy(to, &v, sizeof v); }
+
+template <int W> inline void store(Brain *to, Floats<W> v) {
+    const auto bits = (typename Lanes<W>::U)v;
+    const auto rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const auto is_nan = (typename Lanes<W>::U)(v != v);
+    const auto narrow = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), typename Lanes<W>::S);
+    memcpy(to, &narrow, sizeof narrow);
+}
+
+template <int W> inline void store(Half *to, Floats<W> v) {
+#ifdef __AVX512F__
+    if constexpr (W == 16) return _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#endif
+#ifdef __F16C__
+    if constexpr (W == 8) return _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+    if constexpr (W == 4) return _mm_storeu_si64(to, _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT));
+#endif
+    if constexpr (W <= 4) {
+        for (int i = 0; i < W; ++i) {
+#ifdef __F16C__
+            to[i].bits = uint16_t(_cvtss_sh(v[i], _MM_FROUND_TO_NEAREST_INT));
+#else
+            to[i].bits = to_half(v[i]);
+#endif
+        }
+    }
+}
+
+// One vector of `bytes` (16, 32 or 64) past the caches.
+template <int bytes> inline void stream(void *to, const void *from) {
+#ifdef __AVX512F__
+    if constexpr (bytes == 64) return _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
+#endif
+#ifdef __AVX2__
+    if constexpr (bytes == 32) return _mm256_stream_si256((__m256i *)to, _mm256_loadu_si256((const __m256i *)from));
+#endif
+#ifdef __SSE2__
+    if constexpr (bytes == 16) return _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
+#endif
+    memcpy(to, from, bytes);
+}
+
+// Sums columns [first, last + W) of one bag and stores them: N vectors, the last at column `last`.
+template <class T, int W, int N, bool weighted>
+[[gnu::always_inline]] inline void pool_columns(const PoolJob &job, const char *const *rows, const float *weights, int64_t length,
+                                                T *out, int64_t first, int64_t last) {
+    constexpr int lines = (N * W * int(sizeof(T)) + 63) / 64;
+    constexpr int64_t size = sizeof(T);
+    const bool ragged = job.dim * size % 64 != 0;  // rows may end in one cache line more
+    Floats<W> sum[N] = {};
+    for (int64_t i = 0; i < length; ++i) {
+        const T *row = reinterpret_cast<const T *>(rows[i]);
+        const char *coming = rows[i + job.ahead];
+#pragma GCC unroll 32
+        for (int l = 0; l < lines; ++l) __builtin_prefetch(coming + first * size + 64 * l);
+        if (ragged) __builtin_prefetch(coming + (last + W) * size - 1);
+#pragma GCC unroll 32
+        for (int j = 0; j < N; ++j) {
+            const Floats<W> x = load<W>(row + (j == N - 1 ? last : first + j * W));
+            if constexpr (weighted) sum[j] += x * weights[i];
+            else sum[j] += x;
+        }
+    }
+    if (job.mean && length > 1) {
+        const float divisor = float(length);
+#pragma GCC unroll 32
+        for (int j = 0; j < N; ++j) sum[j] /= divisor;
+    }
+    if (W == widest && job.stream) {
+#pragma GCC unroll 32
+        for (int j = 0; j < N; ++j) {
+            T ready[W];
+            store<W>(ready, sum[j]);
+            stream<W * sizeof(T)>(out + (j == N - 1 ? last : first + j * W), ready);
+        }
+        return;
+    }
+#pragma GCC unroll 32
+    for (int j = 0; j < N; ++j) store<W>(out + (j == N - 1 ? last : first + j * W), sum[j]);
+}
+
+template <class T, int W, int N, bool weighted> void pool(const PoolJob &job) {
+    const char *const *rows = job.rows;
+    const float *weights = job.weights;
+    char *out = job.out;
+    constexpr int64_t block = most * W;
+    const int64_t blocks_end = job.dim > block ? (job.dim - 1) / block * block : 0;  // the last block is N vectors
+    for (int64_t b = 0; b < job.bags; ++b) {
+        const int64_t length = job.lengths[b];
+        T *vector = reinterpret_cast<T *>(out);
+        for (int64_t c = 0; c < blocks_end; c += block)
+            pool_columns<T, W, most, weighted>(job, rows, weights, length, vector, c, c + block - W);
+        pool_columns<T, W, N, weighted>(job, rows, weights, length, vector, blocks_end, job.dim - W);
+        rows += length;
+        if constexpr (weighted) weights += length;
+        out += job.out_stride_bytes;
+    }
+}
+
+template <class T, bool weighted, int N = most> Pool pool_wide(int64_t vectors) {
+    if constexpr (N == 1) return pool<T, widest, 1, weighted>;
+    else return vectors == N ? pool<T, widest, N, weighted> : pool_wide<T, weighted, N - 1>(vectors);
+}
+
+// Rows narrower than a vector: one or two (overlapping) vectors of the widest power of two that fits.
+template <class T, bool weighted, int W = widest / 2> Pool pool_narrow(int64_t dim) {
+    if constexpr (W == 1) return pool<T, 1, 1, weighted>;
+    else {
+        if (dim < W) return pool_narrow<T, weighted, W / 2>(dim);
+        return dim == W ? pool<T, W, 1, weighted> : pool<T, W, 2, weighted>;
+    }
+}
+
+template <class T, bool weighted> Pool pool_of(int64_t dim) {
+    if (dim < widest) return pool_narrow<T, weighted>(dim);
+    return pool_wide<T, weighted>(((dim + widest - 1) / widest - 1) % most + 1);
+}
+
+Pool choose_pool(Dtype dtype, int64_t dim, bool weighted) {
+    switch (dtype) {
+        case Dtype::fp16: return weighted ? pool_of<Half, true>(dim) : pool_of<Half, false>(dim);
+        case Dtype::bf16: return weighted ? pool_of<Brain, true>(dim) : pool_of<Brain, false>(dim);
+        default: return weighted ? pool_of<float, true>(dim) : pool_of<float, false>(dim);
+    }
+}
+
+template <class Index, bool hash, bool checked> int64_t find_rows(const RowsJob &job) {
+    const Index *values = static_cast<const Index *>(job.values);
+    const uint64_t rows = uint64_t(job.rows), row_bytes = uint64_t(job.row_bytes), table = reinterpret_cast<uint64_t>(job.table),
+                   zero_row = reinterpret_cast<uint64_t>(job.zero_row);
+    uint64_t *addresses = reinterpret_cast<uint64_t *>(job.addresses);
+    int64_t bad = 0;
+    for (int64_t i = 0; i < job.count; ++i) {
+        uint64_t row = uint64_t(int64_t(values[i]));  // a negative index becomes huge, and so is bad
+        if constexpr (hash) row = hash_id(row) % rows;
+        const uint64_t address = table + row * row_bytes;
+        if constexpr (checked) {
+            bad += row >= rows;
+            addresses[i] = row >= rows ? zero_row : address;
+        } else {
+            addresses[i] = address;
+        }
+    }
+    return bad;
+}
+
+FindRows choose_find_rows(int index_bits, bool hash, bool checked) {
+    if (hash) return index_bits == 32 ? find_rows<int32_t, true, false> : find_rows<int64_t, true, false>;
+    if (checked) return index_bits == 32 ? find_rows<int32_t, false, true> : find_rows<int64_t, false, true>;
+    return index_bits == 32 ? find_rows<int32_t, false, false> : find_rows<int64_t, false, false>;
+}
+
+template <class Index> int64_t count_bad_of(const Index *indices, int64_t count, uint64_t rows) {
+    int64_t bad = 0;
+    for (int64_t i = 0; i < count; ++i) bad += uint64_t(int64_t(indices[i])) >= rows;
+    return bad;
+}
+
+int64_t count_bad(const void *indices, int index_bits, int64_t count, int64_t rows) {
+    if (index_bits == 32) return count_bad_of(static_cast<const int32_t *>(indices), count, uint64_t(rows));
+    return count_bad_of(static_cast<const int64_t *>(indices), count, uint64_t(rows));
+}
+
+void stream_copy(void *to, const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 4 * widest)
+        stream<4 * widest>(static_cast<char *>(to) + i, static_cast<const char *>(from) + i);
+}
+
+}  // namespace
+
+#define WEFT_STRING_(x) #x
+#define WEFT_STRING(x) WEFT_STRING_(x)
+#define WEFT_JOIN_(a, b) a##b
+#define WEFT_JOIN(a, b) WEFT_JOIN_(a, b)
+
+Isa WEFT_JOIN(isa_, WEFT_ISA)() {
+    return {WEFT_STRING(WEFT_ISA), choose_pool, choose_find_rows, count_bad, stream_copy};
+}
+
+}  // namespace weft

@@ -1,0 +1,128 @@
+"""Types of the compiled module (csrc/). Addresses are plain integers: the module knows no torch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# csrc/signal.cpp
+COUNTER_BYTES: int
+
+def signal_set(address: int, value: int) -> None:
+    """Store `value` with release order and wake whoever waits."""
+
+def signal_add(address: int, amount: int) -> None:
+    """Add with release order and wake whoever waits."""
+
+def signal_read(address: int) -> int:
+    """The value now, with acquire order."""
+
+def signal_wait(address: int, wanted: int, deadline_s: float, failed_address: int) -> tuple[int, int]:
+    """Wait until the counter is at least `wanted`.
+
+    Returns (0 reached | 1 deadline passed | 2 the failed word was set, the value last read).
+    """
+
+# csrc/lease.cpp
+def lease(
+    address: int,
+    shape: Sequence[int],
+    dtype_code: int,
+    dtype_bits: int,
+    device_type: int,
+    device_id: int,
+    owner: object,
+) -> torch.Tensor:
+    """A torch tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
+
+# csrc/mapping.cpp
+class Mapping:
+    """A sealed memfd mapped readable, writable and shared, pages in place; unmapped when the last reference goes."""
+
+    def __init__(self, fd: int, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+# csrc/embedding_all_to_all_module.cpp
+def embedding_all_to_all(
+    *,
+    slots: NDArray[np.int64],
+    values: int,
+    values_bits: int,
+    n_values: int,
+    offsets: int,
+    offsets_bits: int,
+    per_sample_weights: int,
+    batch_starts: NDArray[np.int64],
+    rank: int,
+    outputs: NDArray[np.int64],
+    output_stride: int,
+    dtype: int,
+    transport: int,
+    remote_first: bool,
+    slice_size: int,
+    hash: bool,
+    bounds: int,
+    n_threads: int,
+    flags: NDArray[np.int64],
+    epoch: int,
+    timeline: NDArray[np.int64] | None,
+    isa: str = "",
+) -> tuple[int, int, int, int, int, int, int, int]:
+    """Pool this rank's slots for the global batch and store every vector where its sample's owner reads it.
+
+    Releases the GIL; uses no memory but buffers of the threads. Numerics are stated in csrc/pooling.hpp.
+
+    Args:
+        slots: [n, 6], this rank's slots in column order: address of the table's first row, rows, dim, key (which block
+            of `batch` offsets), first output column (elements), 1 for mean or 0 for sum. Tables are row-major.
+        values, values_bits, n_values: address of the indices, 32 or 64, how many.
+        offsets, offsets_bits: address of the offsets, feature-major (keys x batch + 1), 32 or 64. They are read as
+            ascending and clamped to [0, n_values], so that nothing outside `values` is ever read.
+        per_sample_weights: address of `n_values` float32, or 0.
+        batch_starts: [W + 1], first global sample of each rank, then the global batch.
+        rank: this rank.
+        outputs: [W], address of each rank's output [its batch, output_stride] as mapped here.
+        output_stride: elements from one output row to the next.
+        dtype: of tables and outputs: 0 fp32, 1 fp16, 2 bf16.
+        transport: 0 direct (no flags are raised), 1 put.
+        remote_first: work on the samples of rank + 1, rank + 2, ..., this rank; otherwise in batch order.
+        slice_size: most vectors of a slice (see `slice_runs`).
+        hash: the row is hash(index) mod rows (weft/sparse/hashing.py); no index is bad then.
+        bounds: 0 ignore (the caller promises), 1 warning (a bad index reads a row of zeros and is counted), 2 fatal
+            (all indices are looked at first; if any is bad nothing is written and no flag is raised).
+        n_threads: threads that share the work, the caller's included.
+        flags: [W] with put, the address of this rank's flags (int64) at each rank; otherwise ignored. The flag of
+            slice j of a sample is number (sample - batch_starts[destination]) * slices_per_sample + j.
+        epoch: what is stored to a flag, with release order, after its slice.
+        timeline: [capacity, 5] int64 to be filled, or None. A record is kind (0 computed, nothing left this rank;
+            1 stored or copied to another rank), thread, start_ns, end_ns (CLOCK_MONOTONIC), bytes that left. There is
+            one record, with put and another rank's samples two, for each slice of each block of samples.
+        isa: one of `isas()`, or "" for the best.
+
+    Returns:
+        (bad indices, slot, sample, position in the bag and value of the first of them (-1, -1, -1, 0 if none), slices
+        copied to other ranks, flags raised, records: more than the timeline's capacity if some did not fit). Slots
+        number the lines of `slots`.
+
+    Raises:
+        ValueError: an argument that no caller may pass; names it and its value.
+    """
+
+def slice_runs(slots: NDArray[np.int64], slice_size: int) -> list[tuple[int, int, int, int]]:
+    """The slices of every sample: (first slot, slots, first column, columns), in the order of their flags."""
+
+def wait_flags(address: int, count: int, epoch: int, deadline_s: float, failed_address: int) -> tuple[int, int, int]:
+    """Wait until each of `count` int64 flags has reached `epoch`, with acquire order.
+
+    Returns (0 reached | 1 deadline passed | 2 the failed word was set, index of the first missing flag, its value).
+    """
+
+def isas() -> list[str]:
+    """The instruction sets that the CPU kernel can use on this machine, best first."""
+
+def isa() -> str:
+    """The instruction set that the CPU kernel uses by default."""
