@@ -1,0 +1,487 @@
+"""Embedding pooling fused with the all-to-all: one persistent kernel for all tables of a rank.
+
+Problem. A rank owns some tables and pools their rows for the whole global batch; each pooled vector belongs to the rank
+that owns its sample. Pooling first and calling an all-to-all afterwards exposes the whole all-to-all, needs a send and a
+receive buffer, and an unpack pass. Here each vector goes to its place in the consumer's output as soon as it is pooled:
+
+    out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
+
+Transports. `direct`: the pooled vector is stored into the peer's memory ("Accelerating Multi-GPU Embedding Retrieval with
+PGAS-Style Communication ...", III-B; "GPU-initiated Fine-grained Overlap ...", 3.3). `put` (STAGED): the vectors of one
+slice are pooled into a staging area of the program (it stays in the L2 cache), leave as one contiguous copy, then a fence
+and the slice's flag (the same paper, 3.2). A slice never leaves its program, so "the last item of the slice" is known
+from the loop and needs no bitmask.
+
+Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
+  1. The first program tells every peer "my output `slot` is free, and this is the fingerprint of my call": fingerprint,
+     then, with release, ready = epoch * 256 + slot. Nobody stores into a peer before it has acquired that word: whoever
+     reads the old contents of the slot does so earlier in the peer's stream.
+  2. Units (slices) are grabbed from a counter in the order remote samples first (rotated by rank), local ones last.
+  3. direct: the last program to finish tells every peer done = epoch with release. Its arrival counter is acquire-release
+     at system scope, so that release covers the stores of all programs. Then it waits for done = epoch from every peer.
+     put: each program waits for its own part of the flags of slices from peers.
+  4. The last program clears the local counters and stores the new epoch. What runs after the kernel in the stream may read
+     the output.
+Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch; both leave a record in
+pinned host memory. A program that saw either stores nothing.
+
+Speed. A bag is three dependent loads (offsets, indices, rows), so one-warp programs run two bags ahead: while rows of a
+bag arrive, the indices of the next and the offsets of the one after it are already on their way. Rows are loaded
+ROWS at a time. Units are grabbed, not dealt: bags differ in length, and dealt ones leave a tail of 5-25%.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of the slot table (int64). A slot wider than BLOCK_D is several entries, each with its own columns.
+SLOT_FIELDS = 8
+ADDRESS, ROWS_IN_TABLE, STRIDE, KEY, COLUMN, WIDTH, MEAN, FIRST_PIECE = range(SLOT_FIELDS)
+# Columns of the unit table (int64): the slots of one unit of work of a sample, and the columns that they cover.
+UNIT_FIELDS = 4
+UNIT_FIRST, UNIT_END, UNIT_COLUMN, UNIT_WIDTH = range(UNIT_FIELDS)
+# Words of the local state (int64, device memory).
+STATE_WORDS = 16
+EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES, FLAGS = range(9)
+# Words of the record in pinned host memory (int64).
+RECORD_WORDS = 16
+R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND, R_BAD_INDICES, R_BAD_POSITION, R_BAD_OFFSETS = range(8)
+# What R_STATUS says.
+WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
+# Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
+SLOT_BITS = 8
+POISON = 1 << 62
+NO_POSITION = (1 << 62) - 1
+
+_EPOCH = tl.constexpr(EPOCH)
+_GRABBED = tl.constexpr(GRABBED)
+_ARRIVED = tl.constexpr(ARRIVED)
+_FAILED = tl.constexpr(FAILED)
+_BAD_INDICES = tl.constexpr(BAD_INDICES)
+_BAD_POSITION = tl.constexpr(BAD_POSITION)
+_BAD_OFFSETS = tl.constexpr(BAD_OFFSETS)
+_COPIES = tl.constexpr(COPIES)
+_FLAGS = tl.constexpr(FLAGS)
+_R_STATUS = tl.constexpr(R_STATUS)
+_R_EPOCH = tl.constexpr(R_EPOCH)
+_R_PEER = tl.constexpr(R_PEER)
+_R_WANTED = tl.constexpr(R_WANTED)
+_R_FOUND = tl.constexpr(R_FOUND)
+_R_BAD_INDICES = tl.constexpr(R_BAD_INDICES)
+_R_BAD_POSITION = tl.constexpr(R_BAD_POSITION)
+_R_BAD_OFFSETS = tl.constexpr(R_BAD_OFFSETS)
+_WAIT_READY = tl.constexpr(WAIT_READY)
+_WAIT_DONE = tl.constexpr(WAIT_DONE)
+_WAIT_FLAG = tl.constexpr(WAIT_FLAG)
+_DISAGREE = tl.constexpr(DISAGREE)
+_SLOT_BITS = tl.constexpr(SLOT_BITS)
+_SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
+_POISON = tl.constexpr(POISON)
+_NO_POSITION = tl.constexpr(NO_POSITION)
+_SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
+_UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
+
+
+@triton.jit
+def _words(address):
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _now_ns(PTX: tl.constexpr):
+    """The device's clock in nanoseconds; 0 where there is no PTX (then deadlines are the watchdog's alone)."""
+    if PTX:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return tl.full([], 0, tl.int64)
+
+
+@triton.jit
+def _load_acquire(pointer, PTX: tl.constexpr):
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return tl.load(pointer, volatile=True)
+
+
+@triton.jit
+def _store_release(pointer, value, PTX: tl.constexpr):
+    """System-scope release by every lane of a one-warp program: what the warp stored before is visible first."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.b64 [$1], $2; mov.u64 $0, $2;",
+            "=l,l,l",
+            [pointer.to(tl.int64), value],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(pointer, value)
+
+
+@triton.jit
+def _wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
+    """Poll a vector of words until all are at least `wanted`, or the deadline passes: the words last found."""
+    found = _load_acquire(pointer, PTX)
+    if tl.min(found, 0) < wanted:
+        start = _now_ns(PTX)
+        while (tl.min(found, 0) < wanted) & (_now_ns(PTX) - start < deadline_ns):
+            found = _load_acquire(pointer, PTX)
+    return found
+
+
+@triton.jit
+def _report(record, status, epoch, peer, wanted, found):
+    """Leave the first failure of a call in host memory; programs that fail together write the same thing."""
+    tl.store(record + _R_EPOCH, epoch)
+    tl.store(record + _R_PEER, peer)
+    tl.store(record + _R_WANTED, wanted)
+    tl.store(record + _R_FOUND, found)
+    tl.store(record + _R_STATUS, status)
+
+
+@triton.jit
+def _row_of(id, rows, HASH: tl.constexpr):
+    """The table row of an id: the id itself, or splitmix64's finalizer of its 64 bits modulo the rows."""
+    if HASH:
+        z = id.to(tl.int64).to(tl.uint64, bitcast=True)
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+        z = z ^ (z >> 31)
+        return (z % rows.to(tl.uint64)).to(tl.int64)
+    return id.to(tl.int64)
+
+
+@triton.jit
+def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
+    """(sample, first slot, end slot) of a unit; past the last unit the first one again, which nobody then uses."""
+    u = tl.where(unit < n_units, unit, 0)
+    sample = u // units_per_sample
+    entry = units + (u - sample * units_per_sample) * _UNIT_FIELDS
+    sample += first_sample
+    sample = tl.where(sample >= batch, sample - batch, sample)
+    return sample, tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+
+
+@triton.jit
+def _bag(offsets, slots, slot, sample, batch, n_values, valid):
+    """Start and end of a bag, kept inside `values` whatever the offsets say, and whether they had to be."""
+    key = tl.load(slots + slot * _SLOT_FIELDS + 3)
+    at = offsets + key * batch + sample
+    start = tl.load(at, mask=valid, other=0).to(tl.int64)
+    end = tl.load(at + 1, mask=valid, other=0).to(tl.int64)
+    safe_start = tl.minimum(tl.maximum(start, 0), n_values)
+    safe_end = tl.minimum(tl.maximum(end, safe_start), n_values)
+    return safe_start, safe_end, ((safe_start != start) | (safe_end != end)).to(tl.int64)
+
+
+@triton.jit
+def _load_ids(values, start, end, lanes):
+    at = start + lanes
+    return tl.load(values + at, mask=at < end, other=0)
+
+
+@triton.jit
+def _load_rows(
+    weight, ids, at, end, per_sample_weights, rows_in_table, stride, cols, width, bad, bad_at, counts,
+    WEIGHTED: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of a block of a bag as float32 [ROWS, BLOCK_D], weighted; a bad index gives zeros and is counted."""
+    mask = at < end
+    row = _row_of(ids, rows_in_table, HASH)
+    if CHECK:
+        good = (row >= 0) & (row < rows_in_table)
+        wrong = mask & (good == 0) & (counts != 0)
+        bad += wrong.to(tl.int64)
+        bad_at = tl.where(wrong & (at < bad_at), at, bad_at)
+        mask = mask & good
+    if UNIFORM:
+        rows = tl.load(weight + row[:, None] * BLOCK_D + cols[None, :], mask=mask[:, None], other=0.0)
+    else:
+        rows = tl.load(weight + row[:, None] * stride + cols[None, :], mask=mask[:, None] & (cols < width)[None, :], other=0.0)
+    rows = rows.to(tl.float32)
+    if WEIGHTED:
+        rows *= tl.load(per_sample_weights + at, mask=mask, other=0.0)[:, None]
+    return rows, bad, bad_at
+
+
+@triton.jit(
+    # One compiled kernel serves every call of an operator: Triton would specialise integers on 1 and on divisibility by
+    # 16, and a compile behind a stream that waits for a peer never returns.
+    do_not_specialize=[
+        "batch", "n_units", "n_values", "first_sample", "out_slot", "out_slot_bytes", "fingerprint", "deadline_ns",
+        "units_per_sample", "flags_before", "flags_total_per_sample",
+    ]
+)
+def embedding_all_to_all_kernel(
+    slots, units, values, offsets, per_sample_weights, batch_starts, out_addresses, signal_addresses, flag_addresses,
+    staging, state, record, timeline,
+    batch: tl.int32, n_units: tl.int32, n_values: tl.int64, first_sample: tl.int32, out_slot: tl.int32,
+    out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
+    units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
+    RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr,
+    STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
+    ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """See the top of this file. Shapes: slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values]
+    (int32 or int64), offsets [keys * batch + 1], batch_starts [WORLD + 1], out/signal/flag_addresses [WORLD] (every rank's
+    memory as mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned host),
+    timeline [n_units, 3] (start ns, end ns, bytes that left). ENTER and EXIT are off inside a sequence of launches that
+    together are one call; WAIT is off where one process plays all ranks in turn."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + _EPOCH) + 1
+    ranks = tl.arange(0, WORLD_P2)
+    is_rank = ranks < WORLD
+    peer = is_rank & (ranks != RANK)
+    safe_rank = tl.where(is_rank, ranks, RANK)
+    mine = tl.load(signal_addresses + RANK)
+    signals = _words(mine)
+
+    # 1. Say that our output slot is free; learn that the peers' are, and which.
+    out_base = tl.load(out_addresses + safe_rank)
+    out_of = tl.where(ranks == RANK, out_base + out_slot.to(tl.int64) * out_slot_bytes, out_base)
+    failed = tl.full([], 0, tl.int64)
+    if WORLD > 1:
+        theirs = tl.load(signal_addresses + safe_rank)
+        wanted = epoch << _SLOT_BITS
+        if ENTER:
+            if program == 0:
+                word = theirs + 16 * RANK
+                tl.store(_words(word), tl.full([WORLD_P2], 0, tl.int64) + fingerprint, mask=peer)
+                at = tl.where(peer, word + 8, mine + 16 * RANK + 8)
+                _store_release(_words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
+        ready_at = _words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
+        if WAIT:
+            # Our own word stands in for the lanes that are no peer: it is set like the peers' and so never holds us up
+            # for longer than it takes the first program to start.
+            found = _wait_at_least(ready_at, wanted, deadline_ns, PTX)
+            lowest = tl.min(found, 0)
+            if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
+                _report(record, _WAIT_READY, epoch, tl.argmin(found, 0).to(tl.int64), wanted >> _SLOT_BITS, lowest >> _SLOT_BITS)
+                failed += 1
+            else:
+                prints = tl.load(_words(mine + 16 * safe_rank), mask=peer, other=fingerprint, volatile=True)
+                differ = (prints != fingerprint).to(tl.int32)
+                if tl.max(differ, 0) != 0:
+                    _report(record, _DISAGREE, epoch, tl.argmax(differ, 0).to(tl.int64), fingerprint, tl.max(tl.where(differ != 0, prints, 0), 0))
+                    failed += 1
+        else:
+            found = tl.load(ready_at, volatile=True)
+        out_of = tl.where(peer, out_base + (found & _SLOT_MASK) * out_slot_bytes, out_of)
+        flags_of = tl.load(flag_addresses + safe_rank)
+    starts = tl.load(batch_starts + safe_rank)
+    ends = tl.where(is_rank, tl.load(batch_starts + safe_rank + 1), 0)
+    if failed != 0:
+        n_units = n_units * 0
+
+    # 2. Pool. Three bags are in work: rows of the current one, indices of the next, offsets of the one after that.
+    cols = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, ROWS)
+    bad = tl.zeros([ROWS], tl.int64)
+    bad_at = tl.full([ROWS], _NO_POSITION, tl.int64)
+    bad_offsets = tl.full([], 0, tl.int64)
+    copies = tl.full([], 0, tl.int64)
+    flags_raised = tl.full([], 0, tl.int64)
+    started = tl.full([], 0, tl.int64)
+    if TIMELINE:
+        started = _now_ns(PTX)
+
+    unit0 = program
+    sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
+    start0, end0, wrong0 = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units)
+    grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
+    unit1 = unit0
+    sample1 = sample0
+    slot1 = slot0 + 1
+    stop1 = stop0
+    if slot1 >= stop1:
+        unit1 = grabbed
+        sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
+        grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
+    start1, end1, wrong1 = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units)
+    ids = _load_ids(values, start0, end0, lanes)
+
+    while unit0 < n_units:
+        slot_entry = slots + slot0 * _SLOT_FIELDS
+        weight = tl.multiple_of(tl.load(slot_entry).to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+        rows_in_table = tl.load(slot_entry + 1)
+        column = tl.multiple_of(tl.load(slot_entry + 4), ALIGN)
+        stride = tl.full([], BLOCK_D, tl.int64)
+        width = tl.full([], BLOCK_D, tl.int64)
+        if not UNIFORM:
+            stride = tl.multiple_of(tl.load(slot_entry + 2), ALIGN)
+            width = tl.multiple_of(tl.load(slot_entry + 5), ALIGN)
+        counts = tl.full([], 1, tl.int64)
+        if CHECK and not UNIFORM:
+            counts = tl.load(slot_entry + 7)
+
+        at = start0 + lanes
+        ids_more = _load_ids(values, start0 + ROWS, end0, lanes)
+        acc, bad, bad_at = _load_rows(
+            weight, ids, at, end0, per_sample_weights, rows_in_table, stride, cols, width, bad, bad_at, counts,
+            WEIGHTED, HASH, CHECK, UNIFORM, BLOCK_D,
+        )  # fmt: skip
+        ids_next = _load_ids(values, start1, end1, lanes)
+        unit2 = unit1
+        sample2 = sample1
+        slot2 = slot1 + 1
+        stop2 = stop1
+        if slot2 >= stop2:
+            unit2 = grabbed
+            sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
+            grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
+        start2, end2, wrong2 = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units)
+
+        done = start0 + ROWS
+        while done < end0:
+            rows, bad, bad_at = _load_rows(
+                weight, ids_more, done + lanes, end0, per_sample_weights, rows_in_table, stride, cols, width, bad, bad_at, counts,
+                WEIGHTED, HASH, CHECK, UNIFORM, BLOCK_D,
+            )  # fmt: skip
+            done += ROWS
+            ids_more = _load_ids(values, done, end0, lanes)
+            acc += rows
+        pooled = tl.sum(acc, 0)
+        if ANY_MEAN:
+            is_mean = tl.load(slot_entry + 6) != 0
+            count = tl.where(is_mean & (end0 > start0), end0 - start0, 1).to(tl.float32)
+            pooled = pooled / count
+        bad_offsets += wrong0
+
+        # Where it goes: the row of the sample in its owner's output.
+        here = (sample0 >= starts) & (sample0 < ends)
+        owner_address = tl.sum(tl.where(here, out_of, 0), 0)
+        owner_start = tl.sum(tl.where(here, starts, 0), 0)
+        is_local = tl.sum(tl.where(here & (ranks == RANK), 1, 0), 0) != 0
+        out_row = owner_address.to(tl.pointer_type(DTYPE)) + (sample0 - owner_start) * OUT_STRIDE
+        out_row = tl.multiple_of(out_row, ALIGN * ITEM_BYTES)
+        if STAGED:
+            unit_entry = units + (unit0 % units_per_sample) * _UNIT_FIELDS
+            unit_column = tl.multiple_of(tl.load(unit_entry + 2), ALIGN)
+            stage = staging + program * STAGE_WIDTH
+            # Local slices need no copy: they are pooled in place.
+            target = tl.where(is_local, (out_row + unit_column).to(tl.int64), stage.to(tl.int64)).to(tl.pointer_type(DTYPE))
+            target = tl.multiple_of(target, ALIGN * ITEM_BYTES) + (column - unit_column)
+        else:
+            target = out_row + column
+        if UNIFORM:
+            tl.store(target + cols, pooled.to(DTYPE))
+        else:
+            tl.store(target + cols, pooled.to(DTYPE), mask=cols < width)
+
+        if STAGED:
+            if (slot0 + 1 >= stop0) & (is_local == 0):
+                unit_width = tl.multiple_of(tl.load(unit_entry + 3), ALIGN)
+                tl.debug_barrier()
+                block = tl.arange(0, 512)
+                c = unit_width * 0
+                while c < unit_width:
+                    inside = c + block < unit_width
+                    tl.store(out_row + unit_column + c + block, tl.load(stage + c + block, mask=inside), mask=inside)
+                    c += 512
+                # The next slice may not overwrite the staging area before every lane has read it.
+                tl.debug_barrier()
+                owner_batch = tl.sum(tl.where(here, ends - starts, 0), 0)
+                flag = (sample0 - owner_start) * units_per_sample + unit0 % units_per_sample + owner_batch * flags_before
+                flag_address = tl.sum(tl.where(here, flags_of, 0), 0) + flag * 8
+                _store_release(_words(flag_address), epoch, PTX)
+                if COUNT:
+                    copies += 1
+                    flags_raised += 1
+        if TIMELINE:
+            if slot0 + 1 >= stop0:
+                now = _now_ns(PTX)
+                unit_bytes = tl.load(units + (unit0 % units_per_sample) * _UNIT_FIELDS + 3) * ITEM_BYTES
+                line = timeline + unit0.to(tl.int64) * 3
+                tl.store(line, started)
+                tl.store(line + 1, now)
+                tl.store(line + 2, tl.where(is_local, 0, unit_bytes))
+                started = now
+
+        unit0 = unit1
+        sample0 = sample1
+        slot0 = slot1
+        stop0 = stop1
+        start0 = start1
+        end0 = end1
+        wrong0 = wrong1
+        ids = ids_next
+        unit1 = unit2
+        sample1 = sample2
+        slot1 = slot2
+        stop1 = stop2
+        start1 = start2
+        end1 = end2
+        wrong1 = wrong2
+
+    # 3. Account for what was wrong, wait for what the peers send, and leave.
+    if CHECK:
+        n_bad = tl.sum(bad, 0)
+        if n_bad > 0:
+            tl.atomic_add(state + _BAD_INDICES, n_bad, sem="relaxed")
+            tl.atomic_min(state + _BAD_POSITION, tl.min(bad_at, 0), sem="relaxed")
+    if bad_offsets > 0:
+        tl.atomic_add(state + _BAD_OFFSETS, bad_offsets, sem="relaxed")
+    if COUNT:
+        tl.atomic_add(state + _COPIES, copies, sem="relaxed")
+        tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
+    if STAGED and WAIT and EXIT and WORLD > 1:
+        # Flags lie source by source; those of our own block are never raised, since nobody waits for them.
+        my_batch = tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)
+        own = my_batch * flags_before
+        own_end = own + my_batch * units_per_sample
+        total = my_batch * flags_total_per_sample
+        my_flags = _words(tl.load(flag_addresses + RANK))
+        thirty_two = tl.arange(0, 32)
+        first = program.to(tl.int64) * 32
+        while (first < total) & (failed == 0):
+            i = first + thirty_two
+            outside = (i >= total) | ((i >= own) & (i < own_end))
+            pointer = tl.where(outside, (state + _EPOCH).to(tl.int64), (my_flags + i).to(tl.int64))
+            found = tl.where(outside, epoch, tl.full([32], 0, tl.int64))
+            clock = _now_ns(PTX)
+            while (tl.min(found, 0) < epoch) & (_now_ns(PTX) - clock < deadline_ns):
+                found = tl.where(outside, epoch, _load_acquire(_words(pointer), PTX))
+            if (tl.min(found, 0) < epoch) | (tl.max(found, 0) >= _POISON):
+                flag_missing = first + tl.argmin(found, 0)
+                _report(record, _WAIT_FLAG, epoch, flag_missing, epoch, tl.min(found, 0))
+                failed += 1
+            first += programs * 32
+
+    tl.debug_barrier()
+    if failed != 0:
+        tl.atomic_add(state + _FAILED, 1, sem="relaxed", scope="gpu")
+    arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="sys")
+    if arrived == programs - 1:
+        any_failed = tl.atomic_add(state + _FAILED, 0, sem="relaxed", scope="gpu")
+        if EXIT and WORLD > 1 and not STAGED:
+            if any_failed == 0:
+                done_at = tl.where(peer, theirs + 16 * WORLD + 8 * RANK, mine + 16 * WORLD + 8 * RANK)
+                _store_release(_words(done_at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
+                if WAIT:
+                    done_words = _words(mine + 16 * WORLD + 8 * safe_rank)
+                    found = _wait_at_least(done_words, epoch, deadline_ns, PTX)
+                    lowest = tl.min(found, 0)
+                    if (lowest < epoch) | (tl.max(found, 0) >= _POISON):
+                        _report(record, _WAIT_DONE, epoch, tl.argmin(found, 0).to(tl.int64), epoch, lowest)
+        tl.store(state + _GRABBED, tl.full([], 0, tl.int64))
+        tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))
+        tl.store(state + _FAILED, tl.full([], 0, tl.int64))
+        n_bad = tl.load(state + _BAD_INDICES, volatile=True)
+        n_bad_offsets = tl.load(state + _BAD_OFFSETS, volatile=True)
+        if (n_bad > 0) | (n_bad_offsets > 0):
+            # The host clears these words when it has told the user; until then the first call with bad input stands.
+            earlier = tl.load(record + _R_BAD_INDICES, volatile=True)
+            if earlier == 0:
+                tl.store(record + _R_BAD_POSITION, tl.load(state + _BAD_POSITION, volatile=True))
+            tl.store(record + _R_BAD_INDICES, earlier + n_bad)
+            tl.store(record + _R_BAD_OFFSETS, tl.load(record + _R_BAD_OFFSETS, volatile=True) + n_bad_offsets)
+            tl.store(state + _BAD_INDICES, tl.full([], 0, tl.int64))
+            tl.store(state + _BAD_OFFSETS, tl.full([], 0, tl.int64))
+            tl.store(state + _BAD_POSITION, tl.full([], _NO_POSITION, tl.int64))
+        if EXIT:
+            tl.store(state + _EPOCH, epoch)

@@ -1,0 +1,199 @@
+"""embedding_all_to_all on GPUs: a rank's side of every call, enqueued on the current stream.
+
+The host never waits: results of a call are the stream's business, and what went wrong on the device (a missed deadline,
+ranks that disagree, bad indices) lies in pinned memory, where the next call, or `check()`, finds it. When the domain
+fails (a peer died, a rank gave up), the watchdog writes POISON over this rank's signals with the copy engine, so that
+kernels that wait for them return.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from weft import env
+from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
+from weft.kernels import embedding_all_to_all as device_code
+from weft.runtime.embedding_kernel import EmbeddingKernel, Memory
+from weft.runtime.embedding_plan import EmbeddingPlan
+from weft.runtime.outputs import OutputPool
+from weft.sparse import JaggedInput
+from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
+from weft.symm import Domain
+from weft.timeline import Timeline
+
+_WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", device_code.WAIT_FLAG: "slice flag"}
+
+
+class EmbeddingAllToAllCuda:
+    """One plan on one domain of GPUs. Making it is collective; `__call__` is too."""
+
+    def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
+        self.plan, self.domain = plan, domain
+        self.kernel = EmbeddingKernel(plan, domain.rank, domain.device)
+        self.outputs = OutputPool(domain, plan.outputs)
+        world = domain.world_size
+        self._signals = domain.allocate(8 * 3 * world)
+        self._flags = domain.allocate(8)
+        self._flag_count = 1
+        self._memory: Memory | None = None
+        self._last_input: tuple[JaggedInput, CheckedInput] | None = None
+        # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
+        self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
+        self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
+        domain.on_failure(self._release_waiters)
+
+    def __call__(
+        self,
+        weights: list[torch.Tensor],
+        jagged: JaggedInput,
+        checked: CheckedInput,
+        *,
+        deadline_s: float | None = None,
+        timeline: Timeline | None = None,
+        count: bool = False,
+        launch_per_table: bool = False,
+    ) -> torch.Tensor:
+        """Enqueue one call; the output [batch_sizes[rank], total_dim], valid in stream order."""
+        self.check()
+        if self.plan.bounds_check == "fatal" and not self.plan.hash:
+            bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
+            if bad is not None:
+                self.refuse(f"rank {self.domain.rank}: {bad}")
+        plan, domain = self.plan, self.domain
+        item_bytes = plan.sharding.dtype.itemsize
+        largest = max(checked.batch_sizes, default=0)
+        grown = self.outputs.reserve(largest * plan.sharding.total_dim * item_bytes, self._quiesce)
+        if plan.transport == "put" and largest * sum(plan.slices_per_sample) > self._flag_count:
+            self._quiesce()
+            self._flag_count = max(largest * sum(plan.slices_per_sample), 2 * self._flag_count)
+            self._flags = domain.allocate(8 * self._flag_count)
+            grown = True
+        if grown or self._memory is None:
+            self._memory = self._map()
+        slot = self.outputs.acquire()
+        lines = None
+        if timeline is not None:
+            lines = torch.zeros(max(1, self.kernel.n_units(jagged, checked)), 3, dtype=torch.int64, device=domain.device)
+        try:
+            self.kernel.launch(
+                weights, jagged, checked, self._memory, slot, deadline_s or env.deadline_s(),
+                count=count, launch_per_table=launch_per_table, timeline=lines,
+            )  # fmt: skip
+        except BaseException:
+            self.outputs.give_back(slot)
+            raise
+        self._last_input = (jagged, checked)
+        shape = (checked.batch_sizes[domain.rank], plan.sharding.total_dim)
+        output = self.outputs.lend(slot, shape, plan.sharding.dtype)
+        if timeline is not None and lines is not None:
+            self._read_timeline(timeline, lines)
+        return output
+
+    def refuse(self, text: str) -> None:
+        """Bad input on this rank: raise here, and make the peers' calls fail with the same text instead of waiting."""
+        self.domain.poison(text)
+        raise RefusedError(text)
+
+    def check(self) -> None:
+        """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""
+        record = self.kernel.record
+        if int(record[device_code.R_BAD_INDICES]) or int(record[device_code.R_BAD_OFFSETS]):
+            self._warn_of_bad_input()
+        status = int(record[device_code.R_STATUS])
+        if status == 0:
+            self.domain.check()
+            return
+        record[device_code.R_STATUS] = 0
+        epoch, peer, wanted, found = (int(record[i]) for i in range(device_code.R_EPOCH, device_code.R_FOUND + 1))
+        if status != device_code.DISAGREE and found >= device_code.POISON >> device_code.SLOT_BITS:
+            self.domain.check()
+        if status == device_code.DISAGREE:
+            text = (
+                f"rank {self.domain.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
+                f"the same global batch and batch_sizes on every rank"
+            )
+            self.domain.poison(text)
+            raise DisagreementError(text)
+        text = (
+            f"rank {self.domain.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
+            f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Has that rank made the same call?"
+        )
+        if status == device_code.WAIT_FLAG:
+            text = text.replace(f" of rank {peer} ", f" number {peer} ")
+        self.domain.poison(text)
+        raise DeadlineError(text)
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device, then `check()`."""
+        torch.cuda.synchronize(self.domain.device)
+        self.check()
+
+    def _warn_of_bad_input(self) -> None:
+        record = self.kernel.record
+        bad, at, bad_offsets = (int(record[i]) for i in range(device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS + 1))
+        record[device_code.R_BAD_INDICES] = 0
+        record[device_code.R_BAD_OFFSETS] = 0
+        if bad_offsets:
+            warnings.warn(
+                f"rank {self.domain.rank}: {bad_offsets} bags had offsets that descend or leave the values; they were cut to "
+                f"fit. Check the offsets on the host, or pass bounds_check='fatal'",
+                stacklevel=4,
+            )
+        if bad:
+            where = f"the first at position {at} of values"
+            if self._last_input is not None:
+                jagged, checked = self._last_input
+                batch = max(1, checked.global_batch)
+                if at < jagged.values.numel():
+                    bag = int(torch.searchsorted(jagged.offsets, at, right=True)) - 1
+                    block, sample = divmod(bag, batch)
+                    for number, key in enumerate(checked.key_of_slot):
+                        if key == block:
+                            place, value = at - int(jagged.offsets[bag]), int(jagged.values[at])
+                            where = "the first: " + bad_index_message(
+                                self.plan.sharding, self.domain.rank, number, sample, place, value
+                            )
+                            break
+            warnings.warn(
+                f"rank {self.domain.rank}: {bad} indices were out of range and read as zero rows; {where}", stacklevel=4
+            )
+
+    def _map(self) -> Memory:
+        world, device = self.domain.world_size, self.domain.device
+
+        def on_device(addresses: list[int]) -> torch.Tensor:
+            return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+        return Memory(
+            outputs=on_device(self.outputs.base_addresses()),
+            signals=on_device([self._signals.address(rank) for rank in range(world)]),
+            flags=on_device([self._flags.address(rank) for rank in range(world)]),
+            output_bytes=self.outputs.slot_bytes,
+        )
+
+    def _quiesce(self) -> None:
+        """Before memory is replaced: everything enqueued so far is done, here and on every peer."""
+        torch.cuda.synchronize(self.domain.device)
+        self.domain.all_gather(None)
+
+    def _release_waiters(self) -> None:
+        """On the watchdog thread: end every wait of this rank's kernels."""
+        with torch.cuda.device(self.domain.device), torch.cuda.stream(self._poison_stream):
+            words = [(self._signals, 3 * self.domain.world_size), (self._flags, self._flag_count)]
+            for region, count in words:
+                view = region.tensor(self.domain.rank, (count,), torch.int64)
+                for begin in range(0, count, self._poison.numel()):
+                    part = view[begin : begin + self._poison.numel()]
+                    part.copy_(self._poison[: part.numel()], non_blocking=True)
+
+    def _read_timeline(self, timeline: Timeline, lines: torch.Tensor) -> None:
+        rank = self.domain.rank
+        torch.cuda.synchronize(self.domain.device)
+        for start_ns, end_ns, sent in lines.tolist():
+            if end_ns:
+                lane, name = ("remote", "pool and store to peer") if sent else ("local", "pool")
+                timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
+        if not len(timeline):
+            raise WeftError("the device recorded no unit: the call had no work on this rank")

@@ -1,0 +1,100 @@
+"""Where results live that peers write: a few output buffers in symmetric memory, lent to the user as tensors.
+
+A tensor handed to the user stays valid as long as the user holds it or any view of it. A buffer is offered to the peers
+again only after the user has let go of it; offering happens in the order of this rank's stream (GPU) or program (CPU),
+so work that was enqueued on the old contents comes first. (As with any tensor: if another stream reads it, make the
+stream of the next call wait for that one before you drop it.)
+
+With `count` buffers, a user may hold `count - 1` results while the next one is computed. Whoever holds more gets copies:
+the result is copied out of the last free buffer, which costs a pass over it and is counted in `copied`. With `count=1`
+results are never copied, and holding one across the next call is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft import _core
+from weft.errors import WeftError
+from weft.symm import Domain
+
+_DLPACK_TYPE = {torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
+_DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
+_GRANULE = 1 << 16
+
+
+class _Lease:
+    """Lives exactly as long as the storage of the tensor that was lent, and keeps its memory mapped."""
+
+    __slots__ = ("free", "memory", "slot")
+
+    def __init__(self, memory: Any, free: list[int], slot: int) -> None:
+        self.memory, self.free, self.slot = memory, free, slot
+
+    def __del__(self) -> None:
+        self.free.append(self.slot)
+
+
+class OutputPool:
+    """`count` output buffers per rank; all ranks call `reserve` with the same sizes."""
+
+    def __init__(self, domain: Domain, count: int) -> None:
+        if not 1 <= count <= 255:
+            raise ValueError(f"outputs={count} must be between 1 and 255: how many result buffers each rank keeps")
+        self._domain = domain
+        self.count = count
+        self.copied = 0
+        self.slot_bytes = 0
+        self._region: Any = None
+        self._free: list[int] = []
+
+    def reserve(self, slot_bytes: int, quiesce: Callable[[], None]) -> bool:
+        """Make each buffer hold `slot_bytes`. Collective when it has to grow (then `quiesce` is called first); whether it did."""
+        if slot_bytes <= self.slot_bytes and self._region is not None:
+            return False
+        quiesce()
+        wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
+        self.slot_bytes = -(-wanted // _GRANULE) * _GRANULE
+        # Results that the user still holds keep the old region mapped; peers no longer write there.
+        self._region = self._domain.allocate(self.slot_bytes * self.count)
+        self._free = list(range(self.count))
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes * self.count
+
+    def base_addresses(self) -> list[int]:
+        """Address of buffer 0 of each rank, as this rank sees it."""
+        return [self._region.address(rank) for rank in range(self._domain.world_size)]
+
+    def acquire(self) -> int:
+        """A free buffer for the next result."""
+        if not self._free:
+            raise WeftError(
+                f"rank {self._domain.rank}: the last result is still held and outputs={self.count}: drop it (and every view of "
+                f"it) before the next call, or pass outputs=2"
+            )
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The result in `slot` as the user's tensor; the slot is free again when the tensor and all its views are gone."""
+        region, device = self._region, self._domain.device
+        # The lease binds today's list of free slots: after growth the old slots go back to a list that nobody reads.
+        lease = _Lease(region, self._free, slot)
+        code, bits = _DLPACK_TYPE[dtype]
+        tensor = _core.lease(
+            region.address(self._domain.rank) + slot * self.slot_bytes, list(shape), code, bits, _DLPACK_DEVICE[device.type],
+            device.index or 0, lease,
+        )  # fmt: skip
+        del lease
+        if not self._free and self.count > 1:
+            self.copied += 1
+            tensor = tensor.clone()
+        return tensor
