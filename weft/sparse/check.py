@@ -8,7 +8,7 @@ guards), and index bounds are the kernels' job; `first_bad_index` finds again wh
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -114,6 +114,12 @@ def refuse_unknown_features(keys: Sequence[str], sharding: EmbeddingSharding) ->
 def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
     """For each local slot of `rank` the index of its feature in `keys`; `ValueError` if a feature is missing."""
     return _blocks_of_slots(tuple(keys), sharding, rank)
+
+
+def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding) -> str:
+    """Say that the input lacks the feature of `slot`, and what it has."""
+    table = sharding.tables[slot.table].name
+    return f"table {table!r} needs feature {slot.feature!r}, which the input lacks: its keys are {_some(keys)}"
 
 
 def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> None:
@@ -245,10 +251,7 @@ def _blocks_of_slots(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: i
     slots: tuple[Slot, ...] = sharding.local_slots(rank)
     for slot in slots:
         if slot.feature not in block_of_key:
-            table = sharding.tables[slot.table].name
-            raise ValueError(
-                f"table {table!r} needs feature {slot.feature!r}, which the input lacks: its keys are {_some(keys)}"
-            )
+            raise ValueError(missing_feature(slot, keys, sharding))
     return tuple(block_of_key[slot.feature] for slot in slots)
 
 
@@ -260,8 +263,8 @@ def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, ra
     return f"feature {jagged.keys[block]!r} (of another rank's table)" if jagged.keys else "the input"
 
 
-def _some(names: object) -> str:
+def _some(names: Iterable[str]) -> str:
     """At most 20 of the names, as text."""
-    listed = list(dict.fromkeys(names))  # type: ignore[call-overload]
+    listed = list(dict.fromkeys(names))
     rest = f", ... ({len(listed) - 20} more)" if len(listed) > 20 else ""
     return (", ".join(map(repr, listed[:20])) or "none") + rest

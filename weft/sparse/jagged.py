@@ -230,7 +230,7 @@ class KeyedTensor:
         if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):
             raise ValueError(
                 f"{len(keys)} keys with {len(length_per_key)} lengths that sum to {sum(length_per_key)} do not "
-                f"describe values of shape {tuple(values.shape)}: pass one length per key that sum to the last dimension"
+                f"describe values of shape {tuple(values.shape)}: pass one length per key, as many as there are columns"
             )
         self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
 
@@ -284,23 +284,28 @@ def as_jagged(features: Any) -> JaggedInput:
             raise ValueError(f"features is a tuple of {len(features)}: pass (values, offsets[, per_sample_weights])")
         values, offsets = features[:2]
         return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
-    missing = [name for name in ("keys", "values", "offsets", "weights_or_none") if not hasattr(features, name)]
-    if missing:
-        raise TypeError(
-            f"features is a {type(features).__name__} without {', '.join(missing)}(): pass a KeyedJaggedTensor or "
-            f"(values, offsets[, per_sample_weights])"
-        )
-    if _answer(features, "variable_stride_per_key"):
-        raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
-    if _answer(features, "inverse_indices_or_none") is not None:
-        raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
+    check_keyed(features)
     return JaggedInput(
         tuple(features.keys()),
         features.values(),
         features.offsets(),
         features.weights_or_none(),
-        _answer(features, "stride"),
+        features.stride(),
     )
+
+
+def check_keyed(features: Any) -> None:
+    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys."""
+    wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
+    if missing := [name for name in wanted if not hasattr(features, name)]:
+        raise TypeError(
+            f"features is a {type(features).__name__} without {', '.join(missing)}(): pass a KeyedJaggedTensor (weft's "
+            f"or TorchRec's)"
+        )
+    if _answer(features, "variable_stride_per_key"):
+        raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
+    if _answer(features, "inverse_indices_or_none") is not None:
+        raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
 
 
 def _answer(features: Any, method: str) -> Any:

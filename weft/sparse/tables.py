@@ -209,6 +209,20 @@ class EmbeddingSharding:
         canonical = json.dumps([self.world_size, self.rank_of_table, tables])
         return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big") >> 2
 
+    def difference(self, other: EmbeddingSharding) -> str | None:
+        """The first thing in which `other` differs, as "this and not that"; None if it is equal."""
+        if self.world_size != other.world_size:
+            return f"world_size={self.world_size} and not {other.world_size}"
+        if len(self.tables) != len(other.tables):
+            return f"{len(self.tables)} tables and not {len(other.tables)}"
+        placed = zip(self.tables, other.tables, self.rank_of_table, other.rank_of_table, strict=True)
+        for index, (mine, theirs, my_rank, their_rank) in enumerate(placed):
+            if mine != theirs:
+                return f"table {index} {mine} and not {theirs}"
+            if my_rank != their_rank:
+                return f"table {mine.name!r} on rank {my_rank} and not on rank {their_rank}"
+        return None
+
     def describe(self) -> str:
         """Who owns what, as text: per rank its tables, columns, memory and share of the bytes moved per sample."""
         rows = self.rows_read or (None,) * len(self.tables)

@@ -1,0 +1,227 @@
+"""`EmbeddingBagCollection` with its tables spread over ranks: TorchRec's interface, weft's fused operator inside.
+
+    local_batch:  features of my samples  -> InputDist -> my features of all samples -> fused pooling + all-to-all
+    global_batch: my features of all samples ---------------------------------------> fused pooling + all-to-all
+
+In both cases a rank gets the pooled vectors of all tables for its own samples, columns in table order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.errors import DisagreementError
+from weft.nn.input_dist import InputDist
+from weft.ops.embedding_all_to_all import embedding_all_to_all
+from weft.sparse.check import blocks_of_slots
+from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.sparse.placement import place_tables
+from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding
+
+
+class ShardedEmbeddingBagCollection(nn.Module):
+    """Embedding tables placed whole on the ranks of `group`; pooled vectors for each rank's own samples.
+
+    Making one is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
+    `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). This release has the forward
+    only, so the parameters do not require gradients.
+
+    Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
+    tables exist here, so `state_dict()` is this rank's share. They start uniform in +-1/sqrt(num_embeddings), drawn
+    from torch's default generator; `load_full_weights` copies an unsharded collection's.
+
+    Args:
+        tables: `weft.EmbeddingBagConfig` or TorchRec's, one dtype for all. Output columns follow their order.
+        group: a process group that this rank is in. There is no default: pass `dist.group.WORLD` for all ranks.
+        device: where this rank's tables and features live; default the current GPU for an NCCL group, else the CPU.
+        placement: the owner of each table, by name or in table order; default balanced (`weft.sparse.place_tables`).
+        rows_read: mean rows per sample and table, by name or in table order, which the balance goes by; default 1 per
+            feature. Give it where pooling factors differ.
+        input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over
+            `group`. "global_batch": a rank passes (at least) its own tables' features of the global batch, that is of
+            all ranks' samples in rank order, and nothing is distributed.
+        is_weighted: the features carry one float32 weight per id. If False, weights in the features are passed over,
+            as in TorchRec.
+        transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as `weft.embedding_all_to_all`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device | str | None = None,
+        placement: Mapping[str, int] | Sequence[int] | None = None,
+        rows_read: Sequence[float] | Mapping[str, float] | None = None,
+        input: Literal["local_batch", "global_batch"] = "local_batch",
+        is_weighted: bool = False,
+        transport: str = "auto",
+        order: str = "remote_first",
+        slice_size: int = 32,
+        bounds_check: str = "warning",
+        hash: bool = False,
+        outputs: int = 2,
+        deadline_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        if input not in ("local_batch", "global_batch"):
+            raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
+        self.rank = _rank_in(group)
+        self.group = group
+        self.device = _device_for(group, device)
+        self.input, self.deadline_s = input, deadline_s
+        self.sharding = place_tables(tables, dist.get_world_size(group), rows_read=rows_read, placement=placement)
+        self._is_weighted = is_weighted
+        self._settings: dict[str, Any] = {
+            "transport": transport,
+            "order": order,
+            "slice_size": slice_size,
+            "bounds_check": bounds_check,
+            "hash": hash,
+            "outputs": outputs,
+        }
+        self.embedding_bags = nn.ModuleDict()
+        for table in self.sharding.tables:
+            if "." in table.name or hasattr(self.embedding_bags, table.name):
+                raise ValueError(f"table {table.name!r}: torch has no parameter of that name, choose another")
+        _agree(group, self.sharding, {**self._settings, "input": input, "is_weighted": is_weighted})
+        for index in self.sharding.local_tables(self.rank):
+            self.embedding_bags[self.sharding.tables[index].name] = _bag(self.sharding.tables[index], self.device)
+        self._features = {slot.feature for slot in self.sharding.slots}
+        self._keys = [slot.key for slot in self.sharding.slots]
+        self._length_per_key = [slot.dim for slot in self.sharding.slots]
+        self._input_dist = InputDist(self.sharding, group, self.device, is_weighted=is_weighted)
+
+    def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
+        """Pool `features` (a KeyedJaggedTensor, ours or TorchRec's): a KeyedTensor of [local batch, sum(D)] values.
+
+        The output has the tables' dtype; keys are feature names, "feature@table" where several tables use a feature,
+        and columns are in table order. A feature of a table that is missing from the input is a `ValueError`; keys that
+        no table uses are passed over, as in TorchRec (the same features may feed several modules).
+
+        `batch_sizes` (for input="global_batch"): how many samples of the global batch each rank gets, in rank order;
+        default the same for all. With input="local_batch" the ranks tell each other, so it is refused.
+        """
+        if self.input == "local_batch":
+            if batch_sizes is not None:
+                raise ValueError(
+                    "batch_sizes goes with input='global_batch': ranks exchange the sizes of local batches"
+                )
+            jagged, batch_sizes = self._input_dist(features)
+        else:
+            jagged = self._own_features(features)
+        values = embedding_all_to_all(
+            [bag.weight for bag in self.embedding_bags.values()],
+            jagged,
+            self.sharding,
+            group=self.group,
+            batch_sizes=batch_sizes,
+            deadline_s=self.deadline_s,
+            **self._settings,
+        )
+        return KeyedTensor(self._keys, self._length_per_key, values)
+
+    def _own_features(self, features: Any) -> JaggedInput:
+        """The global batch's features without keys that no table uses and without weights nobody asked for."""
+        jagged = as_jagged(features)
+        if not self._is_weighted:
+            jagged = replace(jagged, weights=None)
+        elif jagged.weights is None:
+            raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
+        if jagged.keys is None or self._features.issuperset(jagged.keys):
+            return jagged
+        blocks = sorted(set(blocks_of_slots(jagged.keys, self.sharding, self.rank)))
+        keyed = KeyedJaggedTensor(
+            jagged.keys, jagged.values, jagged.weights, offsets=jagged.offsets, stride=jagged.stride
+        )
+        return as_jagged(keyed.permute(blocks))
+
+    def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's tables from `weights`, whole tables by table name (tables of other ranks may be there too).
+
+        For example an unsharded collection's: `{name: bag.weight for name, bag in ebc.embedding_bags.items()}`. Values
+        are converted to the table's dtype. Raises `ValueError` on a missing or unknown table or a wrong shape, before
+        anything is copied.
+        """
+        names = [table.name for table in self.sharding.tables]
+        if unknown := [name for name in weights if name not in set(names)]:
+            raise ValueError(f"weights name {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
+        local = {name: self.get_parameter(f"embedding_bags.{name}.weight") for name in self.embedding_bags}
+        for name, weight in local.items():
+            if name not in weights:
+                raise ValueError(f"weights lack table {name!r} of rank {self.rank}: they have {', '.join(weights)}")
+            if weights[name].shape != weight.shape:
+                given, wanted = list(weights[name].shape), list(weight.shape)
+                raise ValueError(f"table {name!r} is {wanted} but the weight given is {given}: pass the whole table")
+        with torch.no_grad():
+            for name, weight in local.items():
+                weight.copy_(weights[name])
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """All tables, of all ranks, in the order of the output's columns."""
+        return list(self.sharding.tables)
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
+
+    def extra_repr(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+        return (
+            f"rank {self.rank} of {self.sharding.world_size} on {self.device}, input={self.input!r}, "
+            f"is_weighted={self._is_weighted}, {settings}\n{self.sharding.describe()}"
+        )
+
+
+def _bag(table: EmbeddingBagConfig, device: torch.device) -> nn.EmbeddingBag:
+    """The table's parameter, under the name and in the module type that TorchRec uses; it is never called."""
+    bound = 1 / math.sqrt(table.num_embeddings)
+    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
+    bag = nn.EmbeddingBag(
+        table.num_embeddings,
+        table.embedding_dim,
+        mode=table.pooling,
+        include_last_offset=True,
+        _weight=weight.uniform_(-bound, bound),
+    )
+    return bag.requires_grad_(False)
+
+
+def _rank_in(group: Any) -> int:
+    if group is None:
+        raise ValueError("group=None: pass dist.group.WORLD for all ranks, or the group that shares the tables")
+    rank = -1 if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this rank is not in the group: make the collection on the group's own ranks only")
+    return rank
+
+
+def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _agree(group: dist.ProcessGroup, sharding: EmbeddingSharding, settings: dict[str, Any]) -> None:
+    """Collective: raise `DisagreementError` on every rank unless all ranks have the same tables and settings."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (sharding, settings), group=group)
+    first_sharding, first_settings = everyone[0]
+    for rank, (other_sharding, other_settings) in enumerate(everyone):
+        difference = first_sharding.difference(other_sharding)
+        for name, value in first_settings.items():
+            if other_settings[name] != value:
+                difference = difference or f"{name}={value!r} and not {other_settings[name]!r}"
+        if difference:
+            raise DisagreementError(
+                f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
+            )

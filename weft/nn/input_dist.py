@@ -1,0 +1,215 @@
+"""From "every rank has all features of its own samples" to "every rank has its own features of all samples".
+
+That is TorchRec's input distribution for table-wise sharding. Two rounds over the process group: a header (batch size,
+and how many ids of each feature are coming), after which alone the host waits for the device; then lengths, ids and
+weights, all under way at once. With the counts on the host every reordering is a concatenation of slices: ids go out
+grouped by destination, and what arrives source by source is put together feature by feature, samples in rank order, as
+the operator reads it.
+
+A rank that refuses its input says so in its header, so that the others raise too and do not wait for its ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import DisagreementError, RefusedError
+from weft.sparse.check import INDEX_DTYPES, missing_feature
+from weft.sparse.jagged import JaggedInput, check_keyed, offsets_of
+from weft.sparse.tables import EmbeddingSharding
+
+_HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """For input with `keys`: which blocks go out in which order, and the words of the header that go with them."""
+
+    keys: tuple[str, ...]
+    blocks: tuple[int, ...]
+    header_index: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _LocalBatch:
+    """This rank's samples, checked as far as the host can without waiting for the device."""
+
+    layout: _Layout
+    values: torch.Tensor
+    lengths: torch.Tensor
+    weights: torch.Tensor | None
+    batch_size: int
+
+
+class InputDist:
+    """The input distribution of one sharding over one group and device. Every call is collective."""
+
+    def __init__(
+        self, sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, *, is_weighted: bool
+    ) -> None:
+        self.sharding, self.group, self.device, self.is_weighted = sharding, group, device, is_weighted
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        # A feature travels to a rank once, however many tables there use it.
+        self.features_of_rank = tuple(
+            tuple(dict.fromkeys(slot.feature for slot in sharding.local_slots(rank))) for rank in range(self.world_size)
+        )
+        self._layout: _Layout | None = None
+
+    def __call__(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
+        """This rank's features of the global batch, and every rank's batch size.
+
+        `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch
+        sizes. Keys that no table uses stay behind. If any rank's input is bad, every rank raises `RefusedError` (a
+        `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 here and int64 there.
+        """
+        local, refusal = None, None
+        try:
+            local = self._read(features)
+        except (ValueError, TypeError) as error:
+            refusal = error
+        heads, own = self._exchange_headers(local)
+        if any(head[0] for head in heads):
+            if local is not None and own[0]:
+                refusal = ValueError(self._bad_lengths(local))
+            self._raise_refusals(refusal)
+        for rank, (_, bits, *_) in enumerate(heads):
+            if bits != heads[0][1]:
+                raise DisagreementError(
+                    f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: give all ranks one dtype"
+                )
+        assert local is not None
+        return self._exchange_features(local, heads, own[_HEAD:]), tuple(head[2] for head in heads)
+
+    def _read(self, features: Any) -> _LocalBatch:
+        check_keyed(features)
+        keys, batch_size = tuple(features.keys()), features.stride()
+        values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
+        if self._layout is None or self._layout.keys != keys:
+            self._layout = self._lay_out(keys)
+        if not self.is_weighted:
+            weights = None
+        elif weights is None:
+            raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
+        named = [("values", values, INDEX_DTYPES), ("lengths", lengths, INDEX_DTYPES)]
+        for name, tensor, dtypes in named if weights is None else [*named, ("weights", weights, (torch.float32,))]:
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device} but the tables are on {self.device}: move the features")
+        if lengths.numel() != len(keys) * batch_size:
+            raise ValueError(f"{lengths.numel()} lengths for {len(keys)} keys x {batch_size} samples: pass one per bag")
+        if weights is not None and weights.numel() != values.numel():
+            raise ValueError(f"{weights.numel()} weights for {values.numel()} values: pass one per value")
+        if values.numel() >= 2**31:
+            raise ValueError(
+                f"{values.numel()} values: a rank's batch may have at most 2**31 - 1 ids, use a smaller one"
+            )
+        return _LocalBatch(self._layout, values, lengths, weights, batch_size)
+
+    def _lay_out(self, keys: tuple[str, ...]) -> _Layout:
+        block_of_key = {key: block for block, key in enumerate(keys)}
+        for slot in self.sharding.slots:
+            if slot.feature not in block_of_key:
+                raise ValueError(missing_feature(slot, keys, self.sharding))
+        blocks = [[block_of_key[feature] for feature in features] for features in self.features_of_rank]
+        header = [word for own in blocks for word in (*range(_HEAD), *(_HEAD + block for block in own))]
+        flat = tuple(block for own in blocks for block in own)
+        return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device))
+
+    def _exchange_headers(self, local: _LocalBatch | None) -> tuple[list[list[int]], list[int]]:
+        """The header that each rank sent here, and this rank's own with a count for every block of its input."""
+        words = [_HEAD + len(features) for features in self.features_of_rank]
+        mine = words[self.rank]
+        if local is None:
+            own = torch.tensor([1, 0, 0], dtype=torch.int64, device=self.device)
+            send = torch.cat([torch.nn.functional.pad(own, (0, count - _HEAD)) for count in words])
+        else:
+            counts = local.lengths.view(len(local.layout.keys), local.batch_size).sum(1, dtype=torch.int64)
+            refused = (local.lengths < 0).any() | (counts.sum() != local.values.numel())
+            sizes = torch.tensor([local.values.dtype.itemsize * 8, local.batch_size], device=self.device)
+            own = torch.cat([refused.to(torch.int64).view(1), sizes, counts])
+            send = own[local.layout.header_index]
+        received = self._all_to_all([send], [words], [[mine] * self.world_size])[0]
+        host = torch.cat([received, own]).tolist()  # the one wait for the device
+        return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
+
+    def _exchange_features(self, local: _LocalBatch, heads: list[list[int]], counts: list[int]) -> JaggedInput:
+        blocks, batch_size = local.layout.blocks, local.batch_size
+        features = self.features_of_rank[self.rank]
+        bags = [batch_size] * len(local.layout.keys)
+        send = [
+            _reordered(local.lengths.to(torch.int32), bags, blocks),
+            _reordered(local.values, counts, blocks),
+            *([] if local.weights is None else [_reordered(local.weights, counts, blocks)]),
+        ]
+        ends = list(accumulate((len(names) for names in self.features_of_rank), initial=0))
+        ids_out = [sum(counts[block] for block in blocks[begin:end]) for begin, end in pairwise(ends)]
+        ids_in = [sum(head[_HEAD:]) for head in heads]
+        bags_out = [len(names) * batch_size for names in self.features_of_rank]
+        bags_in = [len(features) * head[2] for head in heads]
+        out, into = [bags_out, ids_out, ids_out], [bags_in, ids_in, ids_in]
+        received = self._all_to_all(send, out[: len(send)], into[: len(send)])
+
+        # What came is [source][feature]; what is wanted is [feature][source].
+        order = [source * len(features) + f for f in range(len(features)) for source in range(self.world_size)]
+        lengths = _reordered(received[0], [head[2] for head in heads for _ in features], order)
+        ids = [count for head in heads for count in head[_HEAD:]]
+        return JaggedInput(
+            features,
+            _reordered(received[1], ids, order),
+            offsets_of(lengths),
+            None if local.weights is None else _reordered(received[2], ids, order),
+            stride=sum(head[2] for head in heads),
+        )
+
+    def _all_to_all(
+        self, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
+    ) -> list[torch.Tensor]:
+        """Several all-to-alls under way at once; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
+        if self.world_size == 1:
+            return list(send)
+        received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
+        works = [
+            dist.all_to_all_single(received[i], send[i], into[i], out[i], group=self.group, async_op=True)
+            for i in range(len(send))
+        ]
+        for work in works:
+            work.wait()
+        return received
+
+    def _bad_lengths(self, local: _LocalBatch) -> str:
+        """Why the device refused: a negative length, or lengths that do not add up."""
+        negative = (local.lengths < 0).nonzero()
+        if negative.numel():
+            block, sample = divmod(int(negative[0]), local.batch_size)
+            feature = local.layout.keys[block]
+            tables = [self.sharding.tables[s.table].name for s in self.sharding.slots if s.feature == feature]
+            return (
+                f"feature {feature!r} (tables {tables}), sample {sample}: length {int(local.lengths[negative[0]])} is "
+                f"negative: a bag holds 0 or more ids, offsets must ascend"
+            )
+        return (
+            f"lengths sum to {int(local.lengths.sum())} but there are {local.values.numel()} values: the bags must "
+            f"hold all values, so correct the lengths (or the last offset)"
+        )
+
+    def _raise_refusals(self, refusal: Exception | None) -> None:
+        """Collective: raise what the refusing ranks have to say, on every rank."""
+        texts: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(texts, None if refusal is None else str(refusal), group=self.group)
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+        raise RefusedError(f"input refused by {reasons}") from refusal
+
+
+def _reordered(flat: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """`flat` cut into blocks of `sizes`, joined in `order` (which may leave out and repeat); no copy if as it was."""
+    if list(order) == list(range(len(sizes))):
+        return flat
+    blocks = flat.split(list(sizes))
+    return torch.cat([blocks[i] for i in order]) if order else flat[:0]
