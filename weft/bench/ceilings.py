@@ -1,0 +1,69 @@
+"""What this machine can do at best, measured on all ranks at once in the run whose results are divided by it.
+
+Memory bandwidth is a local copy, bytes read plus bytes written; on CPU the better of that and reading alone (ranks
+share the memory bus, so all of them copy at the same time, with the threads that the benchmark gives them). Link
+bandwidth is a copy into the next rank's memory, bytes one way: the copy engine on GPUs, memcpy to shared memory on CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weft.bench.harness import Ranks
+
+_REPETITIONS = 7
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes per second of one rank. `link` is infinite where there is no other rank."""
+
+    memory: float
+    link: float
+
+    def as_gbps(self) -> dict[str, float | None]:
+        return {"memory_gbps": self.memory / 1e9, "link_gbps": None if self.link == float("inf") else self.link / 1e9}
+
+
+def measure_ceilings(ranks: Ranks, buffer_bytes: int | None = None) -> list[Ceilings]:
+    """Each rank's ceilings, on every rank. Collective. Uses 2 x `buffer_bytes` (default 1 GiB on GPUs, 128 MiB on CPU)
+    per rank, and as much symmetric memory, all freed before return."""
+    size = buffer_bytes or (1 << 30 if ranks.device.type == "cuda" else 128 << 20)
+    source = torch.ones(size // 4, device=ranks.device)
+    target = torch.zeros_like(source)
+    memory = 2 * size / _best_seconds(lambda: target.copy_(source), ranks)
+    if ranks.device.type == "cpu":
+        memory = max(memory, size / _best_seconds(lambda: source.sum(), ranks))
+    link = float("inf")
+    if ranks.world_size > 1:
+        from weft.symm.buffer import SymmetricBuffer
+
+        with SymmetricBuffer(tuple(source.shape), source.dtype, group=ranks.group, device=ranks.device) as buffer:
+            peer = buffer.peer((ranks.rank + 1) % ranks.world_size)
+            link = size / _best_seconds(lambda: peer.copy_(source), ranks)
+            del peer
+    return [Ceilings(*values) for values in ranks.gather([memory, link])]
+
+
+def _best_seconds(copy: Callable[[], object], ranks: Ranks) -> float:
+    """The best of a few: a ceiling is what the machine can do, not what it does while a neighbour is busy."""
+    best = float("inf")
+    for _ in range(_REPETITIONS):
+        ranks.synchronize()
+        ranks.start_together()
+        if ranks.device.type == "cuda":
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            copy()
+            after.record()
+            torch.cuda.synchronize(ranks.device)
+            best = min(best, before.elapsed_time(after) / 1e3)
+        else:
+            start = time.perf_counter()
+            copy()
+            best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,201 @@
+"""Benchmark of embedding pooling fused with the all-to-all: presets x variants x modes, checked, timed, recorded.
+
+For each configuration all ranks build the same workload, every variant must agree with the float64 reference on
+poisoned memory, and only then arms are timed in turns. The floor is what ceilings measured in the same run allow.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import env
+from weft.bench import records
+from weft.bench.arms import BASELINE, DEFAULT_VARIANTS, Arm, SerialArm, make_arm, why_not
+from weft.bench.ceilings import measure_ceilings
+from weft.bench.console import progress
+from weft.bench.harness import Mode, Ranks, Timing, time_arms
+from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.presets import EmbeddingPreset, find_presets, fitting_scale
+from weft.bench.results import POOL, Measured, print_means, print_measured, to_records
+from weft.bench.workload import Traffic, Workload
+from weft.launch import run_ranks
+
+
+def bench(options: BenchOptions) -> list[dict[str, Any]]:
+    """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
+
+    Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0,
+    elsewhere none).
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
+    if not env.under_torchrun():
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        return run_ranks(options.ranks, run_rank, options, backend=backend, timeout_s=24 * 3600.0)[0]
+    if options.device == "cuda":
+        torch.cuda.set_device(env.local_rank())
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    try:
+        return run_rank(dist.get_rank(), dist.get_world_size(), options)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[dict[str, Any]]:
+    """One rank's part in `bench`; the default process group exists. Returns the records on rank 0, none elsewhere."""
+    ranks = make_ranks(options.device)
+    presets = find_presets(options.preset)
+    written: list[dict[str, Any]] = []
+    run = uuid.uuid4().hex[:12]
+    with progress(len(presets) * (1 + len(options.modes)), shown=rank == 0) as step:
+        for preset in presets:
+            measured = measure(preset, ranks, options, step)
+            if rank == 0:
+                print_measured(measured, preset, options)
+                found = to_records(measured, options, run)
+                written += found
+                if options.json is not None:
+                    records.append(options.json, found)
+            del measured
+            release(ranks)
+    if rank == 0 and len(presets) > 1:
+        print_means(written, options)
+    return written
+
+
+def make_ranks(device: str) -> Ranks:
+    """The default group's ranks; each takes its share of the cores, as every arm will."""
+    world_size = dist.get_world_size()
+    assert dist.group.WORLD is not None
+    if device == "cuda":
+        return Ranks.of(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
+    return Ranks.of(dist.group.WORLD, torch.device("cpu"))
+
+
+def release(ranks: Ranks) -> None:
+    """Give back what the last configuration held, on all ranks before the next one measures what is free."""
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    dist.barrier(ranks.control)
+
+
+def measure(
+    preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, step: Callable[[str, float], None]
+) -> Measured:
+    """Build, check, time one preset. Collective; the same result on every rank."""
+    step(f"{preset.name}: building tables and inputs", 0)
+    config = preset.config(ranks.world_size, choose_scale(preset, ranks, options), DTYPES[options.dtype])
+    work = Workload(config, ranks, input_sets=2 if options.quick else 3)
+    wanted = options.variants or DEFAULT_VARIANTS
+    names = list(dict.fromkeys([BASELINE, *wanted]))
+    arms = {name: make_arm(name, work) for name in names if why_not(name, ranks.device) is None}
+    step(f"{preset.name}: checking every variant against float64", 0.5)
+    memory = {name: _peak_bytes(arm, ranks) for name, arm in arms.items()}
+    errors = check(arms, work)
+    step(f"{preset.name}: measuring bandwidth", 0.3)
+    ceilings = measure_ceilings(ranks, (16 << 20) if options.quick else None)
+    calls: dict[str, Callable[[int], object]] = dict(arms)
+    calls |= {name + POOL: arm.pool for name, arm in arms.items() if isinstance(arm, SerialArm)}
+    timings: dict[tuple[Mode, str], Timing] = {}
+    step("", 0.2)
+    for mode in options.modes:
+        timed = time_arms(
+            calls,
+            ranks,
+            mode,
+            input_sets=work.input_sets,
+            seconds=0.1 if options.quick else 1.0,
+            repetitions=(3, 5) if options.quick else (7, 25),
+            advance=partial(step, f"{preset.name}: timing, {mode}"),
+        )
+        timings |= {(mode, name): timing for name, timing in timed.items()}
+    mine = work.traffic()
+    fields = list(Traffic.__dataclass_fields__)
+    traffic = [Traffic(*values) for values in ranks.gather([getattr(mine, field) for field in fields])]
+    return Measured(work, timings, errors, arms, traffic, ceilings, memory)
+
+
+def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Fraction:
+    """`options.scale`, or the largest that fits here; all ranks choose the same."""
+    if options.scale is not None:
+        return Fraction(options.scale).limit_denominator(1 << 16)
+    dtype = DTYPES[options.dtype]
+    if ranks.device.type == "cuda":
+        free = -ranks.most(-torch.cuda.mem_get_info(ranks.device)[0])
+        # FBGEMM holds a copy of the tables; outputs, references and buffers of the arms need the rest.
+        share = 0.38 if why_not("fbgemm", ranks.device) is None else 0.75
+        rows_bytes = 2e9 if options.quick else math.inf
+        return fitting_scale(preset, ranks.world_size, dtype, table_bytes=share * free, rows_bytes=rows_bytes)
+    free = -ranks.most(-available_memory_bytes())
+    rows_bytes = (64 << 20 if options.quick else 512 << 20) * torch.get_num_threads()
+    return fitting_scale(
+        preset, ranks.world_size, dtype, table_bytes=free / 4 / ranks.world_size, rows_bytes=rows_bytes
+    )
+
+
+def available_memory_bytes() -> float:
+    """What this machine could still hand out, in bytes (Linux's MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024.0 * int(line.split()[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+
+
+def check(arms: dict[str, Arm], work: Workload) -> dict[str, float]:
+    """The error of each arm, relative to the largest element, over all input sets. Collective.
+
+    Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that
+    memory which is not written anew shows. A variant may err at most twice as much as plain torch in the same dtype
+    (`nn.EmbeddingBag`, checked first), or by one rounding of the largest element; plain torch by one rounding for each
+    row of the longest bag. Raises RuntimeError otherwise.
+    """
+    assert next(iter(arms)) == BASELINE
+    eps = torch.finfo(work.config.sharding.dtype).eps
+    longest = max(2 * bag.mean for bag in work.config.bags)
+    errors: dict[str, float] = {}
+    for name, arm in arms.items():
+        worst = 0.0
+        for which in range(work.input_sets):
+            stale = arm((which + 1) % work.input_sets)
+            stale.fill_(math.nan)
+            del stale
+            output = arm(which)
+            work.ranks.synchronize()
+            worst = max(worst, work.error(which, output))
+            del output
+        limit = max(2 * errors[BASELINE], eps) if errors else eps * longest
+        if not worst <= limit:
+            raise RuntimeError(
+                f"{work.config.name}: {name} differs from the float64 reference by {worst:.3g} of the largest element; "
+                f"at most {limit:.3g} is allowed: nothing was timed"
+            )
+        errors[name] = worst
+    return errors
+
+
+def _peak_bytes(arm: Arm, ranks: Ranks) -> tuple[int, str]:
+    """Bytes beyond tables and inputs at the worst moment of a call, on the worst rank, and how that is known."""
+    if ranks.device.type == "cuda" and isinstance(arm, SerialArm):
+        arm(0)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = arm(0)
+        torch.cuda.synchronize()
+        del output
+        return int(ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
+    return int(ranks.most(arm.extra_bytes())), "counted"

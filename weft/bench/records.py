@@ -1,0 +1,79 @@
+"""One JSON object per measured (configuration, variant, mode), with what is needed to believe and repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+
+
+@dataclass(frozen=True)
+class Environment:
+    machine: str
+    versions: dict[str, str]
+    commit: str
+    date: str
+
+    def as_fields(self) -> dict[str, Any]:
+        return {"machine": self.machine, "versions": self.versions, "commit": self.commit, "date": self.date}
+
+
+@lru_cache
+def environment(device_type: str) -> Environment:
+    """This machine, these versions, this commit ("+" after it: with uncommitted changes), now."""
+    versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    if device_type == "cuda":
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        for name in ("triton", "fbgemm_gpu"):
+            module = sys.modules.get(name)
+            if module is not None:
+                versions[name] = str(getattr(module, "__version__", "?"))
+    else:
+        machine = f"{torch.get_num_threads()} thread(s) a rank on {_cpu_name()}"
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Environment(machine, versions, _commit(), date)
+
+
+def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append one line per record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All records of these files, in order."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.machine()
+    return name
+
+
+def _commit() -> str:
+    root = Path(weft.__file__).parents[1]
+    try:
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+        found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found = ""
+    return found or "unknown"

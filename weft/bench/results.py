@@ -1,0 +1,156 @@
+"""A configuration's results as JSON records and as a table on the terminal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.bench import records
+from weft.bench.arms import ARMS, BASELINE, Arm
+from weft.bench.ceilings import Ceilings
+from weft.bench.console import print_table
+from weft.bench.harness import Mode, Timing
+from weft.bench.options import BenchOptions
+from weft.bench.presets import EmbeddingPreset
+from weft.bench.workload import Traffic, Workload
+
+OP = "embedding_all_to_all"
+POOL = " pooling alone"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A configuration's results: timings by (mode, arm), where `arm + POOL` is a serial arm's pooling alone."""
+
+    work: Workload
+    timings: dict[tuple[Mode, str], Timing]
+    errors: dict[str, float]
+    arms: dict[str, Arm]
+    traffic: list[Traffic]
+    ceilings: list[Ceilings]
+    memory: dict[str, tuple[int, str]]
+
+    @property
+    def floor_ms(self) -> float:
+        return max(t.floor_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
+
+    def speedup(self, mode: Mode, name: str, over: str) -> float:
+        return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
+
+
+def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict[str, Any]]:
+    """One JSON-ready object per (variant, mode)."""
+    work, config = measured.work, measured.work.config
+    floors = [t.floor_ms(c) for t, c in zip(measured.traffic, measured.ceilings, strict=True)]
+    slowest = floors.index(max(floors))
+    traffic = measured.traffic[slowest]
+    common = {
+        "op": OP,
+        "config": config.name,
+        "device": options.device,
+        "ranks": work.ranks.world_size,
+        "dtype": options.dtype,
+        "baseline": BASELINE,
+        "floor_ms": measured.floor_ms,
+        "run": run,
+        "scale": float(config.scale),
+        "shape": config.describe(),
+        "threads": torch.get_num_threads() if options.device == "cpu" else None,
+        "traffic_bytes": {field: round(getattr(traffic, field)) for field in Traffic.__dataclass_fields__},
+        "ceilings": [c.as_gbps() for c in measured.ceilings],
+        **records.environment(options.device).as_fields(),
+    }
+    rows = []
+    for mode in options.modes:
+        for name in measured.arms:
+            timing = measured.timings[mode, name]
+            pool = measured.timings.get((mode, name + POOL))
+            extra_bytes, how = measured.memory[name]
+            rows.append(
+                {
+                    **common,
+                    "variant": name,
+                    "mode": mode,
+                    "p20_ms": timing.p20_ms,
+                    "p50_ms": timing.p50_ms,
+                    "p80_ms": timing.p80_ms,
+                    "skew_ms": timing.skew_ms,
+                    "repetitions": timing.repetitions,
+                    "calls": timing.calls,
+                    "speedup": measured.speedup(mode, name, BASELINE),
+                    "speedup_over": {
+                        other: measured.speedup(mode, name, other) for other in ARMS if other in measured.arms
+                    },
+                    "floor_ratio": timing.p50_ms / measured.floor_ms,
+                    "pool_ms": pool.p50_ms if pool else None,
+                    "error": measured.errors[name],
+                    "extra_bytes": extra_bytes,
+                    "extra_bytes_how": how,
+                }
+            )
+    return rows
+
+
+def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOptions) -> None:
+    """Print a configuration's table."""
+    config = measured.work.config
+    others = [name for name in ARMS if name in measured.arms]
+    rows = []
+    for mode in options.modes:
+        for name in measured.arms:
+            timing, pool = measured.timings[mode, name], measured.timings.get((mode, name + POOL))
+            rows.append(
+                (
+                    name,
+                    mode,
+                    f"{timing.p50_ms:.3f}",
+                    f"{timing.p20_ms:.3f} - {timing.p80_ms:.3f}",
+                    f"{timing.skew_ms:.3f}",
+                    *(f"{measured.speedup(mode, name, other):.2f}x" for other in others),
+                    f"{timing.p50_ms / measured.floor_ms:.2f}",
+                    f"{pool.p50_ms:.3f}" if pool else "",
+                    f"{measured.memory[name][0] / 1e6:.1f}",
+                    f"{measured.errors[name]:.1e}",
+                )
+            )
+    scaled = "" if config.scale == 1 else f"; scaled by {config.scale} from batch {preset.global_batch}"
+    ceilings = measured.ceilings[0].as_gbps()
+    link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
+    print_table(
+        f"{OP} {config.name} ({preset.about}), {options.dtype}, {options.device}",
+        (
+            "variant",
+            "mode",
+            "ms",
+            "p20 - p80",
+            "skew",
+            *(f"vs {o}" for o in others),
+            "over floor",
+            "pool ms",
+            "extra MB",
+            "error",
+        ),
+        rows,
+        (
+            config.describe() + scaled,
+            f"floor {measured.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
+        ),
+    )
+
+
+def print_means(written: list[dict[str, Any]], options: BenchOptions) -> None:
+    """Print the geometric mean of each variant's speedup over all configurations."""
+    others = [name for name in ARMS if any(r["variant"] == name for r in written)]
+    rows = []
+    for mode in options.modes:
+        for name in dict.fromkeys(r["variant"] for r in written):
+            mine = [r["speedup_over"] for r in written if r["variant"] == name and r["mode"] == mode]
+            means = [math.exp(sum(math.log(s[o]) for s in mine) / len(mine)) for o in others]
+            worst = [min(s[o] for s in mine) for o in others]
+            rows.append((name, mode, *(f"{m:.2f}x" for m in means), *(f"{w:.2f}x" for w in worst)))
+    columns = ("variant", "mode", *(f"vs {o}" for o in others), *(f"worst vs {o}" for o in others))
+    count = len({r["config"] for r in written})
+    print_table(f"Geometric mean over {count} configurations", columns, rows)

@@ -1,0 +1,158 @@
+"""One rank's share of an embedding + all-to-all benchmark: its tables, several input sets, the float64 result, traffic.
+
+The reference is computed by the owner of each table in float64 (`nn.EmbeddingBag`'s own definition on a copy of the
+rows that are read), exchanged in float64 and put together slot by slot: it shares no code with what is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from weft.bench.ceilings import Ceilings
+from weft.bench.harness import Ranks
+from weft.bench.inputs import jagged_input
+from weft.bench.presets import EmbeddingConfig
+
+_CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank must move in a call, whatever the algorithm.
+
+    Every row read counts, repeated or not (caches may do better: `distinct_rows` counts each row once); ids and offsets
+    are read; pooled vectors are written, here or at a peer; `wire` is the part of them that leaves the rank.
+    """
+
+    rows: float
+    distinct_rows: float
+    ids: float
+    offsets: float
+    outputs: float
+    wire: float
+
+    @property
+    def memory(self) -> float:
+        return self.rows + self.ids + self.offsets + self.outputs
+
+    def floor_ms(self, ceilings: Ceilings) -> float:
+        """The least time: the larger of memory traffic and wire traffic over what this rank was measured to do."""
+        return 1e3 * max(self.memory / ceilings.memory, self.wire / ceilings.link)
+
+
+class Workload:
+    """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features, and references."""
+
+    def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, seed: int = 0):
+        self.config, self.ranks, self.input_sets = config, ranks, input_sets
+        sharding, device, rank = config.sharding, ranks.device, ranks.rank
+        self.slots = sharding.local_slots(rank)
+        self.local_dim = sum(slot.dim for slot in self.slots)
+        self.local_batch = config.batch_sizes[rank]
+        owned = sharding.local_tables(rank)
+        generator = torch.Generator(device)
+        self.weights: list[torch.Tensor] = []
+        for t in owned:
+            shape = (sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim)
+            weight = torch.empty(shape, dtype=sharding.dtype, device=device)
+            self.weights.append(weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t)))
+        bags = [config.bags[t] for t in owned]
+        rows = [sharding.tables[t].num_embeddings for t in owned]
+        self.inputs = [
+            jagged_input(bags, rows, config.indices, config.global_batch, list(owned), seed + i, device)
+            for i in range(input_sets)
+        ]
+        self.references = [self._reference(i) for i in range(input_sets)]
+        self.largest = max(
+            1e-30, ranks.most(max((float(r.abs().max()) for r in self.references if r.numel()), default=0.0))
+        )
+
+    def error(self, which: int, output: torch.Tensor) -> float:
+        """The largest error of any element on any rank, relative to the largest element; infinite where one is not
+        finite or the shape or dtype is wrong. Collective."""
+        reference = self.references[which]
+        if output.shape != reference.shape or output.dtype != self.config.sharding.dtype:
+            return self.ranks.most(float("inf"))
+        worst = float((output.double() - reference).abs().max()) if reference.numel() else 0.0
+        return self.ranks.most(worst) / self.largest
+
+    def traffic(self) -> Traffic:
+        """This rank's bytes, exact for its inputs, in the mean over the input sets."""
+        sharding, itemsize = self.config.sharding, self.config.itemsize
+        rows = distinct = 0.0
+        for values, offsets in self.inputs:
+            cuts = offsets[:: self.config.global_batch].tolist()
+            for slot, start, end in zip(self.slots, cuts, cuts[1:], strict=False):
+                rows += (end - start) * slot.dim * itemsize
+                seen = torch.zeros(sharding.tables[slot.table].num_embeddings, dtype=torch.bool, device=values.device)
+                seen[values[start:end]] = True
+                distinct += float(seen.sum()) * slot.dim * itemsize
+        values, offsets = self.inputs[0]
+        count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
+        pooled = self.local_dim * itemsize
+        return Traffic(
+            rows=rows / self.input_sets,
+            distinct_rows=distinct / self.input_sets,
+            ids=count * values.element_size(),
+            offsets=offsets.numel() * offsets.element_size(),
+            outputs=self.config.global_batch * pooled,
+            wire=(self.config.global_batch - self.local_batch) * pooled,
+        )
+
+    def _reference(self, which: int) -> torch.Tensor:
+        """float64 [local batch, sum of D]: what this rank must receive. Collective."""
+        config, (values, offsets) = self.config, self.inputs[which]
+        batch = config.global_batch
+        pooled = torch.empty(batch, self.local_dim, dtype=torch.float64, device=self.ranks.device)
+        column = 0
+        for i, (slot, weight) in enumerate(zip(self.slots, self.weights, strict=True)):
+            bags = offsets[i * batch : (i + 1) * batch + 1]
+            pooled[:, column : column + slot.dim] = pooled_float64(weight, values, bags)
+            column += slot.dim
+        dims = [sum(s.dim for s in config.sharding.local_slots(r)) for r in range(self.ranks.world_size)]
+        received = torch.empty(self.local_batch * config.sharding.total_dim, dtype=torch.float64, device=pooled.device)
+        dist.all_to_all_single(
+            received,
+            pooled.flatten(),
+            output_split_sizes=[self.local_batch * dim for dim in dims],
+            input_split_sizes=[size * self.local_dim for size in config.batch_sizes],
+            group=self.ranks.group,
+        )
+        parts = [
+            p.view(self.local_batch, dim)
+            for p, dim in zip(received.split([self.local_batch * d for d in dims]), dims, strict=True)
+        ]
+        output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=pooled.device)
+        taken = [0] * self.ranks.world_size
+        for slot in config.sharding.slots:
+            start = taken[slot.rank]
+            output[:, slot.column : slot.column + slot.dim] = parts[slot.rank][:, start : start + slot.dim]
+            taken[slot.rank] += slot.dim
+        return output
+
+
+def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sums of bags in float64: `values[offsets[b]:offsets[b + 1]]` name the rows of bag b. [len(offsets) - 1, D]."""
+    bags, dim = offsets.numel() - 1, weight.shape[1]
+    pooled = torch.zeros(bags, dim, dtype=torch.float64, device=weight.device)
+    ends = offsets.tolist()
+    limit = max(1, _CHUNK_BYTES // (8 * dim))
+    first = 0
+    while first < bags:
+        last = first + 1
+        while last < bags and ends[last + 1] - ends[first] <= limit:
+            last += 1
+        rows = weight[values[ends[first] : ends[last]]].double()
+        pooled[first:last] = F.embedding_bag(
+            torch.arange(rows.shape[0], device=weight.device),
+            rows,
+            offsets[first : last + 1] - ends[first],
+            mode="sum",
+            include_last_offset=True,
+        )
+        first = last
+    return pooled
