@@ -253,7 +253,7 @@ def _work(
 ) -> None:
     """What a worker process does: join the others, then run what comes through `pipe` until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stack = Path(directory, f"stack-{rank}").open("w")
+    stack = os.open(Path(directory, f"stack-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     parent = mp.parent_process()
     assert parent is not None

@@ -1,0 +1,145 @@
+"""Symmetric memory between CPU processes: anonymous files (memfd) passed over the domain's sockets and mapped by all.
+
+Nothing has a name: a memfd exists as long as something maps it, and its descriptors are closed as soon as everyone has
+mapped it, so that whatever way the ranks end, the kernel has the pages back when the last of them is gone. Pages are
+reserved up front and the files sealed against shrinking, so that lack of memory is an error here and not a bus fault
+in the middle of a kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft import _core
+from weft.errors import OutOfSharedMemoryError
+
+if TYPE_CHECKING:
+    from weft.symm.domain import Domain
+
+_UINT8 = (1, 8)  # DLPack's type code and bits
+_CPU = (1, 0)  # DLPack's device type and index
+_KEEP_FREE = 0.05  # of what is free: a machine without any is no better off than one that was refused
+
+
+class CpuRegion:
+    """Memory of every rank of a domain, mapped here. See `weft.symm.domain.Region`."""
+
+    def __init__(self, nbytes: int, mappings: list[_core.Mapping]):
+        self.nbytes = nbytes
+        self._mappings = mappings
+
+    def address(self, rank: int) -> int:
+        return self._mapping(rank).address
+
+    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        mapping = self._mapping(rank)
+        wanted = dtype.itemsize * torch.Size(shape).numel()
+        if offset_bytes % dtype.itemsize or offset_bytes < 0:
+            raise ValueError(f"offset_bytes={offset_bytes} must be a multiple of {dtype.itemsize}, the size of {dtype}")
+        if offset_bytes + wanted > self.nbytes:
+            raise ValueError(
+                f"{tuple(shape)} {dtype} at byte {offset_bytes} needs {offset_bytes + wanted} of {self.nbytes} bytes"
+            )
+        # The tensor owns a reference to the mapping, not to this region: closing the region leaves it valid.
+        flat = _core.lease(mapping.address + offset_bytes, [wanted], *_UINT8, *_CPU, mapping)
+        return flat.view(dtype).view(shape)
+
+    def close(self) -> None:
+        self._mappings = []
+
+    def _mapping(self, rank: int) -> _core.Mapping:
+        if not self._mappings:
+            raise ValueError("this symmetric memory is closed")
+        if not 0 <= rank < len(self._mappings):
+            raise ValueError(f"rank={rank} must be between 0 and {len(self._mappings) - 1}")
+        return self._mappings[rank]
+
+
+def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
+    """Reserve and exchange; see `Domain.allocate`. Three rounds, after each of which all ranks know the same."""
+    size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    # 1. Is there room for all? Asked before anybody takes any: reserving more than there is wakes the kernel's
+    # out-of-memory killer rather than failing.
+    free = min(domain.all_gather(available_bytes(), what=what))
+    total = size * domain.world_size
+    if total > (1 - _KEEP_FREE) * free:
+        raise OutOfSharedMemoryError(
+            f"{what}: wanted {total / 2**20:.1f} MiB ({domain.world_size} ranks x {size / 2**20:.1f}), free "
+            f"{free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} stay untouched: use smaller batches or fewer ranks"
+        )
+    # 2. Everybody makes its own and hands it to the others.
+    descriptor, error = _reserve(size)
+    files: list[int | None] = []
+    try:
+        made = domain.all_gather_files(error, descriptor, what=what)
+        files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
+        _agree(what, size, free, [text for text, _ in made])
+        # 3. Everybody maps all of them.
+        mappings: list[_core.Mapping] = []
+        try:
+            for _, file in made:
+                assert file is not None
+                mappings.append(_core.Mapping(file, size))
+        except OSError as trouble:
+            error = f"mapping failed: {trouble}"
+        _agree(what, size, free, domain.all_gather(error, what=what))
+    finally:
+        for file in [descriptor, *files]:
+            if file is not None:
+                os.close(file)
+    return CpuRegion(nbytes, mappings)
+
+
+def _reserve(size: int) -> tuple[int | None, str]:
+    """A sealed memfd of `size` bytes with its pages in place, or what went wrong."""
+    descriptor = None
+    try:
+        descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as trouble:
+        if descriptor is not None:
+            os.close(descriptor)
+        hint = " (the limit on file sizes, `ulimit -f`, counts here too)" if trouble.errno == errno.EFBIG else ""
+        return None, f"reserving failed: {trouble}{hint}"
+    return descriptor, ""
+
+
+def _agree(what: str, size: int, free: int, errors: list[str]) -> None:
+    bad = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if bad:
+        raise OutOfSharedMemoryError(
+            f"{what}: wanted {size / 2**20:.1f} MiB on each rank, free {free / 2**20:.1f} MiB; {'; '.join(bad)}. "
+            "Nothing stays reserved: raise the limit or use smaller batches"
+        )
+
+
+def available_bytes() -> int:
+    """What could be reserved now without swapping: the host's, or less if this control group (v2) has a limit."""
+    free = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if not line.startswith("0::"):
+            continue
+        path = Path("/sys/fs/cgroup" + line[3:])
+        while path.is_relative_to("/sys/fs/cgroup"):
+            try:
+                limit = (path / "memory.max").read_text().strip()
+                used = int((path / "memory.current").read_text())
+            except OSError:  # the root group has no limit, and inside a container the path is the host's
+                pass
+            else:
+                if limit != "max":
+                    free = min(free, max(0, int(limit) - used))
+            path = path.parent
+    return free

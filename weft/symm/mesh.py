@@ -1,0 +1,235 @@
+"""How the ranks of a group on one host find each other: a full mesh of connected Unix sockets.
+
+Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name and publishes the name
+and a random token through the process group's store. A rank connects to every lower rank and accepts from every higher
+one; the first packet says who it is and shows the token of whom it meant to reach. When a rank has all its sockets it
+sends "ready" with the other's token down each of them and waits for the same from all. Then the listener is closed and
+the published entry deleted: from there on nothing has a name, and only the sockets themselves remain.
+
+Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough.
+Entries of an earlier attempt that failed may still be in the store: a refused connection is tried again with a fresh
+look at the entry, until the deadline.
+
+Sequential-packet sockets: one send is one message, file descriptors travel with it, and end-of-file without a goodbye
+means that the process on the other end is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from weft.errors import DeadlineError, PeerLostError
+
+PREFIX = "weft-"
+MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
+
+
+@dataclass(frozen=True)
+class Peer:
+    rank: int
+    pid: int  # as this process sees it; 0 if it is in a process namespace that this one cannot see
+    socket: socket.socket
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank publishes about itself."""
+
+    rank: int
+    name: str
+    token: str
+    host: str
+    kernel: str  # boot id and network namespace: abstract sockets reach no further
+
+    @staticmethod
+    def of_this_process(rank: int) -> _Entry:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/net")
+        kernel = f"{boot} {namespace}"
+        return _Entry(rank, PREFIX + secrets.token_hex(16), secrets.token_hex(16), socket.gethostname(), kernel)
+
+    @staticmethod
+    def parse(data: bytes) -> _Entry:
+        return _Entry(**json.loads(data))
+
+
+# Sockets are inherited by a forked child, and one that outlives us there would hide our death from the peers.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def connect(store: dist.Store, rank: int, world_size: int, deadline_s: float) -> list[Peer]:
+    """A connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
+
+    Raises `ValueError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
+    `deadline_s` seconds, `PeerLostError` if another rank gave up in the middle. In all cases nothing stays open.
+    """
+    if world_size == 1:
+        return []
+    setup = _Setup(store, rank, world_size, deadline_s)
+    try:
+        setup.run()
+    except BaseException:
+        for peer in setup.peers.values():
+            peer.socket.close()
+        raise
+    finally:
+        setup.listener.close()
+        # Stores may not know how to delete; then the entry stays, and says nothing that can still be used.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            store.delete_key(str(rank))
+    return [setup.peers[other] for other in sorted(setup.peers)]
+
+
+class _Setup:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, deadline_s: float):
+        self.store, self.rank, self.world_size, self.deadline_s = store, rank, world_size, deadline_s
+        self.until = time.monotonic() + deadline_s
+        self.mine = _Entry.of_this_process(rank)
+        self.entries = {rank: self.mine}
+        self.peers: dict[int, Peer] = {}
+        self.listener = _socket()
+        self.listener.bind("\0" + self.mine.name)
+        self.listener.listen(world_size)
+
+    def run(self) -> None:
+        self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
+        self._read_entries()
+        for other in range(self.rank):
+            self._reach(other)
+        while len(self.peers) < self.world_size - 1:
+            self._accept()
+        # Everyone must have met the same attempt of everyone: a rank that failed and came back has a new name.
+        names = [self.entries[r].name for r in range(self.world_size)]
+        attempt = hashlib.sha256(" ".join(names).encode()).hexdigest()
+        for peer in self.peers.values():
+            self._send(peer, {"ready": self.entries[peer.rank].token, "attempt": attempt})
+        for peer in self.peers.values():
+            if self._receive(peer.socket, peer.rank) != {"ready": self.mine.token, "attempt": attempt}:
+                raise PeerLostError(f"rank {peer.rank} is in another attempt at setting up this group: try again")
+
+    def _read_entries(self) -> None:
+        keys = [str(r) for r in range(self.world_size)]
+        while not self.store.check(keys):
+            self._pause([r for r in range(self.world_size) if not self.store.check([str(r)])])
+        for r in range(self.world_size):
+            if r != self.rank:
+                self.entries[r] = _Entry.parse(self.store.get(str(r)))
+        for entry in self.entries.values():
+            if entry.kernel != self.mine.kernel:
+                raise ValueError(
+                    f"rank {entry.rank} (host {entry.host}) and rank {self.rank} (host {self.mine.host}) do not share "
+                    "a kernel and network namespace: symmetric memory works inside one host (and one container), "
+                    "make one group per host"
+                )
+
+    def _reach(self, other: int) -> None:
+        while True:
+            sock = _socket()
+            try:
+                sock.connect("\0" + self.entries[other].name)
+                break
+            except OSError:  # an entry of an earlier attempt: its listener is gone
+                sock.close()
+                self._pause([other])
+                if self.store.check([str(other)]):
+                    self.entries[other] = _Entry.parse(self.store.get(str(other)))
+        self.peers[other] = Peer(other, _same_user(sock), sock)
+        self._send(self.peers[other], {**asdict(self.mine), "to": self.entries[other].token})
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        for peer in self.peers.values():
+            poll.register(peer.socket, 0)  # only hang-ups: what they send is read later
+        events = poll.poll(1000 * max(0.0, self.until - time.monotonic()))
+        if not events:
+            self._pause(self._missing())
+        for descriptor, _ in events:
+            for peer in self.peers.values():
+                if peer.socket.fileno() == descriptor:
+                    raise PeerLostError(f"rank {peer.rank} gave up while this group was being set up")
+            if descriptor == self.listener.fileno():
+                self._welcome(self.listener.accept()[0])
+
+    def _welcome(self, sock: socket.socket) -> None:
+        _sockets.add(sock)
+        try:
+            pid = _same_user(sock)
+            hello = self._receive(sock, None)
+            if hello.pop("to") != self.mine.token:
+                raise PermissionError("it does not know the token")
+            entry = _Entry(**hello)
+            if entry.rank in self.peers or not self.rank < entry.rank < self.world_size:
+                raise ValueError(f"rank {entry.rank} is not expected here")
+        except (OSError, ValueError, KeyError, TypeError, PeerLostError):  # a stranger, or a rank that has just died
+            sock.close()
+            return
+        self.entries[entry.rank] = entry
+        self.peers[entry.rank] = Peer(entry.rank, pid, sock)
+
+    def _send(self, peer: Peer, message: dict) -> None:
+        try:
+            peer.socket.send(json.dumps(message).encode())
+        except OSError as error:
+            raise PeerLostError(f"rank {peer.rank} gave up while this group was being set up: {error}") from error
+
+    def _receive(self, sock: socket.socket, rank: int | None) -> dict:
+        sock.settimeout(max(0.001, self.until - time.monotonic()))
+        try:
+            data = sock.recv(MAX_PACKET)
+        except TimeoutError:
+            self._pause(self._missing() if rank is None else [rank])
+            data = b""
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise PeerLostError(f"rank {rank} gave up while this group was being set up")
+        sock.setblocking(False)
+        return json.loads(data)
+
+    def _missing(self) -> list[int]:
+        return [r for r in range(self.world_size) if r != self.rank and r not in self.peers]
+
+    def _pause(self, missing: list[int]) -> None:
+        """Wait a moment for `missing` ranks, or raise if the deadline has passed."""
+        if time.monotonic() >= self.until:
+            raise DeadlineError(
+                f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
+                f"{self.world_size} ranks, found {self.world_size - len(missing)}. Every rank must make the call"
+            )
+        time.sleep(0.002)
+
+
+def _socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _sockets.add(sock)
+    return sock
+
+
+def _same_user(sock: socket.socket) -> int:
+    """The pid on the other end, which must run under our user."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid != os.geteuid():
+        raise PermissionError(f"the process on the other end of a weft socket runs under uid {uid}, not {os.geteuid()}")
+    return pid
