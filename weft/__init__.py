@@ -1,3 +1,41 @@
-"""weft: collectives woven through the computation beside them."""
+"""weft: collectives woven through the computation beside them.
+
+    pooled = weft.embedding_all_to_all(weights, features, sharding, group=group)
+
+Names are loaded when they are first used, so that `import weft` is quick and works without Triton, CUDA or a compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "EmbeddingBagConfig": "weft.sparse",
+    "EmbeddingSharding": "weft.sparse",
+    "KeyedJaggedTensor": "weft.sparse",
+    "KeyedTensor": "weft.sparse",
+    "Timeline": "weft.timeline",
+    "embedding_all_to_all": "weft.ops.embedding_all_to_all",
+    "embedding_pool": "weft.ops.embedding_pool",
+    "place_tables": "weft.sparse",
+}
+_MODULES = ("errors", "nn", "sparse", "symm", "timeline", "trace")
+
+__all__ = ["__version__", *_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"weft.{name}")
+    raise AttributeError(f"module 'weft' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

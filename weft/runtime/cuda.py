@@ -75,7 +75,9 @@ class EmbeddingAllToAllCuda:
         slot = self.outputs.acquire()
         lines = None
         if timeline is not None:
-            lines = torch.zeros(max(1, self.kernel.n_units(jagged, checked)), 3, dtype=torch.int64, device=domain.device)
+            lines = torch.zeros(
+                max(1, self.kernel.n_units(jagged, checked)), 3, dtype=torch.int64, device=domain.device
+            )
         try:
             self.kernel.launch(
                 weights, jagged, checked, self._memory, slot, deadline_s or env.deadline_s(),
@@ -197,3 +199,21 @@ class EmbeddingAllToAllCuda:
                 timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
         if not len(timeline):
             raise WeftError("the device recorded no unit: the call had no work on this rank")
+
+
+_local_kernels: dict[tuple[EmbeddingPlan, torch.device], tuple[EmbeddingKernel, torch.Tensor]] = {}
+
+
+def pool_on_gpu(
+    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor
+) -> None:
+    """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one."""
+    key = (plan, out.device)
+    made = _local_kernels.get(key)
+    if made is None:
+        made = (EmbeddingKernel(plan, 0, out.device), torch.zeros(4, dtype=torch.int64, device=out.device))
+        _local_kernels[key] = made
+    kernel, words = made
+    # The address of `out` travels by the stream, because the host runs ahead of it.
+    address = torch.tensor([out.data_ptr()], dtype=torch.int64, pin_memory=True).to(out.device, non_blocking=True)
+    kernel.launch(weights, jagged, checked, Memory(address, words[:1], words[1:2], 0), 0, 60.0, wait=False)

@@ -99,7 +99,9 @@ class EmbeddingKernel:
             for begin in range(0, slot.dim, self._block_d):
                 width = min(self._block_d, slot.dim - begin)
                 address = weight.data_ptr() + begin * self._item_bytes
-                rows.append([address, weight.shape[0], slot.dim, key_block, slot.column + begin, width, mean, int(begin == 0)])
+                rows.append(
+                    [address, weight.shape[0], slot.dim, key_block, slot.column + begin, width, mean, int(begin == 0)]
+                )
         if len(self._slot_tables) >= 4:
             self._slot_tables.clear()  # tables that move at every call would fill the memory
         self._slot_tables[key] = table = self._device_table(rows, device_code.SLOT_FIELDS)
@@ -115,7 +117,12 @@ class EmbeddingKernel:
         else:
             n = len(self._slots)
             units = tuple(
-                Unit(i, min(i + slots_per_unit, n), self._slots[i].column, sum(s.dim for s in self._slots[i : i + slots_per_unit]))
+                Unit(
+                    i,
+                    min(i + slots_per_unit, n),
+                    self._slots[i].column,
+                    sum(s.dim for s in self._slots[i : i + slots_per_unit]),
+                )
                 for i in range(0, n, slots_per_unit)
             )
         first_piece = [0]
@@ -178,7 +185,9 @@ class EmbeddingKernel:
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
         """Units of work of a call with this input: the lines that its timeline has."""
         staged = self.plan.transport == "put"
-        _, per_sample, _ = self._unit_table(0 if staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch))
+        _, per_sample, _ = self._unit_table(
+            0 if staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
+        )
         return per_sample * checked.global_batch
 
     def _launch_part(
@@ -209,7 +218,16 @@ class EmbeddingKernel:
             "ENTER": part is None or part[1], "EXIT": part is None or part[2], "WAIT": wait, "COUNT": count,
             "TIMELINE": timeline is not None, "PTX": self._on_nvidia, "num_warps": 1,
         }  # fmt: skip
-        key = (jagged.values.dtype, jagged.offsets.dtype, weighted, wait, count, timeline is not None, meta["ENTER"], meta["EXIT"])
+        key = (
+            jagged.values.dtype,
+            jagged.offsets.dtype,
+            weighted,
+            wait,
+            count,
+            timeline is not None,
+            meta["ENTER"],
+            meta["EXIT"],
+        )
 
         def arguments(staging: torch.Tensor) -> tuple[Any, ...]:
             return (

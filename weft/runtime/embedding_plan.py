@@ -51,7 +51,9 @@ class EmbeddingPlan:
         if self.slice_size < 1:
             raise ValueError(f"slice_size={self.slice_size} must be at least 1 pooled vector")
         if not 1 <= self.outputs <= 255:
-            raise ValueError(f"outputs={self.outputs} must be between 1 and 255: how many result buffers each rank keeps")
+            raise ValueError(
+                f"outputs={self.outputs} must be between 1 and 255: how many result buffers each rank keeps"
+            )
 
     @cached_property
     def text(self) -> dict[str, str]:

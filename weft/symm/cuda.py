@@ -3,20 +3,21 @@
 A slab is one `torch.distributed._symmetric_memory` allocation, mapped by every rank of the group over NVLink or PCIe
 peer access. Regions are cut from it front to back and never given back: an allocation returned to torch's pool and
 handed out again has been seen to alias another one, and regions are few (they grow geometrically), so a slab lives as
-long as its domain. All ranks cut alike, because `allocate` is collective and takes the same size everywhere.
+long as its domain and the tensors over it. All ranks cut alike: `allocate` is collective and takes the same size
+everywhere.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.errors import OutOfSharedMemoryError, WeftError
+from weft.errors import DisagreementError, OutOfSharedMemoryError, WeftError
 
 if TYPE_CHECKING:
     from weft.symm.domain import Domain
@@ -88,29 +89,24 @@ class _Slab:
         torch.cuda.synchronize(domain.device)
 
 
-class CudaMemory:
-    """The slabs of one domain."""
+_slabs: weakref.WeakKeyDictionary[Domain, list[_Slab]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, domain: Domain) -> None:
-        self._domain = domain
-        self._slabs: list[_Slab] = []
-        self._lock = threading.Lock()
 
-    def allocate(self, nbytes: int) -> CudaRegion:
-        """Collective: the same `nbytes` (at least 1) on every rank. Synchronises the device when a new slab is needed."""
-        wanted = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        with self._lock:
-            slab = next((s for s in self._slabs if s.nbytes - s.used >= wanted), None)
-            if slab is None:
-                slab = _Slab(self._domain, max(wanted, _SLAB_BYTES))
-                self._slabs.append(slab)
-            offset, slab.used = slab.used, slab.used + wanted
-        return CudaRegion(slab, offset, nbytes)
+def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
+    """Collective: the same `nbytes` on every rank. Synchronises the device when a new slab is needed."""
+    sizes = domain.all_gather(nbytes, what=what)
+    if len(set(sizes)) > 1:
+        raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
+    wanted = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
+    slabs = _slabs.setdefault(domain, [])
+    slab = next((s for s in slabs if s.nbytes - s.used >= wanted), None)
+    if slab is None:
+        slab = _Slab(domain, max(wanted, _SLAB_BYTES))
+        slabs.append(slab)
+    offset, slab.used = slab.used, slab.used + wanted
+    return CudaRegion(slab, offset, nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory held by the slabs of this rank."""
-        return sum(slab.nbytes for slab in self._slabs)
 
-    def close(self) -> None:
-        self._slabs.clear()
+def slab_bytes(domain: Domain) -> int:
+    """Bytes of device memory that the slabs of this rank hold."""
+    return sum(slab.nbytes for slab in _slabs.get(domain, []))

@@ -1,0 +1,180 @@
+"""weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
+
+From one call down: this file checks the input and finds the compiled operator for (group, device, plan);
+`weft.runtime.cpu` or `weft.runtime.cuda` is a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
+`weft.kernels.embedding_all_to_all` does the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.errors import DisagreementError, WeftError
+from weft.runtime.cpu import EmbeddingAllToAllCpu
+from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order
+from weft.sparse import EmbeddingSharding, as_jagged
+from weft.sparse.check import CheckedInput, check_jagged
+from weft.sparse.jagged import JaggedInput
+from weft.timeline import Timeline
+
+
+def embedding_all_to_all(
+    weights: Sequence[torch.Tensor],
+    features: Any,
+    sharding: EmbeddingSharding,
+    *,
+    group: dist.ProcessGroup,
+    batch_sizes: Sequence[int] | None = None,
+    transport: Literal["auto", "direct", "put"] = "auto",
+    order: Order = "remote_first",
+    slice_size: int = 32,
+    bounds_check: BoundsCheck = "warning",
+    hash: bool = False,
+    outputs: int = 2,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Pool this rank's tables for the global batch and hand every pooled vector to the rank that owns its sample.
+
+    Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`, in one kernel:
+    each vector is stored into its owner's output as soon as it is ready. Collective over `group`. Forward only.
+
+    weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in
+        the order of `sharding.local_tables(rank)`.
+    features: the sparse input of the *global* batch for (at least) this rank's features: a KeyedJaggedTensor (ours or
+        TorchRec's), or `(values, offsets)` or `(values, offsets, per_sample_weights)` with one block per local slot in column
+        order. values: int32 or int64 row numbers; offsets: int32 or int64 `[features * global batch + 1]`, feature-major.
+        Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of the bag, as FBGEMM does.
+    sharding: which rank owns which table (`weft.place_tables`), equal on all ranks.
+    batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
+    transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample as one
+        contiguous copy and a flag; "auto" takes "direct", which needs peer access and was never slower where it exists.
+    order: "remote_first" pools what peers wait for before this rank's own samples, "natural" follows the batch.
+    bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call);
+        "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts
+        the caller.
+    hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.sparse.hash_ids`).
+    outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
+        results may be held while the next is computed, a further one is copied out; with 1, holding one is an error.
+    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device).
+
+    Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
+    Memory: `outputs` result buffers; `put` also stages one slice per thread or program and holds 8 bytes per slice.
+
+    Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
+    when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    """
+    jagged = as_jagged(features)
+    device = weights[0].device if len(weights) else jagged.values.device
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+        raise ValueError(
+            "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under torch.no_grad(), or "
+            "weight.requires_grad_(False)"
+        )
+    plan = EmbeddingPlan(
+        sharding, "direct" if transport == "auto" else transport, order, slice_size, bounds_check, hash, outputs
+    )
+    operator = compiled(plan, group, device)
+    try:
+        checked = check_jagged(jagged, sharding, operator.domain.rank, batch_sizes, weights)
+    except ValueError as error:
+        operator.refuse(str(error), deadline_s=deadline_s)
+        raise
+    if timeline is not None:
+        return operator(list(weights), jagged, checked, deadline_s=deadline_s, timeline=timeline)
+    return torch.ops.weft.embedding_all_to_all(
+        list(weights), jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
+        operator.handle, deadline_s or 0.0,
+    )  # fmt: skip
+
+
+# --- compiled operators: one per (domain, plan), known to the dispatcher by a number ---
+
+_operators: weakref.WeakKeyDictionary[symm.Domain, dict[EmbeddingPlan, Any]] = weakref.WeakKeyDictionary()
+_by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def compiled(plan: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The operator for `plan` on `group`; made at the first call, collectively, when ranks also compare their plans."""
+    domain = symm.domain(group, device)
+    operators = _operators.setdefault(domain, {})
+    operator = operators.get(plan)
+    if operator is None:
+        if plan.sharding.world_size != domain.world_size:
+            raise ValueError(
+                f"the sharding is for {plan.sharding.world_size} ranks and the group has {domain.world_size}: call "
+                f"place_tables(tables, {domain.world_size})"
+            )
+        _compare(plan, domain)
+        if device.type == "cuda":
+            from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
+
+            operator = EmbeddingAllToAllCuda(plan, domain)
+        else:
+            operator = EmbeddingAllToAllCpu(plan, domain)
+        operator.handle = next(_handles)
+        _by_handle[operator.handle] = operator
+        operators[plan] = operator
+    return operator
+
+
+def _compare(plan: EmbeddingPlan, domain: symm.Domain) -> None:
+    """Raise `DisagreementError` on every rank if the ranks' plans differ, naming what differs."""
+    theirs = domain.all_gather(plan.text)
+    for rank, text in enumerate(theirs):
+        for what in sorted(text.keys() | theirs[0].keys()):
+            here, there = theirs[0].get(what, "nothing"), text.get(what, "nothing")
+            if here != there:
+                raise DisagreementError(
+                    f"ranks disagree on embedding_all_to_all: {what} is {here!r} on rank 0 and {there!r} on rank {rank}: "
+                    f"pass the same tables, placement and options on every rank"
+                )
+
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_library.define(
+    "embedding_all_to_all(Tensor[] weights, Tensor values, Tensor offsets, Tensor? per_sample_weights, SymInt[] batch_sizes, "
+    "int[] key_of_slot, int handle, float deadline_s) -> Tensor"
+)
+
+
+def _operator(handle: int) -> Any:
+    operator = _by_handle.get(handle)
+    if operator is None:
+        raise WeftError(
+            f"operator {handle} is gone: its group was closed. Call weft.embedding_all_to_all with a live group"
+        )
+    return operator
+
+
+def _run(
+    weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
+    batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,
+) -> torch.Tensor:  # fmt: skip
+    sizes = tuple(batch_sizes)
+    checked = CheckedInput(tuple(key_of_slot), sizes, sum(sizes))
+    jagged = JaggedInput(None, values, offsets, per_sample_weights)
+    return _operator(handle)(weights, jagged, checked, deadline_s=deadline_s or None)
+
+
+def _fake(
+    weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
+    batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,
+) -> torch.Tensor:  # fmt: skip
+    operator = _operator(handle)
+    sharding = operator.plan.sharding
+    return values.new_empty((batch_sizes[operator.domain.rank], sharding.total_dim), dtype=sharding.dtype)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("embedding_all_to_all", _run, _key)
+torch.library.register_fake("weft::embedding_all_to_all", _fake, lib=_library)

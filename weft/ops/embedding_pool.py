@@ -1,0 +1,57 @@
+"""weft.embedding_pool: all tables of one device pooled by one kernel, into one ordinary tensor.
+
+The half of `embedding_all_to_all` that stays at home, for tables that are not sharded, and the strong baseline of its
+benchmarks: pool with this, then call the library's all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from weft.runtime.cpu import run_native, slot_table, warn_of_bad_indices
+from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan
+from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, as_jagged
+from weft.sparse.check import check_jagged, check_offsets, first_bad_index
+
+
+def embedding_pool(
+    weights: Sequence[torch.Tensor],
+    features: Any,
+    tables: Sequence[EmbeddingBagConfig],
+    *,
+    bounds_check: BoundsCheck = "warning",
+    hash: bool = False,
+) -> torch.Tensor:
+    """`[batch, sum(D)]` in table order: every feature of `tables` looked up in `weights` and pooled. Forward only.
+
+    weights: one `[num_embeddings, embedding_dim]` per table, contiguous, on one device. features: a KeyedJaggedTensor, or
+    `(values, offsets[, per_sample_weights])` with one block per feature in table order. `bounds_check` and `hash` as in
+    `embedding_all_to_all`. Raises `ValueError`. Memory: the result.
+    """
+    jagged = as_jagged(features)
+    plan = _plan(tuple(tables), bounds_check, hash)
+    checked = check_jagged(jagged, plan.sharding, 0, None, weights)
+    fatal = bounds_check == "fatal" and not hash
+    if fatal and (bad := first_bad_index(jagged, plan.sharding, 0, checked)) is not None:
+        raise ValueError(bad)
+    shape = (checked.global_batch, plan.sharding.total_dim)
+    out = torch.empty(shape, dtype=plan.sharding.dtype, device=jagged.values.device)
+    if out.device.type == "cuda":
+        from weft.runtime.cuda import pool_on_gpu  # needs Triton, which a CPU machine may lack
+
+        pool_on_gpu(plan, list(weights), jagged, checked, out)
+        return out
+    check_offsets(jagged, plan.sharding, 0, checked)
+    table = slot_table(plan.sharding, 0, list(weights), checked.key_of_slot)
+    counts = run_native(plan, 0, table, jagged, checked.batch_sizes, [out.data_ptr()], [], 0)
+    warn_of_bad_indices(plan.sharding, 0, counts, stacklevel=3)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _plan(tables: tuple[EmbeddingBagConfig, ...], bounds_check: BoundsCheck, hash: bool) -> EmbeddingPlan:
+    return EmbeddingPlan(EmbeddingSharding(tables, (0,) * len(tables), 1), bounds_check=bounds_check, hash=hash)

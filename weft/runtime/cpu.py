@@ -1,0 +1,260 @@
+"""embedding_all_to_all on CPU processes: a rank's side of every call.
+
+A call is: agree (free output slot, same batch sizes, nobody refuses), pool with stores into the peers' memory, tell the
+peers, wait for them. The agreement is one small exchange through shared memory; a rank with bad input takes part in it
+with the text of its error, so that the call fails everywhere before anything is written and the group stays usable.
+
+Order. `direct`: all stores of the native kernel are fenced before it returns; then done[rank] = epoch at every peer,
+with release; the reader acquires it. `put`: every slice has its flag (see csrc/embedding_all_to_all.hpp). A buffer is
+written again only after its owner has offered it anew in the exchange of a later call.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft import _core, env
+from weft.errors import DeadlineError, DisagreementError, RefusedError
+from weft.runtime.embedding_plan import EmbeddingPlan
+from weft.runtime.outputs import OutputPool
+from weft.sparse import EmbeddingSharding, JaggedInput
+from weft.sparse.check import CheckedInput, bad_index_message, check_offsets, first_bad_index
+from weft.symm import Domain, Exchange
+from weft.timeline import Timeline
+
+_DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_TRANSPORT_CODE = {"direct": 0, "put": 1}
+_BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # fatal has looked at all indices before the call begins
+_HEADER = struct.Struct("<qq")  # output slot (-1: refused, the text follows), fingerprint of the batch sizes
+_EXCHANGE_BYTES = 2048
+_LOOK_S = 1.0  # how long a wait for flags goes on before it looks at the state of the group
+_LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
+
+
+def slot_table(
+    sharding: EmbeddingSharding, rank: int, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]
+) -> np.ndarray:
+    """int64 [slots, 6] as the native kernel reads it: address, rows, dim, key, column, whether pooling is a mean."""
+    weight_of_table = dict(zip(sharding.local_tables(rank), weights, strict=True))
+    table = np.zeros((len(key_of_slot), 6), dtype=np.int64)
+    for row, slot, key in zip(table, sharding.local_slots(rank), key_of_slot, strict=True):
+        weight = weight_of_table[slot.table]
+        mean = sharding.tables[slot.table].pooling == "mean"
+        row[:] = (weight.data_ptr(), weight.shape[0], slot.dim, key, slot.column, mean)
+    return table
+
+
+def run_native(
+    plan: EmbeddingPlan,
+    rank: int,
+    table: np.ndarray,
+    jagged: JaggedInput,
+    batch_sizes: tuple[int, ...],
+    outputs: list[int],
+    flags: list[int],
+    epoch: int,
+    timeline: np.ndarray | None = None,
+) -> tuple[int, ...]:
+    """One call of the native kernel on torch's number of threads; its counts as `_core.embedding_all_to_all` gives them."""
+    starts = np.zeros(len(batch_sizes) + 1, dtype=np.int64)
+    np.cumsum(batch_sizes, out=starts[1:])
+    return _core.embedding_all_to_all(
+        slots=table,
+        values=jagged.values.data_ptr(),
+        values_bits=8 * jagged.values.element_size(),
+        n_values=jagged.values.numel(),
+        offsets=jagged.offsets.data_ptr(),
+        offsets_bits=8 * jagged.offsets.element_size(),
+        per_sample_weights=0 if jagged.weights is None else jagged.weights.data_ptr(),
+        batch_starts=starts,
+        rank=rank,
+        outputs=np.asarray(outputs, dtype=np.int64),
+        output_stride=plan.sharding.total_dim,
+        dtype=_DTYPE_CODE[plan.sharding.dtype],
+        transport=_TRANSPORT_CODE[plan.transport],
+        remote_first=plan.order == "remote_first",
+        slice_size=plan.slice_size,
+        hash=plan.hash,
+        bounds=_BOUNDS_CODE[plan.bounds_check],
+        n_threads=torch.get_num_threads(),
+        flags=np.asarray(flags, dtype=np.int64),
+        epoch=epoch,
+        timeline=timeline,
+    )
+
+
+def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[int, ...], stacklevel: int) -> None:
+    bad, slot, sample, position, value = counts[:5]
+    if bad:
+        first = bad_index_message(sharding, rank, slot, sample, position, value)
+        warnings.warn(
+            f"{bad} indices were out of range and read as zero rows; the first: {first}", stacklevel=stacklevel
+        )
+
+
+class EmbeddingAllToAllCpu:
+    """One plan on one domain of CPU processes. Making it is collective; `__call__` and `refuse` are too."""
+
+    def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
+        self.plan, self.domain = plan, domain
+        self.outputs = OutputPool(domain, plan.outputs)
+        self.copies = 0  # contiguous copies that left as slices, in all calls
+        self.flags_raised = 0
+        self._exchange = Exchange(domain, _EXCHANGE_BYTES)
+        self._epoch = 0
+        self._done = domain.allocate(_core.COUNTER_BYTES * domain.world_size)
+        self._flags = domain.allocate(8)
+        self._flag_count = 1
+        self._tables: dict[Any, np.ndarray] = {}
+
+    def __call__(
+        self,
+        weights: list[torch.Tensor],
+        jagged: JaggedInput,
+        checked: CheckedInput,
+        *,
+        deadline_s: float | None = None,
+        timeline: Timeline | None = None,
+    ) -> torch.Tensor:
+        """One call; the output [batch_sizes[rank], total_dim], complete."""
+        plan, domain, rank = self.plan, self.domain, self.domain.rank
+        deadline_s = deadline_s or env.deadline_s()
+        sharding = plan.sharding
+        refusal = self._look_at(jagged, checked)
+        if refusal is not None:
+            self.refuse(refusal, deadline_s=deadline_s)
+        domain.check()
+        slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
+        try:
+            slots = self._agree(slot, checked, "", deadline_s)
+            largest = max(checked.batch_sizes, default=0)
+            if self.outputs.reserve(largest * sharding.total_dim * sharding.dtype.itemsize, lambda: None):
+                # All ranks grow at the same call, to buffers of which none is lent yet.
+                slot = self.outputs.acquire()
+                slots = [slot] * domain.world_size
+            bases = self.outputs.base_addresses()
+            outputs = [base + s * self.outputs.slot_bytes for base, s in zip(bases, slots, strict=True)]
+            flags = self._flag_blocks(checked.batch_sizes) if plan.transport == "put" else []
+            self._epoch += 1
+            events = self._room_for_events(checked) if timeline is not None else None
+            table = self._table(weights, checked.key_of_slot)
+            counts = run_native(plan, rank, table, jagged, checked.batch_sizes, outputs, flags, self._epoch, events)
+            self.copies += counts[5]
+            self.flags_raised += counts[6]
+            waiting_since = time.monotonic_ns()
+            self._wait_for_peers(checked.batch_sizes, deadline_s)
+            if timeline is not None and events is not None:
+                self._fill(timeline, events[: counts[7]], waiting_since)
+        except BaseException:
+            self.outputs.give_back(slot)
+            raise
+        shape = (checked.batch_sizes[rank], sharding.total_dim)
+        output = self.outputs.lend(slot, shape, sharding.dtype)
+        warn_of_bad_indices(sharding, rank, counts, stacklevel=4)
+        return output
+
+    def refuse(self, text: str, *, deadline_s: float | None = None) -> None:
+        """Take part in a call with bad input: raises `RefusedError` with `text` here and on every peer."""
+        self.domain.check()
+        self._agree(-1, None, f"rank {self.domain.rank}: {text}", deadline_s or env.deadline_s())
+
+    def check(self) -> None:
+        """Raise what befell the domain since the last call."""
+        self.domain.check()
+
+    def synchronize(self) -> None:
+        """Calls on CPU processes are complete when they return."""
+        self.domain.check()
+
+    def _look_at(self, jagged: JaggedInput, checked: CheckedInput) -> str | None:
+        """What is wrong with the contents of the input, before anybody writes."""
+        sharding, rank = self.plan.sharding, self.domain.rank
+        try:
+            check_offsets(jagged, sharding, rank, checked)
+        except ValueError as error:
+            return str(error)
+        if self.plan.bounds_check == "fatal" and not self.plan.hash:
+            return first_bad_index(jagged, sharding, rank, checked)
+        return None
+
+    def _agree(self, slot: int, checked: CheckedInput | None, refusal: str, deadline_s: float) -> list[int]:
+        """Every rank's output slot for this call; raises on every rank if one refuses or the batch sizes differ."""
+        fingerprint = hash(checked.batch_sizes) if checked is not None else 0
+        text = refusal.encode()[: _EXCHANGE_BYTES - _HEADER.size]
+        payloads = self._exchange.exchange(
+            _HEADER.pack(slot, fingerprint) + text, deadline_s=deadline_s, name="embedding_all_to_all ready"
+        )
+        headers = [_HEADER.unpack_from(payload) for payload in payloads]
+        for (theirs, _), payload in zip(headers, payloads, strict=True):
+            if theirs < 0:
+                raise RefusedError(payload[_HEADER.size :].decode(errors="replace"))
+        for rank, (_, theirs) in enumerate(headers):
+            if theirs != headers[0][1]:
+                sizes = checked.batch_sizes if checked is not None else ()
+                raise DisagreementError(
+                    f"ranks 0 and {rank} called embedding_all_to_all with different batch_sizes (here, on rank "
+                    f"{self.domain.rank}, {sizes}): pass the same global batch and batch_sizes on every rank"
+                )
+        return [theirs for theirs, _ in headers]
+
+    def _table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> np.ndarray:
+        key = (tuple(weight.data_ptr() for weight in weights), key_of_slot)
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) >= 4:
+                self._tables.clear()
+            self._tables[key] = table = slot_table(self.plan.sharding, self.domain.rank, weights, key_of_slot)
+        return table
+
+    def _flag_blocks(self, batch_sizes: tuple[int, ...]) -> list[int]:
+        """Where my flags are at each rank: source by source, `batch_sizes[rank] * slices_per_sample` each."""
+        per_sample = self.plan.slices_per_sample
+        wanted = max(batch_sizes, default=0) * sum(per_sample)
+        if wanted > self._flag_count:
+            self._flag_count = max(wanted, 2 * self._flag_count)
+            self._flags = self.domain.allocate(8 * self._flag_count)
+        before = sum(per_sample[: self.domain.rank])
+        return [self._flags.address(rank) + 8 * size * before for rank, size in enumerate(batch_sizes)]
+
+    def _wait_for_peers(self, batch_sizes: tuple[int, ...], deadline_s: float) -> None:
+        domain = self.domain
+        if self.plan.transport == "direct":
+            for peer in range(domain.world_size):
+                if peer != domain.rank:
+                    _core.signal_set(self._done.address(peer) + _core.COUNTER_BYTES * domain.rank, self._epoch)
+            for peer in range(domain.world_size):
+                if peer != domain.rank:
+                    address = self._done.address(domain.rank) + _core.COUNTER_BYTES * peer
+                    domain.wait(
+                        address, self._epoch, name="embedding_all_to_all done", peer=peer, deadline_s=deadline_s
+                    )
+            return
+        count = batch_sizes[domain.rank] * sum(self.plan.slices_per_sample)
+        flags, until = self._flags.address(domain.rank), time.monotonic() + deadline_s
+        while True:
+            remaining = max(0.0, min(_LOOK_S, until - time.monotonic()))
+            status, index, found = _core.wait_flags(flags, count, self._epoch, remaining, domain.failed_address)
+            if status == 0:
+                return
+            domain.check()
+            if time.monotonic() >= until:
+                text = f"rank {domain.rank} waited {deadline_s:g} s for slice flag {index}: wanted {self._epoch}, found {found}"
+                domain.poison(text)
+                raise DeadlineError(text)
+
+    def _room_for_events(self, checked: CheckedInput) -> np.ndarray:
+        slices = max(1, self.plan.slices_per_sample[self.domain.rank])
+        return np.zeros((4 * checked.global_batch * slices + 1024, 5), dtype=np.int64)
+
+    def _fill(self, timeline: Timeline, events: np.ndarray, waiting_since: int) -> None:
+        rank = self.domain.rank
+        for kind, thread, start, end, sent in events.tolist():
+            lane, name = _LANES[kind]
+            timeline.add(rank, lane if thread == 0 else f"{lane} ({thread})", name, start / 1e3, end / 1e3, sent)
+        timeline.add(rank, "wait", "wait for peers", waiting_since / 1e3, time.monotonic_ns() / 1e3)
