@@ -1,0 +1,131 @@
+"""The picture of overlap: when each rank computes, when its bytes leave, and below it how many have left by then.
+
+A serial schedule computes, then sends: its curve is flat and then steep. A fused one sends while it computes: its curve
+rises all along ("Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication", figures 7 and 10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from weft.timeline import Span, Timeline
+from weft.trace.kinds import kind_of
+
+_COLOURS = {"compute": "#4063a3", "bytes leave": "#e1812c", "wait": "#c8c8c8"}
+_ARM_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
+
+
+def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
+    """Times (us) and total bytes that have left `rank` (None: all ranks) by then; a span's bytes leave evenly.
+
+    Starts with 0 bytes at the timeline's start and ends at its end.
+    """
+    spans = [s for s in timeline if rank is None or s.rank == rank]
+    sending = [s for s in spans if s.bytes > 0]
+    if not spans:
+        return [], []
+    # Each span adds its rate from start to end; a span without duration is a step, given a nanosecond.
+    edges: dict[float, float] = {min(s.start_us for s in spans): 0.0, max(s.end_us for s in spans): 0.0}
+    for span in sending:
+        end = max(span.end_us, span.start_us + 1e-3)
+        rate = span.bytes / (end - span.start_us)
+        edges[span.start_us] = edges.get(span.start_us, 0.0) + rate
+        edges[end] = edges.get(end, 0.0) - rate
+    times = np.array(sorted(edges))
+    rates = np.cumsum([edges[t] for t in times])
+    totals = np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(times))])
+    return times.tolist(), totals.tolist()
+
+
+def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> None:
+    """Write a PNG: a panel of lanes per timeline (name of the arm -> what ran), on one time axis, and the bytes sent.
+
+    `title` says what ran where. Raises ValueError if a timeline is empty.
+    """
+    for arm, timeline in timelines.items():
+        if not timeline:
+            raise ValueError(f"nothing to draw for {arm!r}: its timeline has no span")
+    if not timelines:
+        raise ValueError("nothing to draw: no timeline")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    shifted = {arm: timeline.shifted() for arm, timeline in timelines.items()}
+    end_ms = max(span.end_us for timeline in shifted.values() for span in timeline) / 1e3
+    lanes = {arm: _lanes(timeline) for arm, timeline in shifted.items()}
+    heights = [0.6 + 0.34 * len(rows) for rows in lanes.values()]
+    figure, axes = plt.subplots(
+        len(shifted) + 1,
+        1,
+        sharex=True,
+        figsize=(11, sum(heights) + 3.4),
+        height_ratios=[*heights, 2.2],
+        layout="constrained",
+        squeeze=False,
+    )
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    for axis, (arm, rows) in zip(axes[:, 0], lanes.items(), strict=False):
+        finish = max(span.end_us for span in shifted[arm]) / 1e3
+        axis.set_title(f"{arm}: {finish:.2f} ms", fontsize=10, loc="left", fontweight="bold")
+        for y, (_, kind, spans) in enumerate(rows):
+            bars = _merged(spans, pixel_us=end_ms)  # about a thousandth of the axis
+            axis.broken_barh(bars, (y + 0.1, 0.8), facecolors=_COLOURS[kind], edgecolor="none")
+        axis.set_yticks([y + 0.5 for y in range(len(rows))], [label for label, _, _ in rows], fontsize=8)
+        axis.set_ylim(len(rows), 0)
+        axis.axvline(finish, color="black", linewidth=0.8, linestyle=":")
+        axis.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    legend = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
+    axes[0, 0].legend(handles=legend, ncol=3, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    curve = axes[-1, 0]
+    for i, (arm, timeline) in enumerate(shifted.items()):
+        times, totals = bytes_sent(timeline)
+        style = "--" if i == 0 and len(shifted) > 1 else "-"
+        curve.plot(
+            np.array(times) / 1e3, np.array(totals) / 1e6, style, color=_ARM_COLOURS[i % 4], label=arm, linewidth=2
+        )
+    curve.set_xlabel("time since the call, ms")
+    curve.set_ylabel("MB that have left\ntheir rank, all ranks", fontsize=9)
+    curve.set_xlim(0, end_ms * 1.01)
+    curve.set_ylim(bottom=0)
+    curve.grid(alpha=0.3)
+    curve.legend(fontsize=9, frameon=False, loc="upper left")
+    for side in ("top", "right"):
+        curve.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _lanes(timeline: Timeline) -> list[tuple[str, str, list[Span]]]:
+    """(label, colour key, spans) from top to bottom; a lane that stays empty on all ranks is left out."""
+    spans = {
+        "compute": lambda s: kind_of(s) == "compute",
+        "bytes leave": lambda s: s.bytes > 0,
+        "wait": lambda s: kind_of(s) == "wait",
+    }
+    rows = []
+    for rank in timeline.ranks():
+        for kind, belongs in spans.items():
+            if any(belongs(s) for s in timeline):
+                rows.append((f"rank {rank}  {kind}", kind, [s for s in timeline if s.rank == rank and belongs(s)]))
+    return rows
+
+
+def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
+    """(start, width) in ms: shorter spans are drawn a pixel wide, since they would vanish, and what then touches merges."""
+    bars: list[list[float]] = []
+    for span in sorted(spans, key=lambda s: s.start_us):
+        end = max(span.end_us, span.start_us + pixel_us)
+        if bars and span.start_us <= bars[-1][1] + pixel_us / 2:
+            bars[-1][1] = max(bars[-1][1], end)
+        else:
+            bars.append([span.start_us, end])
+    return [(start / 1e3, (end - start) / 1e3) for start, end in bars]
