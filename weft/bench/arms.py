@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.bench.workload import Workload
-from weft.sparse.tables import EmbeddingSharding
+from weft.ops.embedding_all_to_all import embedding_all_to_all
+from weft.ops.embedding_pool import embedding_pool
+from weft.sparse import EmbeddingSharding
 from weft.timeline import Timeline
 
 BASELINE = "embedding_bag"
@@ -66,6 +68,11 @@ class SerialArm(Arm):
     @abstractmethod
     def pool(self, which: int) -> torch.Tensor:
         """This rank's pooled vectors, [global batch, local columns], contiguous."""
+
+    def _nothing_pooled(self) -> torch.Tensor:
+        """What a rank without tables pools."""
+        shape = (self.work.config.global_batch, 0)
+        return torch.empty(shape, dtype=self.work.config.sharding.dtype, device=self.work.ranks.device)
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
         """What all ranks pooled for this rank's samples, rank after rank, flat."""
@@ -129,14 +136,10 @@ class EmbeddingBagArm(SerialArm):
 
     def pool(self, which: int) -> torch.Tensor:
         if not self.bags:
-            return self.work.inputs[0][0].new_empty((self.work.config.global_batch, 0), dtype=self._dtype)
+            return self._nothing_pooled()
         with torch.no_grad():
             pooled = [bag(*inputs) for bag, inputs in zip(self.bags, self.per_table[which], strict=True)]
             return torch.cat(pooled, dim=1)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.work.config.sharding.dtype
 
     def extra_bytes(self) -> int:
         return max(2 * self._bytes(self.work.config.global_batch, self.work.local_dim), super().extra_bytes())
@@ -147,20 +150,13 @@ class BatchedArm(SerialArm):
 
     def __init__(self, work: Workload):
         super().__init__(work)
-        from weft.ops.embedding_all_to_all import embedding_all_to_all
-
-        self.operator = embedding_all_to_all
         sharding = work.config.sharding
-        owned = sharding.local_tables(work.ranks.rank)
-        tables = tuple(sharding.tables[t] for t in owned)
-        self.local = EmbeddingSharding(tables, (0,) * len(owned), 1) if owned else None
+        self.tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
 
     def pool(self, which: int) -> torch.Tensor:
-        if self.local is None:
-            return torch.empty(
-                self.work.config.global_batch, 0, dtype=self.work.config.sharding.dtype, device=self.work.ranks.device
-            )
-        return self.operator(self.work.weights, self.work.inputs[which], self.local, group=self.work.ranks.alone)
+        if not self.tables:
+            return self._nothing_pooled()
+        return embedding_pool(self.work.weights, self.work.inputs[which], self.tables)
 
 
 class FbgemmArm(SerialArm):
@@ -214,14 +210,11 @@ class FusedArm(Arm):
 
     def __init__(self, work: Workload, variant: Variant):
         super().__init__(work)
-        from weft.ops.embedding_all_to_all import embedding_all_to_all
-
-        self.operator = embedding_all_to_all
         self.variant = variant
         self.slice_size = variant.slice_size or work.config.slice_size
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
-        return self.operator(
+        return embedding_all_to_all(
             self.work.weights,
             self.work.inputs[which],
             self.work.config.sharding,

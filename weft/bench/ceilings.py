@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.bench.harness import Ranks
+from weft.symm import SymmetricBuffer
 
 _REPETITIONS = 7
 
@@ -30,9 +31,9 @@ class Ceilings:
 
 
 def measure_ceilings(ranks: Ranks, buffer_bytes: int | None = None) -> list[Ceilings]:
-    """Each rank's ceilings, on every rank. Collective. Uses 2 x `buffer_bytes` (default 1 GiB on GPUs, 128 MiB on CPU)
+    """Each rank's ceilings, on every rank. Collective. Uses 2 x `buffer_bytes` (default 512 MiB on GPUs, 128 MiB on CPU)
     per rank, and as much symmetric memory, all freed before return."""
-    size = buffer_bytes or (1 << 30 if ranks.device.type == "cuda" else 128 << 20)
+    size = buffer_bytes or (512 << 20 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
     target = torch.zeros_like(source)
     memory = 2 * size / _best_seconds(lambda: target.copy_(source), ranks)
@@ -40,8 +41,6 @@ def measure_ceilings(ranks: Ranks, buffer_bytes: int | None = None) -> list[Ceil
         memory = max(memory, size / _best_seconds(lambda: source.sum(), ranks))
     link = float("inf")
     if ranks.world_size > 1:
-        from weft.symm.buffer import SymmetricBuffer
-
         with SymmetricBuffer(tuple(source.shape), source.dtype, group=ranks.group, device=ranks.device) as buffer:
             peer = buffer.peer((ranks.rank + 1) % ranks.world_size)
             link = size / _best_seconds(lambda: peer.copy_(source), ranks)

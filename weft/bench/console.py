@@ -14,12 +14,19 @@ except ImportError:
     Console = None  # type: ignore[assignment,misc]
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
-    """A table on stdout: the first column left, numbers right. A row whose first cell starts with "*" is emphasised."""
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    section: int | None = None,
+) -> None:
+    """A table on stdout: the first column left, the others right; a line where the value of column `section` changes."""
     if Console is None:
-        widths = [max(len(r[i]) for r in (columns, *rows)) for i in range(len(columns))]
+        header = [column.replace("\n", " ") for column in columns]
+        widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(columns))]
         print(f"\n{title}")
-        for row in (columns, *rows):
+        for row in (header, *rows):
             cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
             print("  " + "  ".join(cells))
         for note in notes:
@@ -29,10 +36,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
             title=title, title_justify="left", title_style="bold", caption="\n".join(notes), caption_justify="left"
         )
         for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
-        for row in rows:
-            table.add_row(*row)
-        console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+        for i, row in enumerate(rows):
+            table.add_row(
+                *row, end_section=i + 1 < len(rows) and section is not None and rows[i + 1][section] != row[section]
+            )
+        console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
         console.print(table)
     sys.stdout.flush()
 

@@ -31,6 +31,7 @@ from weft.bench.presets import EmbeddingPreset, find_presets, fitting_scale
 from weft.bench.results import POOL, Measured, print_means, print_measured, to_records
 from weft.bench.workload import Traffic, Workload
 from weft.launch import run_ranks
+from weft.symm import domain
 
 
 def bench(options: BenchOptions) -> list[dict[str, Any]]:
@@ -80,14 +81,18 @@ def make_ranks(device: str) -> Ranks:
     world_size = dist.get_world_size()
     assert dist.group.WORLD is not None
     if device == "cuda":
-        return Ranks.of(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
+        return Ranks(
+            dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cuda", torch.cuda.current_device())
+        )
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-    return Ranks.of(dist.group.WORLD, torch.device("cpu"))
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
 
 
 def release(ranks: Ranks) -> None:
     """Give back what the last configuration held, on all ranks before the next one measures what is free."""
     gc.collect()
+    dist.barrier(ranks.control)
+    domain(ranks.group, ranks.device).close()  # result buffers of every variant; the next configuration makes its own
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     dist.barrier(ranks.control)

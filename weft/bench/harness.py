@@ -30,20 +30,11 @@ _SLEEP_CYCLES_PER_S = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part. `group` moves the data, `alone` is a group of this rank only, `control` a gloo group for small
-    numbers and common starts."""
+    """Who takes part. `group` moves the data, `control` is a gloo group for small numbers and common starts."""
 
     group: dist.ProcessGroup
-    alone: dist.ProcessGroup
     control: dist.ProcessGroup
     device: torch.device
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Ranks:
-        """Collective over the default group, which `group` must span."""
-        world_size = dist.get_world_size(group)
-        alone = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank(group)]
-        return cls(group, alone, dist.new_group(backend="gloo"), device)
 
     @property
     def rank(self) -> int:

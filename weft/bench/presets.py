@@ -22,8 +22,7 @@ from fractions import Fraction
 import torch
 
 from weft.bench.inputs import Bags, Fixed, Rows, UniformBags, UniformRows, Zipf
-from weft.sparse.placement import place_tables
-from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding
+from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
 
 _UNIFORM = UniformRows()
 SMALL_TABLE = 1000  # rows; such a table fits any cache and shrinking it would only change how often a row repeats

@@ -19,6 +19,7 @@ from weft.bench.workload import Traffic, Workload
 
 OP = "embedding_all_to_all"
 POOL = " pooling alone"
+_LAST_COLUMNS = ("over\nfloor", "pool\nms", "extra\nMB", "error")
 
 
 @dataclass(frozen=True)
@@ -121,23 +122,13 @@ def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOp
     link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
     print_table(
         f"{OP} {config.name} ({preset.about}), {options.dtype}, {options.device}",
-        (
-            "variant",
-            "mode",
-            "ms",
-            "p20 - p80",
-            "skew",
-            *(f"vs {o}" for o in others),
-            "over floor",
-            "pool ms",
-            "extra MB",
-            "error",
-        ),
+        ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{o}" for o in others), *_LAST_COLUMNS),
         rows,
         (
             config.describe() + scaled,
             f"floor {measured.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
         ),
+        section=1,
     )
 
 
@@ -151,6 +142,6 @@ def print_means(written: list[dict[str, Any]], options: BenchOptions) -> None:
             means = [math.exp(sum(math.log(s[o]) for s in mine) / len(mine)) for o in others]
             worst = [min(s[o] for s in mine) for o in others]
             rows.append((name, mode, *(f"{m:.2f}x" for m in means), *(f"{w:.2f}x" for w in worst)))
-    columns = ("variant", "mode", *(f"vs {o}" for o in others), *(f"worst vs {o}" for o in others))
+    columns = ("variant", "mode", *(f"vs\n{o}" for o in others), *(f"worst vs\n{o}" for o in others))
     count = len({r["config"] for r in written})
-    print_table(f"Geometric mean over {count} configurations", columns, rows)
+    print_table(f"Geometric mean over {count} configurations", columns, rows, section=1)

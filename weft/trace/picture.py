@@ -120,7 +120,7 @@ def _lanes(timeline: Timeline) -> list[tuple[str, str, list[Span]]]:
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:
-    """(start, width) in ms: shorter spans are drawn a pixel wide, since they would vanish, and what then touches merges."""
+    """(start, width) in ms: short spans are drawn a pixel wide, for they would vanish, and what then touches merges."""
     bars: list[list[float]] = []
     for span in sorted(spans, key=lambda s: s.start_us):
         end = max(span.end_us, span.start_us + pixel_us)
