@@ -50,6 +50,7 @@ def test_good_input_is_understood():
     assert check_jagged(jagged(), SHARDING, 1, None, [torch.zeros(20, 8)]).key_of_slot == (0,)
     narrow = jagged(offsets=torch.arange(13, dtype=torch.int32), values=torch.zeros(12, dtype=torch.int32))
     assert check_jagged(narrow, SHARDING, 0, None, WEIGHTS).global_batch == 4
+    assert check_jagged(jagged(batch=5), SHARDING, 0, None, WEIGHTS).batch_sizes == (3, 2)
     assert check_jagged(jagged(batch=0), SHARDING, 0, None, WEIGHTS) == CheckedInput((1, 2, 0, 1), (0, 0), 0)
 
 
@@ -83,7 +84,6 @@ def test_a_rank_without_tables_learns_the_batch_elsewhere():
         (jagged(weights=torch.zeros(11)), None, ["11 per_sample_weights", "12 values"]),
         (jagged(values=torch.zeros(12, dtype=torch.int64, device="meta")), None, ["values", "meta", "cpu", "move"]),
         (jagged(offsets=torch.zeros(13, dtype=torch.int64, device="meta")), None, ["offsets", "meta", "cpu", "move"]),
-        (jagged(batch=5), None, ["5 samples", "world_size=2", "batch_sizes"]),
         (jagged(), [1, 2], ["(1, 2)", "sum to 3", "4 samples"]),
         (jagged(), [5, -1], ["(5, -1)", "rank 1", "-1 samples"]),
         (jagged(), [4], ["(4,)", "one per rank, 2"]),

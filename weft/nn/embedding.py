@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.errors import DisagreementError
+from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all
-from weft.sparse.check import blocks_of_slots
 from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.sparse.placement import place_tables
 from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding
@@ -71,13 +70,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
         deadline_s: float | None = None,
     ) -> None:
         super().__init__()
-        if input not in ("local_batch", "global_batch"):
-            raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
         self.rank = _rank_in(group)
         self.group = group
         self.device = _device_for(group, device)
         self.input, self.deadline_s = input, deadline_s
-        self.sharding = place_tables(tables, dist.get_world_size(group), rows_read=rows_read, placement=placement)
         self._is_weighted = is_weighted
         self._settings: dict[str, Any] = {
             "transport": transport,
@@ -88,13 +84,22 @@ class ShardedEmbeddingBagCollection(nn.Module):
             "outputs": outputs,
         }
         self.embedding_bags = nn.ModuleDict()
-        for table in self.sharding.tables:
-            if "." in table.name or hasattr(self.embedding_bags, table.name):
-                raise ValueError(f"table {table.name!r}: torch has no parameter of that name, choose another")
-        _agree(group, self.sharding, {**self._settings, "input": input, "is_weighted": is_weighted})
+        sharding, refusal = None, None
+        try:
+            if input not in ("local_batch", "global_batch"):
+                raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
+            sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
+            if dotted := [table.name for table in sharding.tables if "." in table.name]:
+                raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
+        except (ValueError, TypeError) as error:
+            refusal = error
+        self.sharding = _agree(group, sharding, {**self._settings, "input": input, "is_weighted": is_weighted}, refusal)
         for index in self.sharding.local_tables(self.rank):
-            self.embedding_bags[self.sharding.tables[index].name] = _bag(self.sharding.tables[index], self.device)
+            table = self.sharding.tables[index]
+            # Past add_module, which refuses names that the container has for itself: a table may be called "items".
+            self.embedding_bags._modules[table.name] = _bag(table, self.device)
         self._features = {slot.feature for slot in self.sharding.slots}
+        self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
         self._input_dist = InputDist(self.sharding, group, self.device, is_weighted=is_weighted)
@@ -118,7 +123,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         else:
             jagged = self._own_features(features)
         values = embedding_all_to_all(
-            [bag.weight for bag in self.embedding_bags.values()],
+            list(self._local_weights().values()),
             jagged,
             self.sharding,
             group=self.group,
@@ -128,20 +133,24 @@ class ShardedEmbeddingBagCollection(nn.Module):
         )
         return KeyedTensor(self._keys, self._length_per_key, values)
 
+    def _local_weights(self) -> dict[str, torch.Tensor]:
+        return {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
+
     def _own_features(self, features: Any) -> JaggedInput:
-        """The global batch's features without keys that no table uses and without weights nobody asked for."""
+        """The global batch's features, without keys that no table uses and without weights that nobody asked for.
+
+        What is missing is left for the operator to refuse, since that tells the other ranks.
+        """
         jagged = as_jagged(features)
         if not self._is_weighted:
             jagged = replace(jagged, weights=None)
-        elif jagged.weights is None:
-            raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
-        if jagged.keys is None or self._features.issuperset(jagged.keys):
+        elif jagged.weights is None:  # no weights: too few, unless there are no ids either
+            jagged = replace(jagged, weights=torch.empty(0, device=jagged.values.device))
+        keys = jagged.keys
+        if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
-        blocks = sorted(set(blocks_of_slots(jagged.keys, self.sharding, self.rank)))
-        keyed = KeyedJaggedTensor(
-            jagged.keys, jagged.values, jagged.weights, offsets=jagged.offsets, stride=jagged.stride
-        )
-        return as_jagged(keyed.permute(blocks))
+        keyed = KeyedJaggedTensor(keys, jagged.values, jagged.weights, offsets=jagged.offsets, stride=jagged.stride)
+        return as_jagged(keyed.permute([block for block, key in enumerate(keys) if key in self._own]))
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's tables from `weights`, whole tables by table name (tables of other ranks may be there too).
@@ -153,7 +162,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         names = [table.name for table in self.sharding.tables]
         if unknown := [name for name in weights if name not in set(names)]:
             raise ValueError(f"weights name {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
-        local = {name: self.get_parameter(f"embedding_bags.{name}.weight") for name in self.embedding_bags}
+        local = self._local_weights()
         for name, weight in local.items():
             if name not in weights:
                 raise ValueError(f"weights lack table {name!r} of rank {self.rank}: they have {', '.join(weights)}")
@@ -211,12 +220,19 @@ def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> 
     return device
 
 
-def _agree(group: dist.ProcessGroup, sharding: EmbeddingSharding, settings: dict[str, Any]) -> None:
-    """Collective: raise `DisagreementError` on every rank unless all ranks have the same tables and settings."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (sharding, settings), group=group)
-    first_sharding, first_settings = everyone[0]
-    for rank, (other_sharding, other_settings) in enumerate(everyone):
+def _agree(
+    group: dist.ProcessGroup, sharding: EmbeddingSharding | None, settings: dict[str, Any], refusal: Exception | None
+) -> EmbeddingSharding:
+    """Collective: the sharding, if all ranks have the same one and the same settings.
+
+    Otherwise every rank raises: `RefusedError` with what a rank refused its arguments for, or `DisagreementError`.
+    """
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (sharding, settings, None if refusal is None else str(refusal)), group=group)
+    if reasons := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text is not None]:
+        raise RefusedError(f"arguments refused by {'; '.join(reasons)}") from refusal
+    first_sharding, first_settings, _ = everyone[0]
+    for rank, (other_sharding, other_settings, _) in enumerate(everyone):
         difference = first_sharding.difference(other_sharding)
         for name, value in first_settings.items():
             if other_settings[name] != value:
@@ -225,3 +241,5 @@ def _agree(group: dist.ProcessGroup, sharding: EmbeddingSharding, settings: dict
             raise DisagreementError(
                 f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
             )
+    assert sharding is not None
+    return sharding

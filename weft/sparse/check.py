@@ -45,7 +45,7 @@ def check_jagged(
 
     `jagged` holds a block of offsets per key, or, without keys, one per local slot in column order; keys of other
     ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`.
-    Without `batch_sizes` the global batch is divided evenly. Raises `ValueError`.
+    Without `batch_sizes` the global batch is divided evenly, the first ranks get the odd samples. Raises `ValueError`.
     """
     slots = sharding.local_slots(rank)
     device = check_weights(weights, sharding, rank)
@@ -53,17 +53,13 @@ def check_jagged(
     if jagged.keys is None:
         key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local features"
     else:
-        refuse_unknown_features(jagged.keys, sharding)
         key_of_slot, blocks, named = blocks_of_slots(jagged.keys, sharding, rank), len(jagged.keys), "keys"
+        refuse_unknown_features(jagged.keys, sharding)
     sizes = None if batch_sizes is None else _checked_sizes(batch_sizes, sharding.world_size)
     global_batch = _global_batch(jagged, blocks, named, sizes)
     if sizes is None:
-        if global_batch % sharding.world_size:
-            raise ValueError(
-                f"a global batch of {global_batch} samples does not divide by world_size={sharding.world_size}: pass "
-                f"batch_sizes, how many samples each rank gets"
-            )
-        sizes = (global_batch // sharding.world_size,) * sharding.world_size
+        each, odd = divmod(global_batch, sharding.world_size)
+        sizes = tuple(each + (rank < odd) for rank in range(sharding.world_size))
     elif sum(sizes) != global_batch:
         raise ValueError(
             f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {global_batch} samples: every rank needs "
