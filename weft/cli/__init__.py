@@ -1,0 +1,7 @@
+"""The command line: `weft demo`, `weft bench`, `weft doctor`. `weft --help` answers at once: torch loads when needed."""
+
+from __future__ import annotations
+
+from weft.cli.app import app, main
+
+__all__ = ["app", "main"]

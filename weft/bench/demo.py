@@ -1,0 +1,72 @@
+"""The demonstration: DCNv2 scaled to this machine, checked, timed, and one call of each kind traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from weft.bench import records
+from weft.bench.arms import BASELINE
+from weft.bench.console import progress
+from weft.bench.embedding_all_to_all import make_ranks, measure
+from weft.bench.options import BenchOptions
+from weft.bench.presets import PRESETS
+from weft.bench.results import OP, print_measured
+from weft.launch import run_ranks
+from weft.timeline import Timeline
+from weft.trace import draw_overlap, write_trace
+
+_TRACED = {
+    BASELINE: "nn.EmbeddingBag per table, all_to_all, unpack",
+    "put": "weft, put: a slice leaves when it is pooled",
+}
+_TRACES = 5
+
+
+@dataclass(frozen=True)
+class Shown:
+    picture: Path
+    trace: Path
+    speedup: float
+    error: float
+
+
+def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
+    """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`."""
+    options = BenchOptions(preset="dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale)
+    timelines, title, speedup, error = run_ranks(ranks, _rank, options)[0]
+    directory.mkdir(parents=True, exist_ok=True)
+    picture, trace = directory / "overlap.png", directory / "trace.json"
+    draw_overlap(picture, timelines, title)
+    write_trace(trace, timelines, configuration=title)
+    return Shown(picture, trace, speedup, error)
+
+
+def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, float, float]:
+    """One rank's part: the timelines of all ranks by arm (on rank 0), a title, the best speedup, the largest error."""
+    ranks = make_ranks(options.device)
+    preset = PRESETS["dcnv2"]
+    with progress(1 + len(options.modes), shown=rank == 0) as step:
+        measured = measure(preset, ranks, options, step)
+    timelines = {}
+    for name, label in _TRACED.items():
+        traces = []
+        for i in range(_TRACES):
+            mine = Timeline()
+            ranks.start_together()
+            measured.arms[name].traced(i % measured.work.input_sets, mine)
+            everybody: list[Timeline] = [Timeline()] * world_size
+            dist.all_gather_object(everybody, mine, group=ranks.control)
+            traces.append(Timeline([span for timeline in everybody for span in timeline]))
+        # The one of median length: recording costs a little, and neighbours on the machine a lot.
+        traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
+        timelines[label] = traces[len(traces) // 2]
+    config = measured.work.config
+    title = f"{OP}, {config.name} scaled by {config.scale}: {config.describe()}\n{records.environment('cpu').machine}"
+    if rank == 0:
+        print_measured(measured, preset, options)
+    fused = [name for name in measured.arms if name in ("direct", "put")]
+    speedup = max(measured.speedup("queued", name, BASELINE) for name in fused)
+    return (timelines if rank == 0 else {}), title, speedup, max(measured.errors[name] for name in fused)

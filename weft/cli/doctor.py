@@ -1,0 +1,267 @@
+"""What does this machine offer, what will weft use, what is missing and how to get it?
+
+Each check stands alone and may fail in any way without spoiling the others: on the machines that need a doctor, imports
+crash and libraries lie.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import weft
+
+State = Literal["ok", "missing", "broken"]
+_ENOUGH_SHARED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `missing` is something that weft can do without, `broken` something that it cannot."""
+
+    what: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    findings: tuple[Finding, ...]
+    uses: tuple[str, ...]
+
+    @property
+    def works(self) -> bool:
+        return bool(self.uses)
+
+    def state(self, what: str) -> State:
+        return next(f.state for f in self.findings if f.what == what)
+
+
+def examine() -> Report:
+    """Look at everything; never raises."""
+    checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
+        ("Python", _python),
+        ("torch", _torch),
+        ("native module", _native),
+        ("compiler", _compiler),
+        ("CPU", _cpu),
+        ("shared memory", _shared_memory),
+        ("sockets", _sockets),
+        ("GPUs", _gpus),
+        ("peer access", _peer_access),
+        ("symmetric memory", _symmetric_memory),
+        ("NVSHMEM", _nvshmem),
+        ("Triton", _triton),
+        ("FBGEMM", _fbgemm),
+    )
+    findings = tuple(_safely(what, check) for what, check in checks)
+    return Report(findings, _what_weft_uses(findings))
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {"ok": "green", "missing": "yellow", "broken": "red"}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for finding in report.findings:
+        text = finding.found + (f"\n[dim]fix: {finding.fix}[/dim]" if finding.fix else "")
+        colour = colours[finding.state]
+        table.add_row(finding.what, f"[{colour}]{finding.state}[/{colour}]", text)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(f"weft {weft.__version__} on {platform.node() or 'this machine'}\n")
+    console.print(table)
+    console.print(
+        "\nweft will use:" if report.works else "\n[red]Nothing works here yet[/red]: mend what is broken above."
+    )
+    for line in report.uses:
+        console.print(f"  - {line}")
+
+
+def _safely(what: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:
+        return Finding(
+            what, "broken", f"{type(error).__name__}: {error}", "this check itself failed: report it with this line"
+        )
+
+
+def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
+    state = {finding.what: finding.state for finding in findings}
+    found = {finding.what: finding.found for finding in findings}
+    uses = []
+    if all(state[what] == "ok" for what in ("torch", "native module", "shared memory", "sockets")):
+        uses.append(f"CPU processes: the native kernel ({found['native module']}), stores into shared memory")
+    if all(state[what] == "ok" for what in ("torch", "native module", "sockets", "GPUs", "Triton")):
+        if state["peer access"] == state["symmetric memory"] == "ok":
+            uses.append(
+                "GPUs: one Triton kernel per call, stores into peers' memory (direct) or slices and flags (put)"
+            )
+        else:
+            uses.append("one GPU: the same Triton kernel, without peers; several need peer access and symmetric memory")
+    return tuple(uses)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info < (3, 11):
+        return Finding("Python", "broken", version, "weft needs Python 3.11 or later")
+    return Finding("Python", "ok", version)
+
+
+def _torch() -> Finding:
+    try:
+        torch: Any = _import("torch")
+    except Exception as error:
+        return Finding("torch", "broken", f"does not import ({error})", "pip install 'torch>=2.11'")
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < (2, 11):
+        return Finding("torch", "broken", torch.__version__, "pip install 'torch>=2.11'")
+    return Finding("torch", "ok", torch.__version__)
+
+
+def _native() -> Finding:
+    try:
+        core: Any = _import("weft._core")
+    except Exception as error:
+        return Finding(
+            "native module",
+            "broken",
+            f"does not import ({error})",
+            "install a wheel, or a C++ compiler and pip install .",
+        )
+    return Finding("native module", "ok", f"{core.isa()} of {', '.join(core.isas())}")
+
+
+def _compiler() -> Finding:
+    found = next(
+        (name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and shutil.which(name)), None
+    )
+    if found is None:
+        fix = "only needed to build from source: apt install g++ (or your system's C++20 compiler)"
+        return Finding("compiler", "missing", "no C++ compiler", fix)
+    return Finding("compiler", "ok", str(shutil.which(found)))
+
+
+def _cpu() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    return Finding("CPU", "ok", f"{cores} core{'s' if cores > 1 else ''}, {platform.machine()}")
+
+
+def _shared_memory() -> Finding:
+    if not hasattr(os, "memfd_create"):
+        return Finding("shared memory", "broken", "no memfd on this system", "run on Linux")
+    limit = min(_cgroup_limit(), _available())
+    file = os.memfd_create("weft-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(file, 0, 1 << 20)
+    finally:
+        os.close(file)
+    found = f"anonymous (memfd), {limit / 2**30:.1f} GiB can be had"
+    if limit < _ENOUGH_SHARED_BYTES:
+        return Finding("shared memory", "missing", found, "free some memory, or raise the container's memory limit")
+    return Finding("shared memory", "ok", found)
+
+
+def _sockets() -> Finding:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.close()
+    right.close()
+    return Finding("sockets", "ok", "Unix domain sockets between ranks")
+
+
+def _gpus() -> Finding:
+    torch: Any = _import("torch")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        fix = "none needed on a machine without GPUs" if built else "for GPUs: install a CUDA build of torch"
+        why = f"torch is built for CUDA {built} and sees none" if built else "torch is built without CUDA"
+        return Finding("GPUs", "missing", why, fix)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding(
+        "GPUs",
+        "ok",
+        ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) + f", CUDA {torch.version.cuda}",
+    )
+
+
+def _peer_access() -> Finding:
+    torch: Any = _import("torch")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return Finding("peer access", "missing", f"{count} GPU{'' if count == 1 else 's'}: nobody to reach")
+    cut = [(i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)]
+    if cut:
+        pairs = ", ".join(f"{i} to {j}" for i, j in cut)
+        fix = "nvidia-smi topo -p2p r says why (virtualisation, ACS, different root complexes); give weft the GPUs that can"
+        return Finding("peer access", "missing", f"not from {pairs}", fix)
+    return Finding("peer access", "ok", f"between all {count} GPUs")
+
+
+def _symmetric_memory() -> Finding:
+    symm_mem: Any = _import("torch.distributed._symmetric_memory")
+    torch: Any = _import("torch")
+    if not torch.cuda.is_available():
+        return Finding("symmetric memory", "missing", "on GPUs only; CPU ranks use shared memory")
+    backend = symm_mem.get_backend(torch.device("cuda")) if hasattr(symm_mem, "get_backend") else "CUDA"
+    return Finding("symmetric memory", "ok", f"torch's, backend {backend}")
+
+
+def _nvshmem() -> Finding:
+    symm_mem: Any = _import("torch.distributed._symmetric_memory")
+    available = getattr(symm_mem, "is_nvshmem_available", None)
+    if available is not None and available():
+        return Finding("NVSHMEM", "ok", "comes with this torch; weft does not need it within one host")
+    return Finding("NVSHMEM", "missing", "not in this torch", "not needed within one host")
+
+
+def _triton() -> Finding:
+    try:
+        triton: Any = _import("triton")
+    except Exception as error:
+        fix = "comes with CUDA builds of torch; not needed on CPU"
+        return Finding("Triton", "missing", f"does not import ({type(error).__name__})", fix)
+    return Finding("Triton", "ok", str(triton.__version__))
+
+
+def _fbgemm() -> Finding:
+    try:
+        fbgemm: Any = _import("fbgemm_gpu")
+    except Exception as error:
+        fix = "only a baseline of GPU benchmarks: pip install fbgemm-gpu, of the version that belongs to your torch"
+        return Finding("FBGEMM", "missing", f"does not import ({type(error).__name__})", fix)
+    return Finding("FBGEMM", "ok", str(getattr(fbgemm, "__version__", "installed")))
+
+
+def _import(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+def _available() -> float:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024.0 * int(line.split()[1])
+    return float("inf")
+
+
+def _cgroup_limit() -> float:
+    """Bytes that this container may still take; infinite without a limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        return float("inf") if limit == "max" else float(limit) - float(used)
+    except (OSError, ValueError):
+        return float("inf")
