@@ -166,15 +166,17 @@ def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 
 @triton.jit
-def _bag(offsets, slots, slot, sample, batch, n_values, valid):
-    """Start and end of a bag, kept inside `values` whatever the offsets say, and whether they had to be."""
+def _bag(offsets, slots, slot, sample, batch, n_values, valid, state):
+    """Start and end of a bag, kept inside `values` whatever the offsets say; bags that had to be cut are counted."""
     key = tl.load(slots + slot * _SLOT_FIELDS + 3)
     at = offsets + key * batch + sample
     start = tl.load(at, mask=valid, other=0).to(tl.int64)
     end = tl.load(at + 1, mask=valid, other=0).to(tl.int64)
     safe_start = tl.minimum(tl.maximum(start, 0), n_values)
     safe_end = tl.minimum(tl.maximum(end, safe_start), n_values)
-    return safe_start, safe_end, ((safe_start != start) | (safe_end != end)).to(tl.int64)
+    if (safe_start != start) | (safe_end != end):
+        tl.atomic_add(state + _BAD_OFFSETS, 1, sem="relaxed")
+    return safe_start, safe_end
 
 
 @triton.jit
@@ -185,26 +187,29 @@ def _load_ids(values, start, end, lanes):
 
 @triton.jit
 def _load_rows(
-    weight, ids, at, end, per_sample_weights, rows_in_table, stride, cols, width, bad, bad_at, counts,
+    weight, ids, at, end, per_sample_weights, rows_in_table, stride, cols, width, counts, state,
     WEIGHTED: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows of a block of a bag as float32 [ROWS, BLOCK_D], weighted; a bad index gives zeros and is counted."""
     mask = at < end
     row = _row_of(ids, rows_in_table, HASH)
     if CHECK:
-        good = (row >= 0) & (row < rows_in_table)
-        wrong = mask & (good == 0) & (counts != 0)
-        bad += wrong.to(tl.int64)
-        bad_at = tl.where(wrong & (at < bad_at), at, bad_at)
-        mask = mask & good
+        bad = mask & ((row < 0) | (row >= rows_in_table))
+        mask = mask & (bad == 0)
+        # Counting at once, instead of in registers to the end, keeps 32 registers for rows in flight.
+        n_bad = tl.sum(bad.to(tl.int32), 0)
+        if (n_bad > 0) & (counts != 0):
+            tl.atomic_add(state + _BAD_INDICES, n_bad.to(tl.int64), sem="relaxed")
+            tl.atomic_min(state + _BAD_POSITION, tl.min(tl.where(bad, at, _NO_POSITION), 0), sem="relaxed")
     if UNIFORM:
         rows = tl.load(weight + row[:, None] * BLOCK_D + cols[None, :], mask=mask[:, None], other=0.0)
     else:
-        rows = tl.load(weight + row[:, None] * stride + cols[None, :], mask=mask[:, None] & (cols < width)[None, :], other=0.0)
+        inside = mask[:, None] & (cols < width)[None, :]
+        rows = tl.load(weight + row[:, None] * stride + cols[None, :], mask=inside, other=0.0)
     rows = rows.to(tl.float32)
     if WEIGHTED:
         rows *= tl.load(per_sample_weights + at, mask=mask, other=0.0)[:, None]
-    return rows, bad, bad_at
+    return rows
 
 
 @triton.jit(
@@ -222,8 +227,9 @@ def embedding_all_to_all_kernel(
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr,
-    STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
+    ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file. Shapes: slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values]
@@ -239,7 +245,6 @@ def embedding_all_to_all_kernel(
     peer = is_rank & (ranks != RANK)
     safe_rank = tl.where(is_rank, ranks, RANK)
     mine = tl.load(signal_addresses + RANK)
-    signals = _words(mine)
 
     # 1. Say that our output slot is free; learn that the peers' are, and which.
     out_base = tl.load(out_addresses + safe_rank)
@@ -267,23 +272,19 @@ def embedding_all_to_all_kernel(
                 prints = tl.load(_words(mine + 16 * safe_rank), mask=peer, other=fingerprint, volatile=True)
                 differ = (prints != fingerprint).to(tl.int32)
                 if tl.max(differ, 0) != 0:
-                    _report(record, _DISAGREE, epoch, tl.argmax(differ, 0).to(tl.int64), fingerprint, tl.max(tl.where(differ != 0, prints, 0), 0))
+                    other = tl.max(tl.where(differ != 0, prints, 0), 0)
+                    _report(record, _DISAGREE, epoch, tl.argmax(differ, 0).to(tl.int64), fingerprint, other)
                     failed += 1
         else:
             found = tl.load(ready_at, volatile=True)
         out_of = tl.where(peer, out_base + (found & _SLOT_MASK) * out_slot_bytes, out_of)
         flags_of = tl.load(flag_addresses + safe_rank)
-    starts = tl.load(batch_starts + safe_rank)
-    ends = tl.where(is_rank, tl.load(batch_starts + safe_rank + 1), 0)
     if failed != 0:
         n_units = n_units * 0
 
     # 2. Pool. Three bags are in work: rows of the current one, indices of the next, offsets of the one after that.
     cols = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, ROWS)
-    bad = tl.zeros([ROWS], tl.int64)
-    bad_at = tl.full([ROWS], _NO_POSITION, tl.int64)
-    bad_offsets = tl.full([], 0, tl.int64)
     copies = tl.full([], 0, tl.int64)
     flags_raised = tl.full([], 0, tl.int64)
     started = tl.full([], 0, tl.int64)
@@ -292,7 +293,7 @@ def embedding_all_to_all_kernel(
 
     unit0 = program
     sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
-    start0, end0, wrong0 = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units)
+    start0, end0 = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, state)
     grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
     unit1 = unit0
     sample1 = sample0
@@ -302,7 +303,7 @@ def embedding_all_to_all_kernel(
         unit1 = grabbed
         sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
         grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
-    start1, end1, wrong1 = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units)
+    start1, end1 = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, state)
     ids = _load_ids(values, start0, end0, lanes)
 
     while unit0 < n_units:
@@ -321,8 +322,8 @@ def embedding_all_to_all_kernel(
 
         at = start0 + lanes
         ids_more = _load_ids(values, start0 + ROWS, end0, lanes)
-        acc, bad, bad_at = _load_rows(
-            weight, ids, at, end0, per_sample_weights, rows_in_table, stride, cols, width, bad, bad_at, counts,
+        acc = _load_rows(
+            weight, ids, at, end0, per_sample_weights, rows_in_table, stride, cols, width, counts, state,
             WEIGHTED, HASH, CHECK, UNIFORM, BLOCK_D,
         )  # fmt: skip
         ids_next = _load_ids(values, start1, end1, lanes)
@@ -334,12 +335,12 @@ def embedding_all_to_all_kernel(
             unit2 = grabbed
             sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
-        start2, end2, wrong2 = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units)
+        start2, end2 = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, state)
 
         done = start0 + ROWS
         while done < end0:
-            rows, bad, bad_at = _load_rows(
-                weight, ids_more, done + lanes, end0, per_sample_weights, rows_in_table, stride, cols, width, bad, bad_at, counts,
+            rows = _load_rows(
+                weight, ids_more, done + lanes, end0, per_sample_weights, rows_in_table, stride, cols, width, counts, state,
                 WEIGHTED, HASH, CHECK, UNIFORM, BLOCK_D,
             )  # fmt: skip
             done += ROWS
@@ -350,9 +351,11 @@ def embedding_all_to_all_kernel(
             is_mean = tl.load(slot_entry + 6) != 0
             count = tl.where(is_mean & (end0 > start0), end0 - start0, 1).to(tl.float32)
             pooled = pooled / count
-        bad_offsets += wrong0
 
-        # Where it goes: the row of the sample in its owner's output.
+        # Where it goes: the row of the sample in its owner's output. The batch bounds are read again each time: registers
+        # are for rows in flight.
+        starts = tl.load(batch_starts + safe_rank)
+        ends = tl.where(is_rank, tl.load(batch_starts + safe_rank + 1), 0)
         here = (sample0 >= starts) & (sample0 < ends)
         owner_address = tl.sum(tl.where(here, out_of, 0), 0)
         owner_start = tl.sum(tl.where(here, starts, 0), 0)
@@ -408,7 +411,6 @@ def embedding_all_to_all_kernel(
         stop0 = stop1
         start0 = start1
         end0 = end1
-        wrong0 = wrong1
         ids = ids_next
         unit1 = unit2
         sample1 = sample2
@@ -416,16 +418,8 @@ def embedding_all_to_all_kernel(
         stop1 = stop2
         start1 = start2
         end1 = end2
-        wrong1 = wrong2
 
-    # 3. Account for what was wrong, wait for what the peers send, and leave.
-    if CHECK:
-        n_bad = tl.sum(bad, 0)
-        if n_bad > 0:
-            tl.atomic_add(state + _BAD_INDICES, n_bad, sem="relaxed")
-            tl.atomic_min(state + _BAD_POSITION, tl.min(bad_at, 0), sem="relaxed")
-    if bad_offsets > 0:
-        tl.atomic_add(state + _BAD_OFFSETS, bad_offsets, sem="relaxed")
+    # 3. Wait for what the peers send, and leave.
     if COUNT:
         tl.atomic_add(state + _COPIES, copies, sem="relaxed")
         tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
@@ -442,13 +436,13 @@ def embedding_all_to_all_kernel(
             i = first + thirty_two
             outside = (i >= total) | ((i >= own) & (i < own_end))
             pointer = tl.where(outside, (state + _EPOCH).to(tl.int64), (my_flags + i).to(tl.int64))
-            found = tl.where(outside, epoch, tl.full([32], 0, tl.int64))
+            arrived_flags = tl.where(outside, epoch, tl.full([32], 0, tl.int64))
             clock = _now_ns(PTX)
-            while (tl.min(found, 0) < epoch) & (_now_ns(PTX) - clock < deadline_ns):
-                found = tl.where(outside, epoch, _load_acquire(_words(pointer), PTX))
-            if (tl.min(found, 0) < epoch) | (tl.max(found, 0) >= _POISON):
-                flag_missing = first + tl.argmin(found, 0)
-                _report(record, _WAIT_FLAG, epoch, flag_missing, epoch, tl.min(found, 0))
+            while (tl.min(arrived_flags, 0) < epoch) & (_now_ns(PTX) - clock < deadline_ns):
+                arrived_flags = tl.where(outside, epoch, _load_acquire(_words(pointer), PTX))
+            lowest_flag = tl.min(arrived_flags, 0)
+            if (lowest_flag < epoch) | (tl.max(arrived_flags, 0) >= _POISON):
+                _report(record, _WAIT_FLAG, epoch, first + tl.argmin(arrived_flags, 0), epoch, lowest_flag)
                 failed += 1
             first += programs * 32
 
