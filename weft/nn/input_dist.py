@@ -142,9 +142,10 @@ class InputDist:
     def _exchange_features(self, local: _LocalBatch, heads: list[list[int]], counts: list[int]) -> JaggedInput:
         blocks, batch_size = local.layout.blocks, local.batch_size
         features = self.features_of_rank[self.rank]
-        bags = [batch_size] * len(local.layout.keys)
+        lengths = local.lengths.to(torch.int32).view(len(local.layout.keys), batch_size)
+        in_order = blocks == tuple(range(len(lengths)))
         send = [
-            _reordered(local.lengths.to(torch.int32), bags, blocks),
+            (lengths if in_order else lengths[list(blocks)]).flatten(),
             _reordered(local.values, counts, blocks),
             *([] if local.weights is None else [_reordered(local.weights, counts, blocks)]),
         ]
@@ -158,12 +159,13 @@ class InputDist:
 
         # What came is [source][feature]; what is wanted is [feature][source].
         order = [source * len(features) + f for f in range(len(features)) for source in range(self.world_size)]
-        lengths = _reordered(received[0], [head[2] for head in heads for _ in features], order)
+        by_source = zip(received[0].split(bags_in), heads, strict=True)
+        lengths = torch.cat([some.view(len(features), head[2]) for some, head in by_source], dim=1)
         ids = [count for head in heads for count in head[_HEAD:]]
         return JaggedInput(
             features,
             _reordered(received[1], ids, order),
-            offsets_of(lengths),
+            offsets_of(lengths.flatten()),
             None if local.weights is None else _reordered(received[2], ids, order),
             stride=sum(head[2] for head in heads),
         )
