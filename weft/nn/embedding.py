@@ -112,7 +112,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         no table uses are passed over, as in TorchRec (the same features may feed several modules).
 
         `batch_sizes` (for input="global_batch"): how many samples of the global batch each rank gets, in rank order;
-        default the same for all. With input="local_batch" the ranks tell each other, so it is refused.
+        default even, the first ranks get the odd ones. With input="local_batch" the ranks tell each other: refused then.
         """
         if self.input == "local_batch":
             if batch_sizes is not None:
