@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
-from weft.errors import DisagreementError, WeftError
+from weft.errors import WeftError
+from weft.runtime.agreement import agree_on_new, drop_closed, refuse
 from weft.runtime.cpu import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order
 from weft.sparse import EmbeddingSharding, as_jagged
@@ -72,22 +73,23 @@ def embedding_all_to_all(
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
     """
-    jagged = as_jagged(features)
-    device = weights[0].device if len(weights) else jagged.values.device
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        raise ValueError(
-            "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under torch.no_grad(), or "
-            "weight.requires_grad_(False)"
-        )
-    plan = EmbeddingPlan(
-        sharding, "direct" if transport == "auto" else transport, order, slice_size, bounds_check, hash, outputs
-    )
-    operator = compiled(plan, group, device)
+    device = weights[0].device if len(weights) else as_jagged(features).values.device
+    domain = symm.domain(group, device)
     try:
-        checked = check_jagged(jagged, sharding, operator.domain.rank, batch_sizes, weights)
-    except ValueError as error:
-        operator.refuse(str(error), deadline_s=deadline_s)
-        raise
+        if deadline_s is not None and deadline_s <= 0:
+            raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            raise ValueError(
+                "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
+                "torch.no_grad(), or weight.requires_grad_(False)"
+            )
+        used = "direct" if transport == "auto" else transport
+        plan = EmbeddingPlan(sharding, used, order, slice_size, bounds_check, hash, outputs)
+        jagged = as_jagged(features)
+        checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, weights)
+    except (TypeError, ValueError) as error:
+        refuse(domain, str(error), deadline_s=deadline_s)
+    operator = compiled(plan, domain, deadline_s=deadline_s)
     if timeline is not None:
         return operator(list(weights), jagged, checked, deadline_s=deadline_s, timeline=timeline)
     return torch.ops.weft.embedding_all_to_all(
@@ -98,24 +100,26 @@ def embedding_all_to_all(
 
 # --- compiled operators: one per (domain, plan), known to the dispatcher by a number ---
 
-_operators: weakref.WeakKeyDictionary[symm.Domain, dict[EmbeddingPlan, Any]] = weakref.WeakKeyDictionary()
+_operators: dict[symm.Domain, dict[EmbeddingPlan, Any]] = {}
 _by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 
 
-def compiled(plan: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The operator for `plan` on `group`; made at the first call, collectively, when ranks also compare their plans."""
-    domain = symm.domain(group, device)
-    operators = _operators.setdefault(domain, {})
-    operator = operators.get(plan)
+def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | None = None) -> Any:
+    """The operator for `plan` on `domain`; made at the first call, collectively, when ranks also compare their plans."""
+    operators = _operators.get(domain)
+    if operators is None:
+        drop_closed(_operators)
+        operators = _operators[domain] = {}
+    operator: Any = operators.get(plan)
     if operator is None:
+        agree_on_new(domain, plan, deadline_s=deadline_s)
         if plan.sharding.world_size != domain.world_size:
             raise ValueError(
                 f"the sharding is for {plan.sharding.world_size} ranks and the group has {domain.world_size}: call "
                 f"place_tables(tables, {domain.world_size})"
             )
-        _compare(plan, domain)
-        if device.type == "cuda":
+        if domain.device.type == "cuda":
             from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
 
             operator = EmbeddingAllToAllCuda(plan, domain)
@@ -125,19 +129,6 @@ def compiled(plan: EmbeddingPlan, group: dist.ProcessGroup, device: torch.device
         _by_handle[operator.handle] = operator
         operators[plan] = operator
     return operator
-
-
-def _compare(plan: EmbeddingPlan, domain: symm.Domain) -> None:
-    """Raise `DisagreementError` on every rank if the ranks' plans differ, naming what differs."""
-    theirs = domain.all_gather(plan.text)
-    for rank, text in enumerate(theirs):
-        for what in sorted(text.keys() | theirs[0].keys()):
-            here, there = theirs[0].get(what, "nothing"), text.get(what, "nothing")
-            if here != there:
-                raise DisagreementError(
-                    f"ranks disagree on embedding_all_to_all: {what} is {here!r} on rank 0 and {there!r} on rank {rank}: "
-                    f"pass the same tables, placement and options on every rank"
-                )
 
 
 _library = torch.library.Library("weft", "FRAGMENT")

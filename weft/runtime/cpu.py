@@ -1,8 +1,7 @@
 """embedding_all_to_all on CPU processes: a rank's side of every call.
 
-A call is: agree (free output slot, same batch sizes, nobody refuses), pool with stores into the peers' memory, tell the
-peers, wait for them. The agreement is one small exchange through shared memory; a rank with bad input takes part in it
-with the text of its error, so that the call fails everywhere before anything is written and the group stays usable.
+A call is: agree (free output slot, same plan and batch sizes, nobody refuses: `weft.runtime.agreement`), pool with stores
+into the peers' memory, tell the peers, wait for them.
 
 Order. `direct`: all stores of the native kernel are fenced before it returns; then done[rank] = epoch at every peer,
 with release; the reader acquires it. `put`: every slice has its flag (see csrc/embedding_all_to_all.hpp). A buffer is
@@ -11,7 +10,6 @@ written again only after its owner has offered it anew in the exchange of a late
 
 from __future__ import annotations
 
-import struct
 import time
 import warnings
 from typing import Any
@@ -20,19 +18,18 @@ import numpy as np
 import torch
 
 from weft import _core, env
-from weft.errors import DeadlineError, DisagreementError, RefusedError
+from weft.errors import DeadlineError, WeftError
+from weft.runtime.agreement import agree, refuse
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
 from weft.sparse import EmbeddingSharding, JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, check_offsets, first_bad_index
-from weft.symm import Domain, Exchange
+from weft.symm import Domain
 from weft.timeline import Timeline
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
 _BOUNDS_CODE = {"ignore": 0, "warning": 1, "fatal": 1}  # fatal has looked at all indices before the call begins
-_HEADER = struct.Struct("<qq")  # output slot (-1: refused, the text follows), fingerprint of the batch sizes
-_EXCHANGE_BYTES = 2048
 _LOOK_S = 1.0  # how long a wait for flags goes on before it looks at the state of the group
 _LANES = {0: ("pool", "pool"), 1: ("to peers", "pool and store to a peer")}
 
@@ -99,14 +96,13 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
 
 
 class EmbeddingAllToAllCpu:
-    """One plan on one domain of CPU processes. Making it is collective; `__call__` and `refuse` are too."""
+    """One plan on one domain of CPU processes. Making it is collective; `__call__` is too."""
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
         self.outputs = OutputPool(domain, plan.outputs)
         self.copies = 0  # contiguous copies that left as slices, in all calls
         self.flags_raised = 0
-        self._exchange = Exchange(domain, _EXCHANGE_BYTES)
         self._epoch = 0
         self._done = domain.allocate(_core.COUNTER_BYTES * domain.world_size)
         self._flags = domain.allocate(8)
@@ -126,13 +122,14 @@ class EmbeddingAllToAllCpu:
         plan, domain, rank = self.plan, self.domain, self.domain.rank
         deadline_s = deadline_s or env.deadline_s()
         sharding = plan.sharding
-        refusal = self._look_at(jagged, checked)
-        if refusal is not None:
-            self.refuse(refusal, deadline_s=deadline_s)
         domain.check()
-        slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
         try:
-            slots = self._agree(slot, checked, "", deadline_s)
+            self._look_at(jagged, checked)
+            slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
+        except (ValueError, WeftError) as error:
+            refuse(domain, str(error), deadline_s=deadline_s)
+        try:
+            slots = agree(domain, plan, slot, checked.batch_sizes, deadline_s=deadline_s)
             largest = max(checked.batch_sizes, default=0)
             if self.outputs.reserve(largest * sharding.total_dim * sharding.dtype.itemsize, lambda: None):
                 # All ranks grow at the same call, to buffers of which none is lent yet.
@@ -159,11 +156,6 @@ class EmbeddingAllToAllCpu:
         warn_of_bad_indices(sharding, rank, counts, stacklevel=4)
         return output
 
-    def refuse(self, text: str, *, deadline_s: float | None = None) -> None:
-        """Take part in a call with bad input: raises `RefusedError` with `text` here and on every peer."""
-        self.domain.check()
-        self._agree(-1, None, f"rank {self.domain.rank}: {text}", deadline_s or env.deadline_s())
-
     def check(self) -> None:
         """Raise what befell the domain since the last call."""
         self.domain.check()
@@ -172,36 +164,14 @@ class EmbeddingAllToAllCpu:
         """Calls on CPU processes are complete when they return."""
         self.domain.check()
 
-    def _look_at(self, jagged: JaggedInput, checked: CheckedInput) -> str | None:
-        """What is wrong with the contents of the input, before anybody writes."""
+    def _look_at(self, jagged: JaggedInput, checked: CheckedInput) -> None:
+        """Raise `ValueError` for what is wrong with the contents of the input, before anybody writes."""
         sharding, rank = self.plan.sharding, self.domain.rank
-        try:
-            check_offsets(jagged, sharding, rank, checked)
-        except ValueError as error:
-            return str(error)
+        check_offsets(jagged, sharding, rank, checked)
         if self.plan.bounds_check == "fatal" and not self.plan.hash:
-            return first_bad_index(jagged, sharding, rank, checked)
-        return None
-
-    def _agree(self, slot: int, checked: CheckedInput | None, refusal: str, deadline_s: float) -> list[int]:
-        """Every rank's output slot for this call; raises on every rank if one refuses or the batch sizes differ."""
-        fingerprint = hash(checked.batch_sizes) if checked is not None else 0
-        text = refusal.encode()[: _EXCHANGE_BYTES - _HEADER.size]
-        payloads = self._exchange.exchange(
-            _HEADER.pack(slot, fingerprint) + text, deadline_s=deadline_s, name="embedding_all_to_all ready"
-        )
-        headers = [_HEADER.unpack_from(payload) for payload in payloads]
-        for (theirs, _), payload in zip(headers, payloads, strict=True):
-            if theirs < 0:
-                raise RefusedError(payload[_HEADER.size :].decode(errors="replace"))
-        for rank, (_, theirs) in enumerate(headers):
-            if theirs != headers[0][1]:
-                sizes = checked.batch_sizes if checked is not None else ()
-                raise DisagreementError(
-                    f"ranks 0 and {rank} called embedding_all_to_all with different batch_sizes (here, on rank "
-                    f"{self.domain.rank}, {sizes}): pass the same global batch and batch_sizes on every rank"
-                )
-        return [theirs for theirs, _ in headers]
+            bad = first_bad_index(jagged, sharding, rank, checked)
+            if bad is not None:
+                raise ValueError(bad)
 
     def _table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> np.ndarray:
         key = (tuple(weight.data_ptr() for weight in weights), key_of_slot)
@@ -217,8 +187,9 @@ class EmbeddingAllToAllCpu:
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)
         if wanted > self._flag_count:
-            self._flag_count = max(wanted, 2 * self._flag_count)
-            self._flags = self.domain.allocate(8 * self._flag_count)
+            count = max(wanted, 2 * self._flag_count)
+            self._flags = self.domain.allocate(8 * count)
+            self._flag_count = count  # only now: where there was no room, the group lives on with the old ones
         before = sum(per_sample[: self.domain.rank])
         return [self._flags.address(rank) + 8 * size * before for rank, size in enumerate(batch_sizes)]
 

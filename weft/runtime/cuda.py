@@ -13,8 +13,9 @@ import warnings
 import torch
 
 from weft import env
-from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
+from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
+from weft.runtime.agreement import refuse
 from weft.runtime.embedding_kernel import EmbeddingKernel, Memory
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
@@ -60,15 +61,16 @@ class EmbeddingAllToAllCuda:
         if self.plan.bounds_check == "fatal" and not self.plan.hash:
             bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
             if bad is not None:
-                self.refuse(f"rank {self.domain.rank}: {bad}")
+                refuse(self.domain, bad, deadline_s=deadline_s)
         plan, domain = self.plan, self.domain
         item_bytes = plan.sharding.dtype.itemsize
         largest = max(checked.batch_sizes, default=0)
         grown = self.outputs.reserve(largest * plan.sharding.total_dim * item_bytes, self._quiesce)
         if plan.transport == "put" and largest * sum(plan.slices_per_sample) > self._flag_count:
             self._quiesce()
-            self._flag_count = max(largest * sum(plan.slices_per_sample), 2 * self._flag_count)
-            self._flags = domain.allocate(8 * self._flag_count)
+            flag_count = max(largest * sum(plan.slices_per_sample), 2 * self._flag_count)
+            self._flags = domain.allocate(8 * flag_count)
+            self._flag_count = flag_count
             grown = True
         if grown or self._memory is None:
             self._memory = self._map()
@@ -92,11 +94,6 @@ class EmbeddingAllToAllCuda:
         if timeline is not None and lines is not None:
             self._read_timeline(timeline, lines)
         return output
-
-    def refuse(self, text: str) -> None:
-        """Bad input on this rank: raise here, and make the peers' calls fail with the same text instead of waiting."""
-        self.domain.poison(text)
-        raise RefusedError(text)
 
     def check(self) -> None:
         """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""

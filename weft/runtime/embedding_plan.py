@@ -7,6 +7,8 @@ is a **slice**: its output columns are adjacent, so that it leaves as one contig
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -30,7 +32,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class EmbeddingPlan:
-    """One operator as every rank of its group must describe it; ranks compare `text` before the first call."""
+    """One operator as every rank of its group must describe it; ranks compare `fingerprint` at every call."""
 
     sharding: EmbeddingSharding
     transport: Transport = "direct"
@@ -64,7 +66,13 @@ class EmbeddingPlan:
             for number, (t, rank) in enumerate(zip(self.sharding.tables, self.sharding.rank_of_table, strict=True))
         }
         names = ("transport", "order", "slice_size", "bounds_check", "hash", "outputs")
-        return tables | {name: str(getattr(self, name)) for name in names}
+        options = {name: str(getattr(self, name)) for name in names}
+        return {"world_size": str(self.sharding.world_size)} | options | tables
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number in [0, 2**62) that differs (but for chance) when `text` does, the same in every process."""
+        return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
         """The slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""

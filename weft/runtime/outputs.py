@@ -57,9 +57,11 @@ class OutputPool:
             return False
         quiesce()
         wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
-        self.slot_bytes = -(-wanted // _GRANULE) * _GRANULE
-        # Results that the user still holds keep the old region mapped; peers no longer write there.
-        self._region = self._domain.allocate(self.slot_bytes * self.count)
+        wanted = -(-wanted // _GRANULE) * _GRANULE
+        # Results that the user still holds keep the old memory mapped; peers no longer write there. Where there is no
+        # room for more, this raises and everything stays as it was.
+        self._region = self._domain.allocate(wanted * self.count)
+        self.slot_bytes = wanted
         self._free = list(range(self.count))
         return True
 
@@ -75,8 +77,8 @@ class OutputPool:
         """A free buffer for the next result."""
         if not self._free:
             raise WeftError(
-                f"rank {self._domain.rank}: the last result is still held and outputs={self.count}: drop it (and every view of "
-                f"it) before the next call, or pass outputs=2"
+                f"the last result is still held and outputs={self.count}: drop it (and every view of it) before the next "
+                f"call, or pass outputs=2"
             )
         return self._free.pop()
 
@@ -86,8 +88,10 @@ class OutputPool:
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The result in `slot` as the user's tensor; the slot is free again when the tensor and all its views are gone."""
         region, device = self._region, self._domain.device
-        # The lease binds today's list of free slots: after growth the old slots go back to a list that nobody reads.
-        lease = _Lease(region, self._free, slot)
+        # The lease holds the memory and not the region, which is closed with the domain; and it binds today's list of
+        # free slots: after growth the old slots go back to a list that nobody reads.
+        memory = region.tensor(self._domain.rank, (0,), torch.uint8)
+        lease = _Lease(memory, self._free, slot)
         code, bits = _DLPACK_TYPE[dtype]
         tensor = _core.lease(
             region.address(self._domain.rank) + slot * self.slot_bytes, list(shape), code, bits, _DLPACK_DEVICE[device.type],
