@@ -1,4 +1,4 @@
-"""What the tests of embedding_all_to_all run on the ranks: top-level functions, in a module that imports quickly."""
+"""What the tests of embedding_all_to_all share: calls as the ranks make them, and what their results must equal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from reference import Problem
 
+from weft import symm
 from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.cpu import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import EmbeddingPlan
-from weft.timeline import Timeline
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TRANSPORTS = ("direct", "put")
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 
 
@@ -30,7 +33,7 @@ def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Embeddi
     """The operator that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
     plan = EmbeddingPlan(p.sharding, **{"transport": "direct"} | options)
-    return compiled(plan, group, torch.device("cpu"))
+    return compiled(plan, symm.domain(group, "cpu"))
 
 
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
@@ -48,13 +51,17 @@ def poison(operator: EmbeddingAllToAllCpu) -> None:
         buffer.fill_(NAN_BYTE)
 
 
-def outcome(action: Any, *args: Any, **options: Any) -> tuple[str, str]:
-    """("", "") or the type and text of the error, so that an expected error does not end the pool's workers."""
-    try:
-        action(*args, **options)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+def pooled_here(p: Problem, **options: Any) -> torch.Tensor:
+    """All of `p` in this process, with no other rank: [global batch, total_dim]."""
+    return embedding_pool(p.weights, p.whole(), p.tables, hash=p.hash, **options)
+
+
+def assert_same_bits(outputs: list[torch.Tensor], p: Problem, what: object = "") -> None:
+    """The ranks' outputs, one after another, are what one process computes, bit for bit."""
+    for rank, output in enumerate(outputs):
+        wanted = pooled_here(p)[p.rows_of(rank)]
+        assert output.shape == (p.batch_sizes[rank], p.sharding.total_dim)
+        assert torch.equal(output, wanted), f"{what}: rank {rank} differs from one process's result"
 
 
 # --- run on the ranks ---
@@ -83,17 +90,3 @@ def many_shapes(group: dist.ProcessGroup, problems: list[Problem], options: dict
         poison(operator_of(group, p, **options))
         outputs.append(call(group, p, **options))
     return [output.clone() for output in outputs]
-
-
-def counted(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[int, int, int]:
-    """(copies, flags raised, slices per sample) of one call after another."""
-    operator = operator_of(group, p, **options)
-    before = operator.copies, operator.flags_raised
-    call(group, p, **options)
-    slices = operator.plan.slices_per_sample[group.rank()]
-    return operator.copies - before[0], operator.flags_raised - before[1], slices
-
-
-def recorded(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[torch.Tensor, Timeline]:
-    timeline = Timeline()
-    return call(group, p, timeline=timeline, **options).clone(), timeline

@@ -9,11 +9,11 @@ tests/unit/test_cpu_kernel.py.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import embedding_ranks as ranks
 import pytest
 import torch
+from embedding_ranks import DTYPES, TRANSPORTS, assert_same_bits, pooled_here
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reference import Problem, assert_as_exact_as_torch, assert_close, even, problem, tables_of
@@ -22,23 +22,8 @@ import weft
 from weft.launch import Pool
 from weft.sparse import EmbeddingBagConfig
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int64, torch.int32)
-TRANSPORTS = ("direct", "put")
 SIZES = (1, 2, 3, 4, 8)
-
-
-def pooled_here(p: Problem, **options: Any) -> torch.Tensor:
-    """All of `p` in this process, with no other rank: [global batch, total_dim]."""
-    return weft.embedding_pool(p.weights, p.whole(), p.tables, hash=p.hash, **options)
-
-
-def assert_same_bits(outputs: list[torch.Tensor], p: Problem, what: object = "") -> None:
-    """The ranks' outputs, one after another, are what one process computes, bit for bit."""
-    for rank, output in enumerate(outputs):
-        wanted = pooled_here(p)[p.rows_of(rank)]
-        assert output.shape == (p.batch_sizes[rank], p.sharding.total_dim)
-        assert torch.equal(output, wanted), f"{what}: rank {rank} differs from one process's result"
 
 
 # --- one process: what the others are compared with ---

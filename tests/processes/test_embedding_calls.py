@@ -1,0 +1,384 @@
+"""embedding_all_to_all on CPU processes: who waits for whom, what happens to results that are held, what a call counts.
+
+First single calls (what leaves as slices, the timeline, indices out of range, the dispatcher's checks), then results
+held across calls, then waits, then several operators and groups at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from typing import Any
+
+import embedding_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_ranks import DTYPES, TRANSPORTS, assert_same_bits, pooled_here
+from pool import error_of
+from reference import Problem, assert_close, problem, tables_of
+
+import weft
+from weft import symm
+from weft.launch import Pool
+from weft.runtime import cpu
+
+# --- what leaves as slices, and when ---
+
+
+def counted(group, p, options):
+    """Copies and flags of one call, and of another."""
+    operator = ranks.operator_of(group, p, **options)
+    counts = []
+    for _ in range(2):
+        before = operator.copies, operator.flags_raised
+        ranks.call(group, p, **options)
+        counts.append((operator.copies - before[0], operator.flags_raised - before[1]))
+    return counts
+
+
+# Tables of three ranks side by side: rank 0 owns a run of three and one alone, rank 1 two, rank 2 a run of two.
+SLICED = ((8, 3, 16, 1, 5, 4, 2, 9), (0, 0, 0, 1, 2, 2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("slice_size", "slices_of_rank"), [(1, (4, 2, 2)), (2, (3, 2, 1)), (3, (2, 2, 1)), (32, (2, 2, 1))]
+)
+@pytest.mark.parametrize("order", ["remote_first", "natural"])
+def test_put_sends_one_copy_and_one_flag_per_slice(
+    pool: Pool, slice_size: int, slices_of_rank: tuple[int, ...], order: str
+) -> None:
+    p = Problem(tables_of(SLICED[0]), SLICED[1], (4, 0, 7))
+    options = {"transport": "put", "slice_size": slice_size, "order": order}
+    for rank, (counts, slices) in enumerate(zip(pool.run(counted, p, options, ranks=3), slices_of_rank, strict=True)):
+        remote = 11 - p.batch_sizes[rank]
+        assert counts == [(remote * slices, 11 * slices)] * 2, f"rank {rank}"
+
+
+def test_direct_sends_no_slices(pool: Pool) -> None:
+    p = Problem(tables_of(SLICED[0]), SLICED[1], (4, 0, 7))
+    assert pool.run(counted, p, {"transport": "direct"}, ranks=3) == [[(0, 0)] * 2] * 3
+
+
+def recorded(group, p, options):
+    timeline = weft.Timeline()
+    before = time.monotonic_ns() / 1e3
+    output = ranks.call(group, p, timeline=timeline, **options).clone()
+    return output, timeline, before, time.monotonic_ns() / 1e3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_timeline(pool: Pool, transport: str) -> None:
+    """Spans lie within the call, carry exactly the bytes that leave the rank, and end with a wait."""
+    p = problem(3, batch=20, dtype=torch.float16)
+    answers = pool.run(recorded, p, {"transport": transport, "slice_size": 2}, ranks=3)
+    assert_same_bits([answer[0] for answer in answers], p)
+    for rank, (_, timeline, before, after) in enumerate(answers):
+        assert timeline.ranks() == [rank]
+        assert all(before <= span.start_us <= span.end_us <= after for span in timeline)
+        width = sum(slot.dim for slot in p.sharding.local_slots(rank))
+        remote = 20 - p.batch_sizes[rank]
+        assert sum(span.bytes for span in timeline) == remote * width * 2
+        assert all(span.bytes == 0 for span in timeline if span.lane in ("pool", "wait"))
+        waits = [span for span in timeline if span.lane == "wait"]
+        assert len(waits) == 1
+        assert waits[0].end_us == max(span.end_us for span in timeline)
+
+
+def caught(group, p, options, spoil):
+    """The output and the warnings of a call, of which rank 0 has spoiled some indices."""
+    values, *rest = p.tupled(group.rank())
+    if group.rank() == 0:
+        for at, value in spoil.items():
+            values[at] = value
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        output = ranks.call(group, p, (values, *rest), **options).clone()
+    return output, [str(w.message) for w in seen]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_indices_out_of_range_read_as_zero_rows_and_warn(pool: Pool, transport: str, dtype: torch.dtype) -> None:
+    p = Problem(tables_of((4, 6, 3), dtype=dtype), (1, 0, 1), (2, 3), longest=3, weighted=True)
+    # Rank 0 owns table t1 alone. Zero rows are what a weight of zero gives.
+    spoil = {0: -1, 2: 31, 4: 2**62}
+    answers = pool.run(caught, p, {"transport": transport}, spoil, ranks=2)
+    for at in spoil:
+        p.bags["f1"].weights[at] = 0
+    assert_same_bits([output for output, _ in answers], p)
+    lengths = p.bags["f1"].lengths.tolist()
+    first = next(sample for sample, length in enumerate(lengths) if length)
+    ((text,), quiet) = answers[0][1], answers[1][1]
+    assert quiet == []
+    assert text.startswith("3 indices were out of range and read as zero rows")
+    for word in ("'t1'", "'f1'", f"sample {first} ", "position 0", "index -1", "[0, 31)", "hash=True"):
+        assert word in text, word
+
+
+def test_trusted_indices_are_neither_checked_nor_counted(pool: Pool) -> None:
+    p = problem(2)
+    answers = pool.run(caught, p, {"bounds_check": "ignore"}, {}, ranks=2)
+    assert_same_bits([output for output, _ in answers], p)
+    assert [seen for _, seen in answers] == [[], []]
+
+
+def test_fatal_bounds_check_lets_good_input_pass(pool: Pool) -> None:
+    p = problem(2)
+    answers = pool.run(caught, p, {"bounds_check": "fatal"}, {}, ranks=2)
+    assert_same_bits([output for output, _ in answers], p)
+
+
+def test_a_pool_warns_and_refuses_too() -> None:
+    p = problem(1, (4, 6))
+    values, offsets = p.whole()
+    values[3] = 30
+    with pytest.warns(UserWarning, match=r"1 indices were out of range.*'t0'.*'f0'.*index 30 is not in \[0, 30\)"):
+        weft.embedding_pool(p.weights, (values, offsets), p.tables)
+    with pytest.raises(ValueError, match=r"'t0'.*'f0'.*index 30 is not in \[0, 30\)"):
+        weft.embedding_pool(p.weights, (values, offsets), p.tables, bounds_check="fatal")
+    with pytest.raises(ValueError, match="offsets must ascend"):
+        weft.embedding_pool(p.weights, (values, offsets.flip(0)), p.tables)
+
+
+def checked_by_the_dispatcher(group, p, options):
+    operator, rank = ranks.operator_of(group, p, **options), group.rank()
+    values, offsets, weights = p.tupled(rank)
+    key_of_slot = list(range(len(p.sharding.local_slots(rank))))
+    args = (p.local_weights(rank), values, offsets, weights, list(p.batch_sizes), key_of_slot, operator.handle, 0.0)
+    done = torch.library.opcheck(torch.ops.weft.embedding_all_to_all.default, args)
+    gc.collect()
+    return done
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_opcheck(pool: Pool, size: int, transport: str) -> None:
+    p = problem(size, weighted=True)
+    for done in pool.run(checked_by_the_dispatcher, p, {"transport": transport}, ranks=size):
+        assert len(done) >= 4
+        assert set(done.values()) == {"SUCCESS"}
+
+
+# --- results that are held ---
+
+
+def hold(group, problems, options):
+    """Hold every result, call on with poisoned free buffers, and look at them all at the end; how many were copies."""
+    operator = ranks.operator_of(group, problems[0], **options)
+    held = []
+    for p in problems:
+        ranks.poison(operator)
+        held.append(ranks.call(group, p, **options))
+    copied, free = operator.outputs.copied, len(operator.outputs._free)
+    ranks.poison(operator)
+    values = [output.clone() for output in held]
+    held.clear()
+    return values, copied, free, len(operator.outputs._free)
+
+
+@pytest.mark.parametrize("outputs", [2, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_held_results_stay_as_they_are(pool: Pool, outputs: int, transport: str) -> None:
+    problems = [Problem(tables_of((8, 3, 16)), (0, 1, 0), (6, 5), seed=seed) for seed in range(5)]
+    options = {"outputs": outputs, "transport": transport, "slice_size": 7}
+    answers = pool.run(hold, problems, options, ranks=2)
+    for number, p in enumerate(problems):
+        assert_same_bits([values[number] for values, *_ in answers], p, f"result {number}")
+    for _, copied, free, free_after in answers:
+        assert copied == len(problems) - (outputs - 1)
+        assert free == 1
+        assert free_after == outputs
+
+
+def hold_views(group, p, later):
+    """A view, a numpy array and a reshaped view each keep their buffer; dropping them gives it back."""
+    operator = ranks.operator_of(group, p, outputs=4)
+    output = ranks.call(group, p, outputs=4)
+    view, array, flat = output[1:, 2:5], output.numpy(), output.view(-1)
+    del output
+    kept = []
+    for name in ("view", "array", "flat"):
+        kept.append(len(operator.outputs._free))
+        ranks.poison(operator)
+        ranks.call(group, later, outputs=4)
+        if name == "view":
+            value = view.clone()
+            del view
+        elif name == "array":
+            assert torch.equal(torch.from_numpy(array.copy()), flat.view(array.shape))
+            del array
+        else:
+            assert torch.equal(flat.view(-1, p.sharding.total_dim)[1:, 2:5], value)
+            del flat
+    return value, kept, len(operator.outputs._free)
+
+
+def test_views_keep_their_buffer(pool: Pool) -> None:
+    p, later = (Problem(tables_of((8, 3)), (0, 1), (6, 5), seed=seed) for seed in (1, 2))
+    for rank, (value, kept, free) in enumerate(pool.run(hold_views, p, later, ranks=2)):
+        assert torch.equal(value, pooled_here(p)[p.rows_of(rank)][1:, 2:5])
+        assert kept == [3, 3, 3]
+        assert free == 4
+
+
+def hold_while_it_grows(group, small, large):
+    held = ranks.call(group, small)
+    larger = ranks.call(group, large)
+    again = ranks.call(group, small)
+    return held.clone(), larger.clone(), again.clone()
+
+
+def test_results_outlive_the_growth_of_buffers(pool: Pool) -> None:
+    small = Problem(tables_of((8, 30)), (0, 1), (2, 3))
+    large = Problem(tables_of((8, 30)), (0, 1), (700, 900), seed=3)
+    answers = pool.run(hold_while_it_grows, small, large, ranks=2)
+    for number, p in enumerate((small, large, small)):
+        assert_same_bits([answer[number] for answer in answers], p)
+
+
+def hold_beyond_the_end(group, p, transport):
+    """Closing a domain unmaps what nobody holds, and no more; the group's next call makes a new one."""
+    mine = dist.new_group([0, 1])
+    held = ranks.call(mine, p, transport=transport)
+    symm.domain(mine, "cpu").close()
+    gc.collect()
+    again = ranks.call(mine, p, transport=transport)
+    dist.destroy_process_group(mine)
+    gc.collect()
+    return held.clone(), again.clone()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_results_outlive_their_group(pool: Pool, transport: str) -> None:
+    p = problem(2)
+    answers = pool.run(hold_beyond_the_end, p, transport, ranks=2)
+    for number in range(2):
+        assert_same_bits([held[number] for held in answers], p)
+
+
+def hold_with_one_buffer(group, p, holders):
+    """With outputs=1, `holders` keep their result: refused on every rank, and the group goes on once they drop it."""
+    options = {"outputs": 1, "deadline_s": 20.0}
+    held = ranks.call(group, p, **options)
+    if group.rank() not in holders:
+        held = None
+    error = error_of(lambda: ranks.call(group, p, **options))
+    kept = None if held is None else held.clone()
+    held = None
+    return error, kept, ranks.call(group, p, **options).clone()
+
+
+@pytest.mark.parametrize("holders", [(0, 1, 2), (1,)])
+def test_one_buffer_cannot_be_held(pool: Pool, holders: tuple[int, ...]) -> None:
+    p = problem(3)
+    answers = pool.run(hold_with_one_buffer, p, holders, ranks=3)
+    for rank, ((_, text), kept, _) in enumerate(answers):
+        assert "outputs=1" in text
+        assert "outputs=2" in text
+        assert f"rank {holders[0]}" in text or f"rank {rank}" in text
+        assert kept is None or torch.equal(kept, pooled_here(p)[p.rows_of(rank)])
+    assert_same_bits([again for *_, again in answers], p)
+
+
+# --- waits ---
+
+
+def straggle(group, p, options, straggler, where):
+    """Rank `straggler` sleeps before its call, or inside it before it stores; (when it went on, when each returned)."""
+    ranks.call(group, p, **options)
+    ranks.poison(ranks.operator_of(group, p, **options))
+    went_on: list[float] = []
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        went_on.append(time.monotonic())
+        return native(*args, **kwargs)
+
+    native = cpu.run_native
+    if group.rank() == straggler and where == "before":
+        time.sleep(0.5)
+        went_on.append(time.monotonic())
+    elif group.rank() == straggler:
+        cpu.run_native = late
+    try:
+        output = ranks.call(group, p, **options)
+        returned = time.monotonic()
+    finally:
+        cpu.run_native = native
+    return output.clone(), went_on, returned
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_nobody_returns_before_a_straggler_has_stored(pool: Pool, transport: str, where: str) -> None:
+    """All processes read one clock: whoever returns before the straggler went on has not waited for it."""
+    p = problem(4)
+    straggler = 2
+    answers = pool.run(straggle, p, {"transport": transport}, straggler, where, ranks=4)
+    assert_same_bits([output for output, *_ in answers], p)
+    (went_on,) = answers[straggler][1]
+    for rank, (_, _, returned) in enumerate(answers):
+        assert returned > went_on, f"rank {rank} returned {went_on - returned:.3f} s before rank {straggler} stored"
+
+
+# --- several operators and groups ---
+
+
+def interleave(group, problems, options):
+    """Calls of operators that share a group, turn by turn; every result is looked at after the last call."""
+    outputs = []
+    for _ in range(3):
+        for p, some in zip(problems, options, strict=True):
+            ranks.poison(ranks.operator_of(group, p, **some))
+            outputs.append(ranks.call(group, p, **some))
+    return [output.clone() for output in outputs]
+
+
+def test_two_plans_on_one_group_interleaved(pool: Pool) -> None:
+    problems = [Problem(tables_of((8, 3)), (0, 1), (6, 5)), Problem(tables_of((2, 7, 4)), (1, 1, 0), (3, 9))]
+    options = [{"transport": "direct"}, {"transport": "put", "slice_size": 1}]
+    answers = pool.run(interleave, problems, options, ranks=2)
+    for number in range(6):
+        assert_same_bits([outputs[number] for outputs in answers], problems[number % 2], f"call {number}")
+
+
+def on_two_groups(group, whole, pair, options):
+    """One operator on all four ranks and one on each pair of ranks, in turn."""
+    mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][group.rank() // 2]
+    outputs = []
+    for _ in range(2):
+        outputs.append(ranks.call(group, whole, **options))
+        outputs.append(ranks.call(mine, pair[group.rank() // 2], **options))
+    values = [output.clone() for output in outputs]
+    outputs.clear()
+    dist.destroy_process_group(mine)
+    return values
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_groups_at_once(pool: Pool, transport: str) -> None:
+    whole = problem(4)
+    pair = [problem(2, (4, 9, 2), seed=seed) for seed in (5, 6)]
+    answers = pool.run(on_two_groups, whole, pair, {"transport": transport}, ranks=4)
+    for number in (0, 2):
+        assert_same_bits([values[number] for values in answers], whole)
+        assert_same_bits([values[number + 1] for values in answers[:2]], pair[0])
+        assert_same_bits([values[number + 1] for values in answers[2:]], pair[1])
+
+
+def many_tables(group, p):
+    return ranks.call(group, p).clone()
+
+
+def test_a_thousand_tables_with_long_names(pool: Pool) -> None:
+    """What ranks compare before the first call is more than one message between them may carry."""
+    tables = tuple(
+        weft.EmbeddingBagConfig(5, 2, f"a_table_with_quite_a_long_name_{i}", (f"its_only_feature_{i}",))
+        for i in range(1000)
+    )
+    p = Problem(tables, tuple(i % 2 for i in range(1000)), (2, 1), longest=2)
+    outputs = pool.run(many_tables, p, ranks=2)
+    assert_same_bits(outputs, p)
+    assert_close(torch.cat(outputs), p)
