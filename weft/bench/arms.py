@@ -234,7 +234,8 @@ class FusedArm(Arm):
         self(which, timeline)
 
 
-ARMS: dict[str, type[SerialArm]] = {BASELINE: EmbeddingBagArm, "batched": BatchedArm, "fbgemm": FbgemmArm}
+ARMS: dict[str, type[Arm]] = {BASELINE: EmbeddingBagArm, "batched": BatchedArm, "fbgemm": FbgemmArm}
+BASELINES = tuple(name for name, arm in ARMS.items() if issubclass(arm, SerialArm))
 DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
 
 
@@ -242,7 +243,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
     if name not in ARMS and Variant.parse(name) is None:
         raise ValueError(
-            f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -slice<n>, "
+            f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -sliceN, "
             f"such as put-natural-slice8"
         )
     if name == "fbgemm":

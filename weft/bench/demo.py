@@ -64,7 +64,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config = measured.work.config
-    title = f"{OP}, {config.name} scaled by {config.scale}: {config.describe()}\n{records.environment('cpu').machine}"
+    title = f"{OP}, {config.name}, {config.scale}:\n{config.describe()}\n{records.environment('cpu').machine}"
     if rank == 0:
         print_measured(measured, preset, options)
     fused = [name for name in measured.arms if name in ("direct", "put")]

@@ -27,7 +27,7 @@ from weft.bench.ceilings import measure_ceilings
 from weft.bench.console import progress
 from weft.bench.harness import Mode, Ranks, Timing, time_arms
 from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.presets import EmbeddingPreset, find_presets, fitting_scale
+from weft.bench.presets import EmbeddingPreset, Scale, find_presets, fitting_scale
 from weft.bench.results import POOL, Measured, print_means, print_measured, to_records
 from weft.bench.workload import Traffic, Workload
 from weft.launch import run_ranks
@@ -91,6 +91,7 @@ def make_ranks(device: str) -> Ranks:
 def release(ranks: Ranks) -> None:
     """Give back what the last configuration held, on all ranks before the next one measures what is free."""
     gc.collect()
+    ranks.synchronize()
     dist.barrier(ranks.control)
     domain(ranks.group, ranks.device).close()  # result buffers of every variant; the next configuration makes its own
     if ranks.device.type == "cuda":
@@ -124,7 +125,7 @@ def measure(
             mode,
             input_sets=work.input_sets,
             seconds=0.1 if options.quick else 1.0,
-            repetitions=(3, 5) if options.quick else (7, 25),
+            repetitions=(3, 5) if options.quick else (5, 25),
             advance=partial(step, f"{preset.name}: timing, {mode}"),
         )
         timings |= {(mode, name): timing for name, timing in timed.items()}
@@ -134,21 +135,22 @@ def measure(
     return Measured(work, timings, errors, arms, traffic, ceilings, memory)
 
 
-def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Fraction:
+def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
     """`options.scale`, or the largest that fits here; all ranks choose the same."""
     if options.scale is not None:
-        return Fraction(options.scale).limit_denominator(1 << 16)
+        scale = Fraction(options.scale).limit_denominator(1 << 16)
+        return Scale(scale, scale)
     dtype = DTYPES[options.dtype]
     if ranks.device.type == "cuda":
         free = -ranks.most(-torch.cuda.mem_get_info(ranks.device)[0])
         # FBGEMM holds a copy of the tables; outputs, references and buffers of the arms need the rest.
-        share = 0.38 if why_not("fbgemm", ranks.device) is None else 0.75
+        share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
         return fitting_scale(preset, ranks.world_size, dtype, table_bytes=share * free, rows_bytes=rows_bytes)
-    free = -ranks.most(-available_memory_bytes())
+    free = -ranks.most(-available_memory_bytes()) / (16 if options.quick else 1)
     rows_bytes = (64 << 20 if options.quick else 512 << 20) * torch.get_num_threads()
     return fitting_scale(
-        preset, ranks.world_size, dtype, table_bytes=free / 4 / ranks.world_size, rows_bytes=rows_bytes
+        preset, ranks.world_size, dtype, table_bytes=free / 3 / ranks.world_size, rows_bytes=rows_bytes
     )
 
 

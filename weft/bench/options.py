@@ -42,4 +42,6 @@ class BenchOptions:
             raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks batch and tables")
         find_presets(self.preset)
         for name in self.variants:
-            why_not(name, torch.device(self.device))
+            reason = why_not(name, torch.device(self.device))
+            if reason is not None:
+                raise ValueError(f"variant {name!r} cannot run here: {reason}")

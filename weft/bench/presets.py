@@ -9,8 +9,10 @@
 - meta-2021: 856 tables and the reuse of a production batch.
 - grid-*: two dense shapes on either side of where the number of launches stops to matter.
 
-A scale s < 1 multiplies the batch and the rows of every table above `SMALL_TABLE` rows by s. Dimensions, bag lengths
-and the number of tables stay: they make the access pattern.
+A `Scale` shrinks the batch, and the rows of every table above `SMALL_TABLE` rows. Dimensions, bag lengths and the number
+of tables stay: they make the access pattern. Where rows are drawn uniformly the two shrink apart, each no more than it
+must (time limits the batch, memory the rows), because tables that fit a cache are another benchmark; where they follow a
+Zipf law they shrink together, which keeps how often a batch reads the same row.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from weft.bench.inputs import Bags, Fixed, Rows, UniformBags, UniformRows, Zipf
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
 
 _UNIFORM = UniformRows()
-SMALL_TABLE = 1000  # rows; such a table fits any cache and shrinking it would only change how often a row repeats
+SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would only change how often a row repeats
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,27 @@ class TableShape:
     rows: int
     dim: int
     bags: Bags
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the batch and the rows of tables are multiplied by."""
+
+    batch: Fraction = Fraction(1)
+    rows: Fraction = Fraction(1)
+
+    def __post_init__(self) -> None:
+        for what in (self.batch, self.rows):
+            if not 0 < what <= 1:
+                raise ValueError(f"scale={float(what):g} must be above 0 and at most 1: it shrinks batch and tables")
+
+    def __str__(self) -> str:
+        if self.batch == self.rows:
+            return f"scaled by {self.batch}" if self.batch != 1 else "not scaled"
+        return f"batch scaled by {self.batch}, rows of tables by {self.rows}"
+
+
+FULL = Scale()
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class EmbeddingConfig:
     bags: tuple[Bags, ...]
     indices: Rows
     batch_sizes: tuple[int, ...]
-    scale: Fraction
+    scale: Scale
     slice_size: int
 
     @property
@@ -87,45 +110,41 @@ class EmbeddingPreset:
     indices: Rows = _UNIFORM
     slice_size: int = 32
 
-    def config(
-        self, world_size: int, scale: Fraction = Fraction(1), dtype: torch.dtype = torch.float32
-    ) -> EmbeddingConfig:
-        """This preset on `world_size` ranks, scaled by `scale` (0 < scale <= 1), tables placed by cost."""
-        if not 0 < scale <= 1:
-            raise ValueError(f"scale={float(scale)} must be above 0 and at most 1: it shrinks batch and tables")
+    def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
+        """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
         shapes = self.tables * (world_size if self.tables_per_rank else 1)
         tables = tuple(
-            EmbeddingBagConfig(_scaled(shape.rows, scale), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
+            EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
             for i, shape in enumerate(shapes)
         )
-        batch = max(world_size, round(self.global_batch * scale))
+        batch = max(world_size, round(self.global_batch * scale.batch))
         return EmbeddingConfig(
             name=self.name,
-            sharding=place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes], placement=None),
+            sharding=place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes]),
             bags=tuple(shape.bags for shape in shapes),
             indices=self.indices,
             batch_sizes=tuple(batch // world_size + (r < batch % world_size) for r in range(world_size)),
-            scale=Fraction(scale),
+            scale=scale,
             slice_size=self.slice_size,
         )
 
 
 def fitting_scale(
     preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf
-) -> Fraction:
-    """The largest of 1, 1/2, 1/4 ... at which the tables of each rank take at most `table_bytes` and a call reads at
-    most `rows_bytes` of rows on each rank."""
-    full = preset.config(world_size, Fraction(1), dtype)  # a scale hardly moves the placement: place once
+) -> Scale:
+    """The largest powers of two at which the tables of each rank take at most `table_bytes` and a call reads at most
+    `rows_bytes` of rows on each rank."""
+    full = preset.config(world_size, FULL, dtype)  # a scale hardly moves the placement: place once
+    owned = [[full.sharding.tables[t] for t in full.sharding.local_tables(r)] for r in range(world_size)]
 
-    def fits(scale: Fraction) -> bool:
-        for rank in range(world_size):
-            owned = [full.sharding.tables[t] for t in full.sharding.local_tables(rank)]
-            held = sum(_scaled(t.num_embeddings, scale) * t.embedding_dim for t in owned) * full.itemsize
-            if held > table_bytes or full.expected_rows_bytes(rank) * scale > rows_bytes:
-                return False
-        return True
+    def held(tables: list[EmbeddingBagConfig], scale: Fraction) -> int:
+        return sum(_scaled(t.num_embeddings, scale) * t.embedding_dim for t in tables) * full.itemsize
 
-    return next((s for k in range(16) if fits(s := Fraction(1, 2**k))), Fraction(1, 2**16))
+    halves = [Fraction(1, 2**k) for k in range(17)]
+    rows = next((s for s in halves if all(held(tables, s) <= table_bytes for tables in owned)), halves[-1])
+    reads = max(full.expected_rows_bytes(r) for r in range(world_size))
+    batch = next((s for s in halves if reads * s <= rows_bytes), halves[-1])
+    return Scale(batch, rows) if isinstance(preset.indices, UniformRows) else Scale(min(batch, rows), min(batch, rows))
 
 
 def _scaled(rows: int, scale: Fraction) -> int:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench import records
+from weft.bench.arms import BASELINES
 
 Record = dict[str, Any]
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
-_BASELINES = ("embedding_bag", "batched", "fbgemm")
 
 
 def markdown(found: Sequence[Record]) -> str:
@@ -68,16 +68,15 @@ def _latest_runs(found: Sequence[Record]) -> list[Record]:
 
 def _table(rows: Sequence[Record]) -> str:
     variants = list(dict.fromkeys(r["variant"] for r in rows))
-    baselines = [v for v in _BASELINES if v in variants]
-    fused = [v for v in variants if v not in _BASELINES]
+    baselines = [v for v in BASELINES if v in variants]
+    fused = [v for v in variants if v not in BASELINES]
     header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
     header += [f"{f} vs {b}" for f in fused for b in baselines] + [f"{f} / floor" for f in fused]
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
     gains: dict[tuple[str, str], list[float]] = {}
     for config in dict.fromkeys(r["config"] for r in rows):
         by_variant = {r["variant"]: r for r in rows if r["config"] == config}
-        scale = next(iter(by_variant.values()))["scale"]
-        cells = [config.replace("|", "\\|") + ("" if scale == 1 else f" (scaled by 1/{round(1 / scale)})")]
+        cells = [config.replace("|", "\\|") + _scale(next(iter(by_variant.values())))]
         cells += [_number(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
         for f in fused:
             for b in baselines:
@@ -94,6 +93,13 @@ def _table(rows: Sequence[Record]) -> str:
         empty = [""] * (len(baselines) + len(fused))
         lines.append("| " + " | ".join(["geometric mean", *empty, *means, *([""] * len(fused))]) + " |")
     return "\n".join(lines)
+
+
+def _scale(record: Record) -> str:
+    batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
+    if batch == rows:
+        return f" (1/{batch})" if batch > 1 else ""
+    return f" (batch 1/{batch}, rows 1/{rows})"
 
 
 def _number(milliseconds: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.bench import records
-from weft.bench.arms import ARMS, BASELINE, Arm
+from weft.bench.arms import BASELINE, BASELINES, Arm
 from weft.bench.ceilings import Ceilings
 from weft.bench.console import print_table
 from weft.bench.harness import Mode, Timing
@@ -57,7 +57,8 @@ def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict
         "baseline": BASELINE,
         "floor_ms": measured.floor_ms,
         "run": run,
-        "scale": float(config.scale),
+        "scale": float(config.scale.batch),
+        "rows_scale": float(config.scale.rows),
         "shape": config.describe(),
         "threads": torch.get_num_threads() if options.device == "cpu" else None,
         "traffic_bytes": {field: round(getattr(traffic, field)) for field in Traffic.__dataclass_fields__},
@@ -83,7 +84,7 @@ def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict
                     "calls": timing.calls,
                     "speedup": measured.speedup(mode, name, BASELINE),
                     "speedup_over": {
-                        other: measured.speedup(mode, name, other) for other in ARMS if other in measured.arms
+                        other: measured.speedup(mode, name, other) for other in BASELINES if other in measured.arms
                     },
                     "floor_ratio": timing.p50_ms / measured.floor_ms,
                     "pool_ms": pool.p50_ms if pool else None,
@@ -98,7 +99,7 @@ def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict
 def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOptions) -> None:
     """Print a configuration's table."""
     config = measured.work.config
-    others = [name for name in ARMS if name in measured.arms]
+    others = [name for name in BASELINES if name in measured.arms]
     rows = []
     for mode in options.modes:
         for name in measured.arms:
@@ -117,7 +118,6 @@ def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOp
                     f"{measured.errors[name]:.1e}",
                 )
             )
-    scaled = "" if config.scale == 1 else f"; scaled by {config.scale} from batch {preset.global_batch}"
     ceilings = measured.ceilings[0].as_gbps()
     link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
     print_table(
@@ -125,7 +125,7 @@ def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOp
         ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{o}" for o in others), *_LAST_COLUMNS),
         rows,
         (
-            config.describe() + scaled,
+            f"{config.describe()}; {config.scale}",
             f"floor {measured.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
         ),
         section=1,
@@ -134,7 +134,7 @@ def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOp
 
 def print_means(written: list[dict[str, Any]], options: BenchOptions) -> None:
     """Print the geometric mean of each variant's speedup over all configurations."""
-    others = [name for name in ARMS if any(r["variant"] == name for r in written)]
+    others = [name for name in BASELINES if any(r["variant"] == name for r in written)]
     rows = []
     for mode in options.modes:
         for name in dict.fromkeys(r["variant"] for r in written):

@@ -1,0 +1,74 @@
+"""Tables in documents come from recorded results, and those in this repository are up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from weft.bench import records
+from weft.bench.report import main, markdown, rewrite
+
+ROOT = Path(__file__).parents[2]
+VARIANTS = {"embedding_bag": 10.0, "batched": 6.0, "direct": 4.0, "put": 5.0}
+
+
+def _records(config: str, run: str = "a", factor: float = 1.0, scale: float = 1.0) -> list[dict]:
+    return [
+        {
+            "config": config, "variant": variant, "mode": "queued", "dtype": "fp32", "run": run, "ranks": 2,
+            "p50_ms": ms * factor, "floor_ratio": ms * factor / 3.2, "scale": scale, "rows_scale": scale,
+            "machine": "an abacus", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
+        }
+        for variant, ms in VARIANTS.items()
+    ]  # fmt: skip
+
+
+def test_speedups_and_their_geometric_mean() -> None:
+    table = markdown([*_records("one"), *_records("two", factor=0.5, scale=1 / 64)])
+    assert "2 ranks, an abacus; torch 2.13.0; commit abc, 2026-11-21." in table
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    header, one, two, mean = rows[0], rows[2], rows[3], rows[4]
+    column = header.index("direct vs embedding_bag")
+    assert one[0] == "one"
+    assert two[0] == "two (1/64)"
+    assert one[column] == two[column] == mean[column] == "2.50x"
+    assert one[header.index("put vs batched")] == "1.20x"
+    assert one[header.index("direct / floor")] == "1.25"
+    assert two[header.index("embedding_bag, ms")] == "5"
+    assert all(len(row) == len(header) for row in rows)
+
+
+def test_a_later_run_replaces_an_earlier_one_whole() -> None:
+    later = [r for r in _records("one", run="b", factor=2) if r["variant"] != "put"]
+    table = markdown([*_records("one"), *later])
+    assert "put" not in table
+    assert "| 20 |" in table
+
+
+def test_a_bar_in_a_name_does_not_break_the_table() -> None:
+    assert "| fused-inter/256\\|64 |" in markdown(_records("fused-inter/256|64"))
+
+
+def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
+    document = "before\n<!-- results:cpu -->\nold\n<!-- /results -->\nafter\n"
+    new = rewrite(document, {"cpu": _records("one")})
+    assert new.startswith("before\n<!-- results:cpu -->\n2 ranks")
+    assert new.endswith("<!-- /results -->\nafter\n")
+    assert "old" not in new
+    assert rewrite(new, {"cpu": _records("one")}) == new
+    with pytest.raises(ValueError, match="wants results:cpu, but only gpu are given"):
+        rewrite(document, {"gpu": _records("one")})
+    path, results = tmp_path / "README.md", tmp_path / "cpu.jsonl"
+    path.write_text(document)
+    records.append(results, _records("one"))
+    main([str(path), str(results)])
+    assert path.read_text() == new
+
+
+def test_the_documents_of_this_repository_are_up_to_date() -> None:
+    results = {path.stem: records.read([path]) for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        assert rewrite(path.read_text(), results) == path.read_text(), (
+            f"{path.name} is out of date: python -m weft.bench.report {path.relative_to(ROOT)} benchmarks/results/*.jsonl"
+        )

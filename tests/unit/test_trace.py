@@ -1,0 +1,103 @@
+"""Traces: what is written can be read back without loss, bytes add up, and a picture is a picture."""
+
+import json
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from weft.timeline import Span, Timeline
+from weft.trace import bytes_sent, draw_overlap, trace_events, write_trace
+from weft.trace.kinds import kind_of
+
+
+def _serial() -> Timeline:
+    spans = [
+        Span(rank, lane, name, start + rank, end + rank, sent)
+        for rank in (0, 1)
+        for lane, name, start, end, sent in (
+            ("compute", "pool", 1000.0, 1600.0, 0),
+            ("send", "all_to_all", 1600.0, 1900.0, 3000),
+            ("compute", "unpack", 1900.0, 2000.0, 0),
+        )
+    ]
+    return Timeline(spans)
+
+
+def _fused() -> Timeline:
+    timeline = Timeline()
+    for i in range(10):
+        timeline.add(0, "to peers", "pool and store to a peer", 60.0 * i, 60.0 * (i + 1), 300)
+    timeline.add(0, "wait", "wait for peers", 600, 640)
+    return timeline
+
+
+def test_a_written_trace_reads_back_without_loss(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "trace.json"
+    timeline = _serial()
+    write_trace(path, {"serial": timeline}, configuration="tiny")
+    trace = json.loads(path.read_text())
+    assert trace["configuration"] == "tiny"
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {0: "rank 0: serial", 1: "rank 1: serial"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    read = [
+        Span(
+            e["args"]["device"],
+            lanes[e["pid"], e["tid"]],
+            e["name"].removeprefix("Memcpy PtoP (").removesuffix(")"),
+            e["ts"],
+            e["ts"] + e["dur"],
+            e["args"]["bytes"],
+        )
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    ]
+    assert sorted(read, key=str) == sorted(timeline.shifted(), key=str)
+
+
+def test_copies_look_like_copies_and_fused_stores_like_kernels() -> None:
+    category = {e["name"]: e["cat"] for e in trace_events({"": _serial()}) if e["ph"] == "X"}
+    assert category == {"pool": "kernel", "unpack": "kernel", "Memcpy PtoP (all_to_all)": "gpu_memcpy"}
+    assert {e["cat"] for e in trace_events({"": _fused()}) if e["ph"] == "X"} == {"kernel"}
+    assert kind_of(Span(0, "", "wait for peers", 0, 1)) == "wait"
+    assert kind_of(Span(0, "", "put", 0, 1, 8)) == "send"
+
+
+def test_counters_end_at_the_bytes_that_left_each_rank() -> None:
+    events = trace_events({"serial": _serial(), "fused": _fused()})
+    last = {e["pid"]: e["args"]["bytes"] for e in events if e["ph"] == "C"}
+    assert last == pytest.approx({0: 3000, 1: 3000, 2: 3000})
+
+
+def test_bytes_leave_evenly_over_their_span() -> None:
+    times, totals = bytes_sent(_serial(), rank=0)
+    assert dict(zip(times, totals, strict=True)) == pytest.approx({1000.0: 0, 1600.0: 0, 1900.0: 3000, 2000.0: 3000})
+    times, totals = bytes_sent(_serial())
+    at = dict(zip(times, totals, strict=True))
+    assert at[1601.0] == pytest.approx(10)  # rank 0 alone has sent for 1 us
+    assert at[1901.0] == pytest.approx(6000)
+    assert bytes_sent(Timeline()) == ([], [])
+    instant = Timeline([Span(0, "a", "put", 5.0, 5.0, 64), Span(0, "a", "pool", 0.0, 9.0)])
+    assert bytes_sent(instant)[1][-1] == pytest.approx(64)
+
+
+def test_the_picture_is_written_and_shows_both_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "overlap.png"
+    draw_overlap(path, {"serial": _serial(), "fused": _fused()}, "tiny, 2 ranks")
+    pixels = matplotlib.image.imread(path)
+    height, width = pixels.shape[:2]
+    assert width > 800
+    assert height > 400
+    colours = {tuple(c) for c in (255 * pixels[:, :, :3]).round().astype(int).reshape(-1, 3).tolist()}
+    assert (0x40, 0x63, 0xA3) in colours  # compute
+    assert (0xE1, 0x81, 0x2C) in colours  # bytes leave
+
+
+def test_nothing_recorded_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to draw for 'fused'"):
+        draw_overlap(tmp_path / "x.png", {"serial": _serial(), "fused": Timeline()}, "")
+    with pytest.raises(ValueError, match="nothing to draw: no timeline"):
+        draw_overlap(tmp_path / "x.png", {}, "")
+    with pytest.raises(ValueError, match="nothing to trace: fused recorded no span"):
+        write_trace(tmp_path / "x.json", {"fused": Timeline()})
