@@ -77,7 +77,8 @@ class Pool:
         self.backend = backend
         self.threads = threads
         self._workers: list[tuple[process.BaseProcess, connection.Connection]] = []
-        self._grouped: set[int] = set()
+        self._world = 0  # counts the worlds that were made, so that each has a meeting place of its own
+        self._ranks_in_world = 0
         self._directory: tempfile.TemporaryDirectory | None = None
         self._finalizer: weakref.finalize | None = None
 
@@ -91,9 +92,9 @@ class Pool:
     ) -> list[Any]:
         """Run `function(group, *args)` on the first `ranks` workers (default all) and return the results by rank.
 
-        `group` is a process group of exactly those workers, the same one for every run with this number of ranks, so
-        that what is cached per group stays warm; `group.rank()` and `group.size()` tell a worker who it is. Errors as
-        in `run_ranks`.
+        `group` is the default process group (`dist.group.WORLD`) and consists of exactly those workers; `group.rank()`
+        and `group.size()` tell a worker who it is. Consecutive runs with the same number of ranks share it and what is
+        cached for it; another number makes a new one (some ten milliseconds). Errors as in `run_ranks`.
         """
         return self._run(function, args, self.world_size if ranks is None else ranks, timeout_s, return_exceptions)
 
@@ -127,7 +128,7 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         # Runs at close, when the pool is collected, and at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, _kill, self._workers, self._directory)
-        self._grouped = {self.world_size}
+        self._ranks_in_world = 0
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             worker = context.Process(
@@ -135,7 +136,6 @@ class Pool:
                 args=(
                     theirs,
                     rank,
-                    self.world_size,
                     self.backend,
                     self.threads,
                     self._directory.name,
@@ -153,13 +153,14 @@ class Pool:
     ) -> list[Any]:
         if not 1 <= ranks <= self.world_size:
             raise ValueError(f"ranks={ranks} must be between 1 and the pool's world_size={self.world_size}")
-        job = pickle.dumps((function, args, ranks, sys.path))
+        call = pickle.dumps((function, args))
         self._start()
-        # torch wants every rank of the world to take part when a group is made, members or not.
-        busy = ranks if ranks in self._grouped else self.world_size
-        results: list[Any] = [None] * busy
+        if ranks != self._ranks_in_world:
+            self._world, self._ranks_in_world = self._world + 1, ranks
+        job = pickle.dumps((self._world, ranks, sys.path, call))  # the call is unpickled once the path is set
+        results: list[Any] = [None] * ranks
         try:
-            for _, pipe in self._workers[:busy]:
+            for _, pipe in self._workers[:ranks]:
                 with contextlib.suppress(OSError):  # ended since the last run: the read below says so
                     pipe.send_bytes(job)
             failed = self._collect(results, timeout_s, grace_s=timeout_s if return_exceptions else 3.0)
@@ -172,8 +173,7 @@ class Pool:
                 self._finalizer()
             if not return_exceptions:
                 raise failed[0]
-        self._grouped.add(ranks)
-        return results[:ranks]
+        return results
 
     def _collect(self, results: list[Any], timeout_s: float, grace_s: float) -> list[BaseException]:
         """Fill `results` with values or errors; returns the errors in order of arrival, the likely cause first.
@@ -245,7 +245,6 @@ def _with_rank(group: Any, function: Callable[..., Any], *args: Any) -> Any:
 def _work(
     pipe: connection.Connection,
     rank: int,
-    world_size: int,
     backend: str,
     threads: int,
     directory: str,
@@ -270,30 +269,29 @@ def _work(
     torch.set_num_threads(threads)
     if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(str(Path(directory, "store")), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    groups = {world_size: dist.group.WORLD}
+    world = 0
     while True:
         try:
             job = pipe.recv_bytes()
         except (EOFError, OSError):
             break
         try:
-            function, args, ranks, sys.path[:] = pickle.loads(job)
-            if ranks not in groups:
-                groups[ranks] = dist.new_group(list(range(ranks)))
-            result = function(groups[ranks], *args) if rank < ranks else None
-            answer = pickle.dumps((True, result, ""))
+            wanted, ranks, sys.path[:], call = pickle.loads(job)
+            function, args = pickle.loads(call)
+            if wanted != world:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                world = wanted
+                store = dist.FileStore(str(Path(directory, f"store-{world}")), ranks)
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120)
+                )
+            answer = pickle.dumps((True, function(dist.group.WORLD, *args), ""))
         except Exception as error:
             answer = _portable(error)
         pipe.send_bytes(answer)
-    groups.clear()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _portable(error: Exception) -> bytes:

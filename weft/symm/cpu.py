@@ -84,8 +84,9 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
         # 3. Everybody maps all of them.
         mappings: list[_core.Mapping] = []
         try:
-            for _, file in made:
-                assert file is not None
+            for rank, (_, file) in enumerate(made):
+                if file is None:  # the kernel drops a descriptor for which this process has no room
+                    raise OSError(errno.EMFILE, f"no descriptor came from rank {rank}, {os.strerror(errno.EMFILE)}")
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:
             error = f"mapping failed: {trouble}"

@@ -1,32 +1,17 @@
-"""What the ranks of one process group share: memory that all can address, and the news that one of them has failed.
+"""What the ranks of one process group share on one type of device: memory that all can address, waits that cannot hang.
 
-A `Domain` is made once per (group, device type) and cached until it is closed. It keeps a socket to every peer
-(`weft.symm.mesh`). A daemon thread, the watchdog, reads them, so that news arrives while the rank computes or waits:
-
-- *goodbye*: the peer closed its domain in order. No failure, until somebody waits for something only it could do.
-- *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are.
-- *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause.
-- end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
-
-A failure is final for the group: the watchdog sets the *failed word* (a private int64 that native waits look at), runs
-the `on_failure` callbacks, and every later use raises. Nothing in shared memory is written to signal it, so a rank that
-dies half-way through a write can leave nothing behind that others would misread.
+A `Domain` is made once per (group, device type) and cached until it is closed, its process group is destroyed, or the
+process exits. It connects the ranks (`weft.symm.mesh`), watches for failures (`weft.symm.control`) and hands out
+symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at once, for groups that overlap or not.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import logging
 import multiprocessing.util
 import os
-import pickle
-import select
-import socket
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -35,12 +20,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from weft import _core, env
-from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
+from weft.errors import DeadlineError
 from weft.symm import mesh
+from weft.symm.control import Control, unusable
 
-_DATA, _GOODBYE, _POISON, _LOST = b"D", b"G", b"P", b"L"
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
-_log = logging.getLogger("weft")
 
 
 class Region(Protocol):
@@ -49,7 +33,7 @@ class Region(Protocol):
     nbytes: int
 
     def address(self, rank: int) -> int:
-        """Where this process sees `rank`'s memory."""
+        """Where this process sees `rank`'s memory. `ValueError` once the region is closed."""
 
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
         """A view of `rank`'s memory; it stays valid after `close`, for as long as it is held."""
@@ -65,25 +49,9 @@ class Domain:
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = device
-        self._group = weakref.ref(group, lambda _: self.close())  # destroying the group closes its domains
-        self._pid = os.getpid()
-        self._peers = {peer.rank: peer for peer in peers}
-        self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
-        self._gone: set[int] = set()  # said goodbye
-        self._word = ctypes.c_int64(0)
-        self._failure: tuple[type[WeftError], str] | None = None
-        self._reported = False
-        self._closed = ""  # why, once it is
-        self._done = False  # goodbyes are sent, the watchdog may end
-        self._callbacks: dict[object, Callable[[], None]] = {}
-        self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._changed = threading.Condition()  # reentrant; guards everything above
-        self._collective = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{self.rank}", daemon=True)
-        self._watchdog.start()
-
-    # -- who we are
+        self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
+        self._control = Control(self.rank, self.world_size, peers, self._remember_failure)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -94,16 +62,21 @@ class Domain:
 
     @property
     def closed(self) -> bool:
-        return bool(self._closed)
+        return bool(self._control.closed)
 
     @property
     def failed_address(self) -> int:
         """Address of a private int64: 0 while all is well, 1 once the group has failed or this domain is closed."""
-        return ctypes.addressof(self._word)
+        return self._control.failed_address
 
     def __repr__(self) -> str:
+        control = self._control
         state = (
-            f"closed: {self._closed}" if self._closed else f"failed: {self._failure[1]}" if self._failure else "open"
+            f"closed: {control.closed}"
+            if control.closed
+            else f"failed: {control.failure[1]}"
+            if control.failure
+            else "open"
         )
         return f"Domain(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"
 
@@ -115,62 +88,23 @@ class Domain:
         The first report of a dead peer is a `PeerLostError`; from then on, and for every other failure, it is a
         `PoisonedGroupError` that repeats the cause.
         """
-        if self._word.value:
-            raise self._error()
+        self._control.check()
 
     def poison(self, text: str) -> None:
         """Declare this group unusable, here and on every peer, because of `text`. The first declaration counts."""
-        self._poison(f"rank {self.rank}: {text}")
+        self._control.poison(f"rank {self.rank}: {text}")
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have the watchdog thread run `callback()` once if the group fails; at once, here, if it already has.
 
         Returns a function that takes the registration back.
         """
-        key = object()
-        with self._changed:
-            failed = self._failure is not None
-            if not failed:
-                self._callbacks[key] = callback
-        if failed:
-            callback()
+        return self._control.on_failure(callback)
 
-        def take_back() -> None:
-            self._callbacks.pop(key, None)
-
-        return take_back
-
-    def _poison(self, text: str) -> None:
-        self._fail(PoisonedGroupError, text, _POISON + text.encode()[: mesh.MAX_PACKET - 1])
-
-    def _lose(self, rank: int, text: str) -> None:
-        self._fail(PeerLostError, text, _LOST + json.dumps([rank, text]).encode())
-
-    def _fail(self, kind: type[WeftError], text: str, news: bytes = b"") -> None:
-        with self._changed:
-            if self._failure is not None or self._closed:
-                return
-            self._failure = (kind, text)
-            group = self._group()
-            if group is not None:
-                _poisoned[group] = text
-            self._word.value = 1
-            self._changed.notify_all()
-        for rank in self._peers if news else ():
-            self._send(rank, news)
-        self._rouse()
-
-    def _error(self, context: str = "") -> Exception:
-        with self._changed:
-            if self._failure is None:
-                return ValueError(f"this domain (rank {self.rank} of {self.world_size}) is closed: {self._closed}")
-            kind, text = self._failure
-            first, self._reported = not self._reported, True
-        if first and kind is not PoisonedGroupError:
-            return kind(text + context)
-        return PoisonedGroupError(
-            f"this process group is unusable since an earlier failure ({text}): make a new one{context}"
-        )
+    def _remember_failure(self, text: str) -> None:
+        group = self._group()
+        if group is not None:
+            _poisoned[group] = text
 
     # -- waiting
 
@@ -183,47 +117,42 @@ class Domain:
         found after `deadline_s` seconds (default `WEFT_DEADLINE_S`), which also poisons the group; `PeerLostError` if
         that peer has left or died; `PoisonedGroupError` if the group failed otherwise.
         """
-        self.check()
+        control = self._control
+        control.check()
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
-        whom = "" if peer is None else f" from {self._name(peer)}"
         while True:
             # Asked before the counter is read: who has said goodbye has by then written all it ever will.
-            left = self._has_left(peer)
+            left = self._who_left(peer)
             remaining = 0.0 if left else max(0.0, until - time.monotonic())
-            outcome, found = _core.signal_wait(address, wanted, min(remaining, _LOOK_S), self.failed_address)
+            outcome, found = _core.signal_wait(address, wanted, min(remaining, _LOOK_S), control.failed_address)
             if outcome == 0:
                 return found
-            context = f"; rank {self.rank} was waiting for {name}{whom}: wanted {wanted}, found {found}"
-            if outcome == 2:
-                raise self._error(context)
-            if left:
-                self._lose(
-                    peer if peer is not None else min(self._gone), f"{left} closed its end of the group in order"
-                )
-                raise self._error(context)
+            whom = "" if peer is None else f" from {control.name(peer)}"
+            values = f"{name}{whom}: wanted {wanted}, found {found}"
+            if left and outcome != 2:
+                control.lose(f"{left} closed its end of the group")
+            if left or outcome == 2:
+                raise control.error(f"; rank {self.rank} was waiting for {values}")
             if time.monotonic() >= until:
-                text = f"rank {self.rank} waited {deadline_s:g} s for {name}{whom}: wanted {wanted}, found {found}"
-                self._poison(text)
+                text = f"rank {self.rank} waited {deadline_s:g} s for {values}"
+                control.poison(text)
                 raise DeadlineError(text)
 
-    def _has_left(self, peer: int | None) -> str:
-        """Who is to blame if nobody is left who could raise the signal that we wait for, else ''."""
+    def _who_left(self, peer: int | None) -> str:
+        """Who is to blame if nobody is left that could raise the signal which we wait for, else ''."""
+        gone = self._control.gone
         if peer is not None:
-            return self._name(peer) if peer in self._gone else ""
-        return "every other rank" if self._peers and len(self._gone) == len(self._peers) else ""
-
-    def _name(self, rank: int) -> str:
-        peer = self._peers.get(rank)
-        return f"rank {rank}" if peer is None else f"rank {rank} (pid {peer.pid})"
+            return self._control.name(peer) if peer in gone else ""
+        return "every other rank" if self.world_size > 1 and len(gone) == self.world_size - 1 else ""
 
     # -- set-up collectives
 
     def all_gather(self, obj: Any, *, what: str = "all_gather", deadline_s: float | None = None) -> list[Any]:
-        """Every rank's `obj` (picklable, at most 64 KiB pickled), by rank. For set-up: it takes tens of microseconds.
+        """Every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms a rank.
 
         All ranks must make the same calls in the same order; `what` says which this is, and ranks that meet with
-        different ones raise `DisagreementError`.
+        different ones raise `DisagreementError`. Deadline and failures as in `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
@@ -231,55 +160,7 @@ class Domain:
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
         """`all_gather` in which each rank may hand over a file descriptor too; the receiver closes what peers sent."""
-        self.check()
-        packet = _DATA + pickle.dumps((what, obj))
-        if len(packet) > mesh.MAX_PACKET:
-            raise ValueError(
-                f"{what}: {len(packet)} bytes are more than the {mesh.MAX_PACKET} that ranks exchange at set-up"
-            )
-        deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-        until = time.monotonic() + deadline_s
-        taken: list[tuple[Any, int | None]] = [(obj, file)] * self.world_size
-        received: list[int] = []
-        names = [what] * self.world_size
-        try:
-            with self._collective:
-                for rank in self._peers:
-                    self._send(rank, packet, file, until)
-                for rank in self._peers:
-                    data, files = self._take(rank, what, until, deadline_s)
-                    received += files
-                    names[rank], value = pickle.loads(data)
-                    taken[rank] = (value, files[0] if files else None)
-            if len(set(names)) > 1:
-                calls = ", ".join(f"rank {r}: {name}" for r, name in enumerate(names))
-                raise DisagreementError(f"ranks made different calls where all must make the same one: {calls}")
-        except BaseException:
-            for descriptor in received:
-                os.close(descriptor)
-            raise
-        return taken
-
-    def _take(self, rank: int, what: str, until: float, deadline_s: float) -> tuple[bytes, list[int]]:
-        context = f"; rank {self.rank} was waiting for its part in {what}"
-        with self._changed:
-            while True:
-                left = rank in self._gone
-                if self._inbox[rank]:
-                    return self._inbox[rank].popleft()
-                if self._word.value:
-                    raise self._error(context)
-                if left:
-                    self._lose(rank, f"{self._name(rank)} closed its end of the group in order")
-                    raise self._error(context)
-                remaining = until - time.monotonic()
-                if remaining <= 0:
-                    text = f"rank {self.rank} waited {deadline_s:g} s for {self._name(rank)} in {what}: wanted 1 message, found 0"
-                    self._poison(text)
-                    raise DeadlineError(text)
-                self._changed.wait(remaining)
-
-    # -- memory
+        return self._control.all_gather(obj, file, what, env.deadline_s() if deadline_s is None else deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "") -> Region:
         """`nbytes` of zeroed symmetric memory on every rank. Collective: every rank asks for the same.
@@ -289,7 +170,7 @@ class Domain:
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
-        what = f"allocate({what or f'{nbytes} bytes'})"
+        what = f"allocating {nbytes} bytes{' for ' if what else ''}{what}"
         region: Region
         if self.device.type == "cpu":
             from weft.symm import cpu
@@ -299,7 +180,7 @@ class Domain:
             from weft.symm import cuda
 
             region = cuda.allocate(self, nbytes, what)
-        self._regions.add(region)
+        self._holders.add(region)
         return region
 
     # -- the end
@@ -309,27 +190,15 @@ class Domain:
 
         Memory that peers have mapped, and tensors that this process still holds, stay valid.
         """
-        self._close("close() was called, or its process group was destroyed")
+        self._close("close() was called")
 
     def _close(self, why: str) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = why
-            self._word.value = 1
-            self._changed.notify_all()
-            self._callbacks.clear()
-        with _cache_lock:
-            if self in _cache:
-                _cache.remove(self)
-        for rank in self._peers:
-            self._send(rank, _GOODBYE)
-        self._done = True
-        self._rouse()
-        if threading.current_thread() is not self._watchdog:
-            self._watchdog.join()
-        for region in list(self._regions):
-            region.close()
+        if self._control.close(why):
+            with _cache_lock:
+                if self in _cache:
+                    _cache.remove(self)
+            for holder in list(self._holders):
+                holder.close()
 
     def __enter__(self) -> Domain:
         return self
@@ -337,110 +206,12 @@ class Domain:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _forked(self) -> None:
-        """In a forked child: the sockets are closed (`mesh`), the locks may be held by threads that do not exist here."""
-        self._changed, self._collective = threading.Condition(), threading.Lock()
-        self._closed = "it belongs to the process that this one was forked from"
-        self._failure = None
-        self._word.value = 1
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
-
-    # -- the watchdog
-
-    def _rouse(self) -> None:
-        with self._changed:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        ranks = {peer.socket.fileno(): peer.rank for peer in self._peers.values()}
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLIN)
-        while not self._done:
-            for descriptor, _ in poll.poll():
-                if descriptor == self._wake:
-                    os.eventfd_read(self._wake)
-                elif not self._read(ranks[descriptor]):
-                    poll.unregister(descriptor)
-            if self._failure is not None:
-                self._run_callbacks()
-        with self._changed:  # so that no other thread is about to use a descriptor that is being closed
-            for peer in self._peers.values():
-                peer.socket.close()
-            for inbox in self._inbox.values():
-                for _, files in inbox:
-                    for file in files:
-                        os.close(file)
-                inbox.clear()
-            os.close(self._wake)
-            self._wake = -1
-
-    def _run_callbacks(self) -> None:
-        with self._changed:
-            callbacks = list(self._callbacks.values())
-            self._callbacks.clear()
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:
-                _log.exception("rank %d: a callback for the group's failure failed itself", self.rank)
-
-    def _read(self, rank: int) -> bool:
-        """Take in what `rank` has sent; False at the end of its stream."""
-        sock = self._peers[rank].socket
-        while True:
-            try:
-                flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                data, files, _, _ = socket.recv_fds(sock, mesh.MAX_PACKET, 1, flags)
-            except BlockingIOError:
-                return True
-            except ConnectionResetError:  # it left without reading all of ours; its own last words come next
-                continue
-            if not data:
-                if rank not in self._gone:
-                    self._lose(rank, f"{self._name(rank)} died: its connection ended without a goodbye")
-                return False
-            kind, body = data[:1], data[1:]
-            if kind == _DATA:
-                with self._changed:
-                    self._inbox[rank].append((body, files))
-                    self._changed.notify_all()
-            elif kind == _GOODBYE:
-                with self._changed:
-                    self._gone.add(rank)
-                    self._changed.notify_all()
-            elif kind == _POISON:
-                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # it has told everybody
-            elif kind == _LOST:
-                whom, text = json.loads(body)
-                self._lose(whom, text)
-
-    def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
-        """Send without blocking, or until `until` when the peer's buffer is full. A dead peer is the watchdog's news."""
-        sock = self._peers[rank].socket
-        files = [] if file is None else [file]
-        while True:
-            try:
-                with self._changed:
-                    socket.send_fds(sock, [packet], files, socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    return
-                time.sleep(0.001)
-            except OSError:
-                return
-
 
 _cache: list[Domain] = []
 _cache_lock = threading.RLock()
 _setup_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _poisoned: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-_exit_hook_of: int = 0  # pid
+_exit_hook_of = 0  # pid
 
 
 def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: float | None = None) -> Domain:
@@ -462,20 +233,23 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     with lock:
         for known in list(_cache):
             if known._group() is group and known.device.type == device.type:
-                if known.device != device:
-                    raise ValueError(
-                        f"this group already has a domain on {known.device}: close it before using {device}"
-                    )
                 known.check()
+                if known.device != device:
+                    raise ValueError(f"this group has a domain on {known.device}: close it to use {device}")
                 return known
+            if not _is_registered(known._group()):  # destroyed, though something still refers to it
+                known._close("its process group was destroyed")
         if group in _poisoned:
-            raise PoisonedGroupError(
-                f"this process group is unusable since an earlier failure ({_poisoned[group]}): make a new one"
-            )
+            raise unusable(_poisoned[group])
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s)
-        made = Domain(group, device, peers)
+        try:
+            made = Domain(group, device, peers)
+        except BaseException:
+            for peer in peers:
+                peer.socket.close()
+            raise
         with _cache_lock:
             _cache.append(made)
         _close_at_exit()
@@ -501,6 +275,13 @@ def _store_of(group: Any) -> dist.Store:
         raise ValueError("this process group was destroyed: make a new one") from None
 
 
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
+    try:
+        return group is not None and bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
+
+
 def close_all() -> None:
     """Close every domain of this process, as happens at interpreter exit."""
     for open_domain in list(_cache):
@@ -515,13 +296,13 @@ def _close_at_exit() -> None:
         multiprocessing.util.Finalize(None, close_all, exitpriority=100)
 
 
-def _after_fork() -> None:
+def _after_fork_in_child() -> None:
     global _cache_lock
     _cache_lock = threading.RLock()
     for open_domain in _cache:
-        open_domain._forked()
+        open_domain._control.forked()
     _cache.clear()
     _setup_locks.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork_in_child)

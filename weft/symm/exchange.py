@@ -38,6 +38,7 @@ class Exchange:
             self._region.tensor(rank, (self._region.nbytes,), torch.uint8).numpy().data
             for rank in range(domain.world_size)
         ]
+        domain._holders.add(self)  # the views keep the memory mapped
 
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
         """Every rank's payload of this round, by rank.
@@ -72,3 +73,9 @@ class Exchange:
     def close(self) -> None:
         self._views = []
         self._region.close()
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -2,9 +2,10 @@
 
 Protocol. Each rank listens on a socket in the abstract namespace under a random 128-bit name and publishes the name
 and a random token through the process group's store. A rank connects to every lower rank and accepts from every higher
-one; the first packet says who it is and shows the token of whom it meant to reach. When a rank has all its sockets it
-sends "ready" with the other's token down each of them and waits for the same from all. Then the listener is closed and
-the published entry deleted: from there on nothing has a name, and only the sockets themselves remain.
+one; the one packet sent on that connection says who it is, shows the token of whom it meant to reach, and hands over
+one end of a fresh socket pair, which alone is used from there on (an accepted socket would go on bearing the listener's
+name). When a rank has all its sockets it sends "ready" with the other's token down each of them and waits for the same
+from all. Then the listener is closed and the published entry wiped: nothing has a name, and only the pairs remain.
 
 Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough.
 Entries of an earlier attempt that failed may still be in the store: a refused connection is tried again with a fresh
@@ -26,6 +27,7 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,10 +63,6 @@ class _Entry:
         kernel = f"{boot} {namespace}"
         return _Entry(rank, PREFIX + secrets.token_hex(16), secrets.token_hex(16), socket.gethostname(), kernel)
 
-    @staticmethod
-    def parse(data: bytes) -> _Entry:
-        return _Entry(**json.loads(data))
-
 
 # Sockets are inherited by a forked child, and one that outlives us there would hide our death from the peers.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -95,9 +93,8 @@ def connect(store: dist.Store, rank: int, world_size: int, deadline_s: float) ->
         raise
     finally:
         setup.listener.close()
-        # Stores may not know how to delete; then the entry stays, and says nothing that can still be used.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            store.delete_key(str(rank))
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that kept it
+            store.set(str(rank), "")  # not deleted: a peer that has just seen the entry would wait for it to come back
     return [setup.peers[other] for other in sorted(setup.peers)]
 
 
@@ -123,18 +120,21 @@ class _Setup:
         names = [self.entries[r].name for r in range(self.world_size)]
         attempt = hashlib.sha256(" ".join(names).encode()).hexdigest()
         for peer in self.peers.values():
-            self._send(peer, {"ready": self.entries[peer.rank].token, "attempt": attempt})
+            with self._giving_up(peer.rank):
+                peer.socket.send(json.dumps({"ready": self.entries[peer.rank].token, "attempt": attempt}).encode())
         for peer in self.peers.values():
-            if self._receive(peer.socket, peer.rank) != {"ready": self.mine.token, "attempt": attempt}:
+            if self._receive(peer) != {"ready": self.mine.token, "attempt": attempt}:
                 raise PeerLostError(f"rank {peer.rank} is in another attempt at setting up this group: try again")
 
     def _read_entries(self) -> None:
-        keys = [str(r) for r in range(self.world_size)]
-        while not self.store.check(keys):
-            self._pause([r for r in range(self.world_size) if not self.store.check([str(r)])])
-        for r in range(self.world_size):
-            if r != self.rank:
-                self.entries[r] = _Entry.parse(self.store.get(str(r)))
+        missing = [r for r in range(self.world_size) if r != self.rank]
+        while True:
+            for r in missing:
+                self._look_up(r)
+            missing = [r for r in missing if r not in self.entries]
+            if not missing:
+                break
+            self._pause(missing)
         for entry in self.entries.values():
             if entry.kernel != self.mine.kernel:
                 raise ValueError(
@@ -142,6 +142,10 @@ class _Setup:
                     "a kernel and network namespace: symmetric memory works inside one host (and one container), "
                     "make one group per host"
                 )
+
+    def _look_up(self, rank: int) -> None:
+        if self.store.check([str(rank)]) and (entry := self.store.get(str(rank))):
+            self.entries[rank] = _Entry(**json.loads(entry))
 
     def _reach(self, other: int) -> None:
         while True:
@@ -152,10 +156,15 @@ class _Setup:
             except OSError:  # an entry of an earlier attempt: its listener is gone
                 sock.close()
                 self._pause([other])
-                if self.store.check([str(other)]):
-                    self.entries[other] = _Entry.parse(self.store.get(str(other)))
-        self.peers[other] = Peer(other, _same_user(sock), sock)
-        self._send(self.peers[other], {**asdict(self.mine), "to": self.entries[other].token})
+                self._look_up(other)
+        with sock:
+            pid = _same_user(sock)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _sockets.update([ours, theirs])
+            self.peers[other] = Peer(other, pid, ours)
+            hello = json.dumps({**asdict(self.mine), "to": self.entries[other].token}).encode()
+            with theirs, self._giving_up(other):
+                socket.send_fds(sock, [hello], [theirs.fileno()])
 
     def _accept(self) -> None:
         poll = select.poll()
@@ -164,7 +173,7 @@ class _Setup:
             poll.register(peer.socket, 0)  # only hang-ups: what they send is read later
         events = poll.poll(1000 * max(0.0, self.until - time.monotonic()))
         if not events:
-            self._pause(self._missing())
+            raise self._too_late([r for r in range(self.rank + 1, self.world_size) if r not in self.peers])
         for descriptor, _ in events:
             for peer in self.peers.values():
                 if peer.socket.fileno() == descriptor:
@@ -173,52 +182,52 @@ class _Setup:
                 self._welcome(self.listener.accept()[0])
 
     def _welcome(self, sock: socket.socket) -> None:
-        _sockets.add(sock)
-        try:
+        """Take in who has connected, or turn it away: it may be a stranger, or a rank that has just died."""
+        files: list[int] = []
+        with sock, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             pid = _same_user(sock)
-            hello = self._receive(sock, None)
-            if hello.pop("to") != self.mine.token:
-                raise PermissionError("it does not know the token")
-            entry = _Entry(**hello)
-            if entry.rank in self.peers or not self.rank < entry.rank < self.world_size:
-                raise ValueError(f"rank {entry.rank} is not expected here")
-        except (OSError, ValueError, KeyError, TypeError, PeerLostError):  # a stranger, or a rank that has just died
-            sock.close()
-            return
-        self.entries[entry.rank] = entry
-        self.peers[entry.rank] = Peer(entry.rank, pid, sock)
+            sock.settimeout(max(0.001, self.until - time.monotonic()))
+            data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+            hello = json.loads(data)
+            if hello.pop("to") == self.mine.token and len(files) == 1:
+                entry = _Entry(**hello)
+                if self.rank < entry.rank < self.world_size and entry.rank not in self.peers:
+                    self.entries[entry.rank] = entry
+                    self.peers[entry.rank] = Peer(entry.rank, pid, socket.socket(fileno=files.pop()))
+                    _sockets.add(self.peers[entry.rank].socket)
+        for file in files:
+            os.close(file)
 
-    def _send(self, peer: Peer, message: dict) -> None:
+    def _receive(self, peer: Peer) -> dict:
+        peer.socket.settimeout(max(0.001, self.until - time.monotonic()))
         try:
-            peer.socket.send(json.dumps(message).encode())
-        except OSError as error:
-            raise PeerLostError(f"rank {peer.rank} gave up while this group was being set up: {error}") from error
-
-    def _receive(self, sock: socket.socket, rank: int | None) -> dict:
-        sock.settimeout(max(0.001, self.until - time.monotonic()))
-        try:
-            data = sock.recv(MAX_PACKET)
+            with self._giving_up(peer.rank):
+                data = peer.socket.recv(MAX_PACKET)
+                if not data:
+                    raise ConnectionResetError("end of file")
         except TimeoutError:
-            self._pause(self._missing() if rank is None else [rank])
-            data = b""
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise PeerLostError(f"rank {rank} gave up while this group was being set up")
-        sock.setblocking(False)
+            raise self._too_late([peer.rank]) from None
+        peer.socket.setblocking(False)
         return json.loads(data)
 
-    def _missing(self) -> list[int]:
-        return [r for r in range(self.world_size) if r != self.rank and r not in self.peers]
+    @contextlib.contextmanager
+    def _giving_up(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (ConnectionError, BrokenPipeError) as error:
+            raise PeerLostError(f"rank {rank} gave up while this group was being set up: {error}") from error
 
     def _pause(self, missing: list[int]) -> None:
         """Wait a moment for `missing` ranks, or raise if the deadline has passed."""
         if time.monotonic() >= self.until:
-            raise DeadlineError(
-                f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
-                f"{self.world_size} ranks, found {self.world_size - len(missing)}. Every rank must make the call"
-            )
+            raise self._too_late(missing)
         time.sleep(0.002)
+
+    def _too_late(self, missing: list[int]) -> DeadlineError:
+        return DeadlineError(
+            f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
+            f"{self.world_size} ranks, found {self.world_size - len(missing)}. Every rank of the group must make the call"
+        )
 
 
 def _socket() -> socket.socket:

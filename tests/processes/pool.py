@@ -1,0 +1,44 @@
+"""What the tests of several processes have in common: it runs on the ranks, so it must be importable by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft import symm
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """The type and text of the error that `call` must raise."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def traces() -> dict[str, list[str]]:
+    """What symmetric memory could leave behind in this process or under a name; all empty when nothing is open."""
+    descriptors = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {
+        "memfd descriptors": [name for name in descriptors if "memfd" in name],
+        "memfd mappings": [line for line in maps if "/memfd:weft" in line],
+        "named sockets": [line for line in sockets if "@" in line[-1] and f"socket:[{line[6]}]" in descriptors],
+        "shared memory files": [name for name in os.listdir("/dev/shm") if "weft" in name],
+    }
+
+
+def barrier(signal: symm.Signal, round_: int) -> None:
+    """Return when every rank of the signal's group has called this for `round_` (1, 2, ...)."""
+    size = signal.domain.world_size
+    for peer in range(size):
+        signal.add(1, peer=peer)
+    signal.wait(round_ * size)

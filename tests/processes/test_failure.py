@@ -1,0 +1,306 @@
+"""What happens when a rank dies, leaves, raises, never comes or is late: the others get an error that names it, at
+once or at the deadline, nobody hangs, nothing is left behind, and a new group of the survivors works.
+
+Waits here have a deadline of five seconds where a death must be noticed: seeing `PeerLostError` and not `DeadlineError`
+means that it was noticed in less. Each test that kills a rank has a pool of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import barrier, error_of, traces
+
+from weft import symm
+from weft.errors import PeerLostError
+from weft.launch import Pool, RankDiedError, run_ranks
+from weft.symm import mesh
+
+NOTICE_S = 5.0
+
+
+def wait_for_the_dead(group, how):
+    """Rank 1 kills itself while the others wait for it; they then make a group without it and use that."""
+    rank, size = group.rank(), group.size()
+    domain = symm.domain(group, "cpu")
+    signal = symm.Signal(group=group)
+    exchange = symm.Exchange(domain)
+    buffer = symm.SymmetricBuffer((4,), torch.int64, group=group)
+    barrier(signal, 1)
+    if rank == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signals.SIGKILL)
+    if how == "signal":
+        first = error_of(lambda: signal.wait(1000, peer=1, deadline_s=NOTICE_S))
+    elif how == "anybody":
+        first = error_of(lambda: signal.wait(1000, deadline_s=NOTICE_S))
+    elif how == "exchange":
+        first = error_of(lambda: exchange.exchange(b"", deadline_s=NOTICE_S, name="the agreement"))
+    else:
+        first = error_of(lambda: domain.all_gather(1, what="setting up", deadline_s=NOTICE_S))
+    buffer.peer(1)[0] = 7  # the dead rank's memory is still there
+    later = [
+        error_of(lambda: signal.set(1, peer=0)),
+        error_of(lambda: exchange.exchange(b"")),
+        error_of(lambda: symm.domain(group, "cpu")),
+        error_of(lambda: symm.SymmetricBuffer((4,), torch.int64, group=group)),
+    ]
+    domain.close()
+    later.append(error_of(lambda: symm.domain(group, "cpu")))
+
+    survivors = dist.new_group([r for r in range(size) if r != 1], use_local_synchronization=True)
+    with symm.domain(survivors, "cpu"), symm.SymmetricBuffer((size,), torch.int64, group=survivors) as fresh:
+        again = symm.Signal(group=survivors)
+        for peer in range(size - 1):
+            fresh.peer(peer)[rank] = rank + 1
+        barrier(again, 1)
+        assert fresh.local.tolist() == [r + 1 if r != 1 else 0 for r in range(size)]
+        barrier(again, 2)
+    del buffer, fresh
+    return first, later, traces()
+
+
+@pytest.mark.parametrize("how", ["signal", "anybody", "exchange", "set-up"])
+def test_a_killed_rank_is_named_by_all_and_survivors_go_on(how: str) -> None:
+    with Pool(4) as pool:
+        pids = pool.pids()
+        results = pool.run(wait_for_the_dead, how, return_exceptions=True)
+    assert isinstance(results.pop(1), RankDiedError)
+    for first, later, left in results:
+        assert first[0] == "PeerLostError", first
+        assert f"rank 1 (pid {pids[1]}) died" in first[1]
+        assert "was waiting for" in first[1]
+        for kind, text in later:
+            assert kind == "PoisonedGroupError"
+            assert "rank 1 " in text
+        assert not any(left.values()), left
+
+
+def kill_all(group):
+    with symm.SymmetricBuffer((1 << 20,), torch.float32, group=group) as buffer:
+        buffer.local.fill_(1)
+        os.kill(os.getpid(), signals.SIGKILL)
+
+
+def test_killing_all_ranks_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    results = run_ranks(3, in_world, kill_all, return_exceptions=True)
+    assert all(isinstance(result, RankDiedError | RuntimeError) for result in results)
+    assert set(os.listdir("/dev/shm")) == before
+    names = socket_names()
+    time.sleep(0.5)  # what other programs are setting up just now is gone by then
+    assert not names & socket_names()
+
+
+def socket_names() -> set[str]:
+    return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@weft-" in line}
+
+
+def in_world(rank, world_size, function):
+    return function(dist.group.WORLD)
+
+
+def raise_instead_of_arriving(group, leave):
+    exchange = symm.Exchange(symm.domain(group, "cpu"))
+    exchange.exchange(b"all here")
+    if group.rank() == 2:
+        if leave:
+            exchange.domain.close()
+        else:
+            assert "2049 bytes" in error_of(lambda: exchange.exchange(bytes(2049)))[1]
+        return None
+    return error_of(lambda: exchange.exchange(b"", deadline_s=NOTICE_S if leave else 0.5, name="the agreement"))
+
+
+def test_a_rank_that_raises_makes_the_others_meet_a_named_deadline() -> None:
+    with Pool(3) as pool:
+        results = pool.run(raise_instead_of_arriving, False)[:2]
+    assert "DeadlineError" in {kind for kind, _ in results}  # whoever is first poisons the group for the other
+    for kind, text in results:
+        assert kind in ("DeadlineError", "PoisonedGroupError")
+        for part in ["waited 0.5 s for the agreement from rank 2", "wanted 2, found 1"]:
+            assert part in text
+
+
+def test_a_rank_that_leaves_while_waited_for_is_named() -> None:
+    with Pool(3) as pool:
+        for kind, text in pool.run(raise_instead_of_arriving, True)[:2]:
+            assert kind == "PeerLostError"
+            assert "rank 2 " in text
+            assert "closed its end" in text
+            assert "the agreement" in text
+
+
+def leave_early(group):
+    """Rank 1 leaves in order. Nobody waits for it any more, so nobody minds; its memory stays readable."""
+    rank = group.rank()
+    buffer, signal = symm.SymmetricBuffer((4,), torch.int64, group=group), symm.Signal(3, group=group)
+    buffer.local.fill_(rank)
+    barrier(signal, 1)
+    if rank == 1:
+        signal.add(1, peer=0, index=1)
+        signal.domain.close()
+        return None
+    time.sleep(0.2)  # its goodbye is here
+    signal.domain.check()
+    assert buffer.peer(1).tolist() == [1] * 4
+    signal.set(1, peer=2 - rank, index=2)
+    signal.wait(1, index=2, peer=2 - rank)
+    if rank == 0:
+        signal.wait(1, index=1, peer=1)  # what it did before it left counts
+        late = error_of(lambda: signal.wait(2, index=1, peer=1))
+        signal.domain.close()
+        return late
+    # Rank 0's loss reached us, or its goodbye did; either way nobody is left to raise this.
+    return error_of(lambda: signal.wait(2, index=2))
+
+
+def test_leaving_in_order_is_no_failure_until_somebody_waits() -> None:
+    with Pool(3) as pool:
+        first, _, last = pool.run(leave_early)
+    assert first[0] == "PeerLostError"
+    assert "rank 1 " in first[1]
+    assert last[0] == "PeerLostError"
+    assert "rank 1 " in last[1]
+
+
+def poison_by_hand(group, poisoner):
+    domain = symm.domain(group, "cpu")
+    seen: list[str] = []
+    happened = threading.Event()
+
+    def note():
+        seen.append(threading.current_thread().name)
+        happened.set()
+
+    domain.on_failure(lambda: 1 / 0)  # one callback's failure must not keep the others from running
+    domain.on_failure(note)
+    domain.on_failure(lambda: seen.append("taken back"))()
+    domain.all_gather("registered")
+    if group.rank() == poisoner:
+        domain.poison("the table is on fire")
+    assert happened.wait(NOTICE_S)
+    domain.on_failure(lambda: seen.append("at once"))
+    return seen, error_of(domain.check), error_of(domain.check)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_poison_reaches_everybody_and_runs_the_callbacks(size: int) -> None:
+    with Pool(4) as pool:
+        poisoner = 1 if size > 1 else 0
+        results = pool.run(poison_by_hand, poisoner, ranks=size)
+    for seen, *errors in results:
+        assert [name.startswith("weft-watchdog") for name in seen] == [True, False]
+        assert seen[1] == "at once"
+        for kind, text in errors:
+            assert kind == "PoisonedGroupError"
+            assert f"rank {poisoner}: the table is on fire" in text
+
+
+def miss_the_set_up(group):
+    """Rank 2 comes only after the others have given up; then all try again on the same group."""
+    first = None
+    if group.rank() == 2:
+        time.sleep(0.5)
+    else:
+        first = error_of(lambda: symm.domain(group, "cpu", deadline_s=0.3))
+        time.sleep(0.4)
+    left = traces()
+    domain = symm.domain(group, "cpu")
+    assert domain.all_gather(group.rank()) == [0, 1, 2]
+    return first, left
+
+
+def test_a_rank_that_never_comes_to_the_set_up_is_named_and_may_come_later() -> None:
+    with Pool(3) as pool:
+        results = pool.run(miss_the_set_up)
+    for first, left in results:
+        assert not any(left.values()), left
+        if first is not None:
+            assert first[0] == "DeadlineError"
+            assert "ranks [2]" in first[1]
+            assert "wanted 3 ranks, found 2" in first[1]
+
+
+def die_during_set_up(group, where):
+    """Rank 1 raises (or is killed) half-way into the set-up, having met some of the others."""
+    if group.rank() == 1:
+
+        def trouble(*_):
+            if where == "kill":
+                os.kill(os.getpid(), signals.SIGKILL)
+            raise PeerLostError("struck by lightning")
+
+        mesh._Setup._accept = trouble
+    error = error_of(lambda: symm.domain(group, "cpu", deadline_s=3))
+    return error, traces()
+
+
+@pytest.mark.parametrize("where", ["kill", "raise"])
+def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
+    with Pool(4) as pool:
+        results = pool.run(die_during_set_up, where, return_exceptions=True)
+    dead = results.pop(1)
+    assert isinstance(dead, RankDiedError) if where == "kill" else dead[0][1] == "struck by lightning"
+    for error, left in results:
+        assert error[0] in ("PeerLostError", "DeadlineError"), error
+        assert not any(left.values()), left
+    assert "PeerLostError" in {error[0] for error, _ in results}
+
+
+def stop_in_a_forked_child(group):
+    """Rank 1 dies while a child that it forked lives on with copies of its descriptors."""
+    signal = symm.Signal(group=group)
+    barrier(signal, 1)
+    if group.rank() == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(8)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signals.SIGKILL)
+    return error_of(lambda: signal.wait(1000, peer=1, deadline_s=NOTICE_S))
+
+
+def test_a_death_is_noticed_though_a_forked_child_lives_on() -> None:
+    with Pool(2) as pool:
+        (kind, text), _ = pool.run(stop_in_a_forked_child, return_exceptions=True)
+    assert kind == "PeerLostError", text
+
+
+def hang(group):
+    if group.rank() == 1:
+        time.sleep(1000)
+
+
+def test_a_pool_says_who_hangs_where_and_works_again() -> None:
+    with Pool(2) as pool:
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] were still running(.|\n)*in hang"):
+            pool.run(hang, timeout_s=1.0)
+        assert pool.run(sum_of_ranks) == [1, 1]
+
+
+def sum_of_ranks(group):
+    total = torch.tensor(group.rank())
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def fail_one(group):
+    if group.rank() == 1:
+        raise KeyError("only here")
+    dist.barrier(group)
+
+
+def test_a_pool_raises_the_cause_and_its_traceback_first() -> None:
+    with Pool(2) as pool:
+        with pytest.raises(KeyError, match="only here") as caught:
+            pool.run(fail_one)
+        assert "in fail_one" in str(caught.value.__cause__)

@@ -1,0 +1,436 @@
+"""Symmetric memory between processes, cheapest first: what one rank writes all see, waits are waits, groups keep apart,
+errors say what is wrong, and nothing is left behind. What happens when ranks die is in `test_failure.py`.
+
+The functions with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import barrier, error_of, traces
+
+from weft import symm
+from weft.launch import Pool
+
+SIZES = [1, 2, 3, 4, 8]
+
+
+def write_to_each_peer(group, seed, dtype):
+    rank, size = group.rank(), group.size()
+
+    def data(writer, reader):
+        return torch.randn(5, 7, generator=torch.Generator().manual_seed(seed + 100 * writer + reader)).to(dtype)
+
+    with symm.SymmetricBuffer((size, 5, 7), dtype, group=group) as buffer, symm.Signal(group=group) as signal:
+        assert not buffer.local.any(), "fresh memory must be zero"
+        barrier(signal, 1)
+        for peer in range(size):
+            buffer.peer(peer)[rank] = data(rank, peer)
+        barrier(signal, 2)
+        for owner in range(size):
+            for writer in range(size):
+                torch.testing.assert_close(buffer.peer(owner)[writer], data(writer, owner), rtol=0, atol=0)
+        barrier(signal, 3)
+        assert buffer.local.data_ptr() == buffer.peer(rank).data_ptr()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_sees_what_each_peer_wrote(pool: Pool, size: int, dtype: torch.dtype) -> None:
+    pool.run(write_to_each_peer, random.randrange(2**31), dtype, ranks=size)
+
+
+def straggle(group):
+    """Rank 0 is late each round; without a real wait the others would read the round before."""
+    with symm.SymmetricBuffer((1000,), torch.int64, group=group) as buffer, symm.Signal(3, group=group) as signal:
+        for epoch in range(1, 4):
+            if group.rank() == 0:
+                time.sleep(0.1)
+                for peer in range(group.size()):
+                    buffer.peer(peer).fill_(epoch)
+                    signal.set(epoch, peer=peer, index=2)
+            assert signal.wait(epoch, index=2, peer=0) == epoch
+            assert (buffer.local == epoch).all()
+            signal.add(1, peer=0, index=1)
+            if group.rank() == 0:
+                signal.wait(epoch * group.size(), index=1)
+        assert signal.read(2) == 3
+        assert signal.read(0) == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_wait_waits_for_a_straggler(pool: Pool, size: int) -> None:
+    pool.run(straggle, ranks=size)
+
+
+def add_from_all(group, times):
+    with symm.Signal(group=group) as signal:
+        for _ in range(times):
+            signal.add(1, peer=0)
+        if group.rank() == 0:
+            signal.wait(times * group.size())
+            assert signal.read() == times * group.size()
+        barrier_signal = symm.Signal(group=group)
+        barrier(barrier_signal, 1)
+
+
+def test_adds_are_atomic(pool: Pool) -> None:
+    pool.run(add_from_all, 2000, ranks=4)
+
+
+def use_after_close(group):
+    rank, size = group.rank(), group.size()
+    buffer = symm.SymmetricBuffer((4,), torch.int32, group=group)
+    signal, done = symm.Signal(group=group), symm.Signal(group=group)
+    mine, next_one = buffer.local, buffer.peer((rank + 1) % size)
+    with buffer:
+        mine.fill_(rank)
+        barrier(signal, 1)
+        if rank == 0:
+            buffer.close()  # one rank's closing must not take the memory from under the others
+        barrier(signal, 2)
+        assert next_one.tolist() == [(rank + 1) % size] * 4
+        barrier(signal, 3)
+    signal.close()
+    buffer.close()
+    # Tensors taken before stay, and stay shared.
+    mine.add_(10)
+    barrier(done, 1)
+    assert next_one.tolist() == [(rank + 1) % size + 10] * 4
+    return [
+        error_of(lambda: buffer.local),
+        error_of(lambda: buffer.peer(0)),
+        error_of(lambda: signal.set(1, peer=0)),
+        error_of(lambda: signal.wait(1)),
+        error_of(lambda: signal.read()),
+    ]
+
+
+def test_use_after_close_raises_and_old_views_stay_valid(pool: Pool) -> None:
+    for errors in pool.run(use_after_close, ranks=3):
+        assert all(kind == "ValueError" and "closed" in text for kind, text in errors), errors
+
+
+def bad_arguments(group):
+    with symm.SymmetricBuffer((4,), torch.float32, group=group) as buffer, symm.Signal(2, group=group) as signal:
+        region = buffer.domain.allocate(64)
+        errors = [
+            error_of(lambda: buffer.peer(2)),
+            error_of(lambda: signal.set(1, peer=0, index=2)),
+            error_of(lambda: signal.wait(1, index=-1)),
+            error_of(lambda: symm.Signal(0, group=group)),
+            error_of(lambda: symm.SymmetricBuffer((-1,), torch.float32, group=group)),
+            error_of(lambda: region.tensor(0, (17,), torch.float32)),
+            error_of(lambda: region.tensor(0, (1,), torch.float32, 2)),
+            error_of(lambda: symm.domain(None, "cpu")),
+        ]
+        region.close()
+    return errors
+
+
+def test_bad_arguments_say_what_and_how_to_fix(pool: Pool) -> None:
+    for errors in pool.run(bad_arguments, ranks=2):
+        assert {kind for kind, _ in errors} == {"ValueError"}
+        for (_, text), part in zip(
+            errors,
+            ["rank=2", "index=2", "index=-1", "count=0", "(-1,)", "68 of 64", "offset_bytes=2", "pass dist.group"],
+            strict=True,
+        ):
+            assert part in text
+
+
+def miss_a_deadline(group):
+    own = dist.new_group([0, 1, 2])
+    if group.rank() == 3:
+        return None
+    signal = symm.Signal(2, group=own)
+    if group.rank() == 1:
+        first = error_of(lambda: signal.wait(5, index=1, peer=2, deadline_s=0.2))
+    else:
+        first = error_of(lambda: signal.wait(1, peer=1))
+    again = [error_of(lambda: signal.set(1, peer=0)), error_of(lambda: symm.domain(own, "cpu"))]
+    signal.domain.close()
+    return [first, *again, error_of(lambda: symm.domain(own, "cpu"))]
+
+
+def test_a_missed_deadline_is_named_everywhere_and_spoils_the_group(pool: Pool) -> None:
+    results = pool.run(miss_a_deadline, ranks=4)
+    kind, text = results[1][0]
+    assert kind == "DeadlineError"
+    for part in ["rank 1 waited 0.2 s", "signal 1", "from rank 2", "wanted 5, found 0"]:
+        assert part in text
+    for rank in (0, 2):
+        assert results[rank][0][0] == "PoisonedGroupError"
+        assert text in results[rank][0][1]
+    for rank in (0, 1, 2):
+        for kind, again in results[rank][1:]:
+            assert kind == "PoisonedGroupError"
+            assert text in again
+
+
+def two_groups(group):
+    """{0, 2} and {1, 3} at once, and {0, 1, 2} across them, with their uses interleaved differently on each rank."""
+    rank = group.rank()
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 2), (1, 3), (0, 1, 2)]}
+    mine = [ranks for ranks in groups if rank in ranks]
+    refused = [error_of(lambda g=g: symm.domain(g, "cpu")) for ranks, g in groups.items() if rank not in ranks]
+    buffers = {ranks: symm.SymmetricBuffer((8,), torch.int64, group=groups[ranks]) for ranks in mine}
+    signals = {ranks: symm.Signal(group=groups[ranks]) for ranks in mine}
+    for round_ in range(1, 6):
+        # All publish before any waits: groups overlap, so waiting in different orders must not matter.
+        for ranks in mine:
+            for peer in range(len(ranks)):
+                buffers[ranks].peer(peer)[rank] = 1000 * round_ + rank
+                signals[ranks].add(1, peer=peer)
+        for ranks in reversed(mine) if rank % 2 else mine:
+            signals[ranks].wait((2 * round_ - 1) * len(ranks))
+            for other in range(8):
+                assert buffers[ranks].local[other] == (1000 * round_ + other if other in ranks else 0)
+        for ranks in mine:
+            for peer in range(len(ranks)):
+                signals[ranks].add(1, peer=peer)
+        for ranks in mine:
+            signals[ranks].wait(2 * round_ * len(ranks))
+    for ranks in mine:
+        buffers[ranks].domain.close()
+        dist.destroy_process_group(groups[ranks])
+    return refused
+
+
+def test_groups_at_once_and_overlapping_keep_apart(pool: Pool) -> None:
+    refused = pool.run(two_groups, ranks=4)
+    assert [len(errors) for errors in refused] == [1, 1, 1, 2]
+    for rank, errors in enumerate(refused):
+        for kind, text in errors:
+            assert kind == "ValueError"
+            assert f"rank {rank} is not in this group" in text
+
+
+def same_ranks_twice(group):
+    one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if group.rank() > 1:
+        return
+    first, second = symm.domain(one, "cpu"), symm.domain(two, "cpu")
+    assert first is not second
+    assert symm.domain(one, "cpu") is first
+    assert first.all_gather(group.rank()) == [0, 1]
+    first.close()
+    with symm.Exchange(second) as exchange:
+        assert exchange.exchange(bytes([group.rank()])) == [b"\0", b"\1"]
+    fresh = symm.domain(one, "cpu")  # a closed domain is replaced
+    assert fresh is not first
+    assert fresh.all_gather(str(group.rank())) == ["0", "1"]
+    fresh.close()
+    second.close()
+
+
+def test_two_domains_of_the_same_ranks(pool: Pool) -> None:
+    pool.run(same_ranks_twice, ranks=3)
+
+
+def disagree(group):
+    rank = group.rank()
+    errors = [
+        error_of(lambda: symm.SymmetricBuffer((4, 1 + rank), torch.float32, group=group)),
+        error_of(lambda: symm.domain(group, "cpu").allocate(64 + rank, what="the same")),
+    ]
+    with symm.SymmetricBuffer((4,), torch.float32, group=group) as buffer:  # no harm done
+        buffer.local.fill_(1)
+    return errors
+
+
+def test_ranks_that_disagree_raise_everywhere_and_go_on(pool: Pool) -> None:
+    for shapes, sizes in pool.run(disagree, ranks=3):
+        assert shapes[0] == sizes[0] == "DisagreementError"
+        assert "rank 1: " in shapes[1]
+        assert "(4, 1)" in shapes[1]
+        assert "(4, 3)" in shapes[1]
+        assert "65 bytes" in sizes[1]
+
+
+def run_out(group):
+    domain = symm.domain(group, "cpu")
+    errors = [error_of(lambda: domain.allocate(1 << 50))]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if group.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    errors.append(error_of(lambda: symm.SymmetricBuffer((1 << 20,), torch.float32, group=group)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if group.rank() == 1:  # room for its own descriptor, not for those of the others
+        spare = os.dup(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, limits[1]))
+        os.close(spare)
+    errors.append(error_of(lambda: domain.allocate(64)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with symm.SymmetricBuffer((1 << 20,), torch.float32, group=group) as buffer:  # nothing was kept, nothing is spoilt
+        buffer.local.fill_(1)
+    return errors
+
+
+def test_too_little_memory_is_an_error_on_every_rank(pool: Pool) -> None:
+    for absurd, limited, descriptors in pool.run(run_out, ranks=3):
+        assert absurd[0] == limited[0] == descriptors[0] == "OutOfSharedMemoryError"
+        assert "wanted 3221225472.0 MiB" in absurd[1]
+        assert "free" in absurd[1]
+        assert "rank 1: reserving failed" in limited[1]
+        assert "ulimit -f" in limited[1]
+        assert "rank 1: " in descriptors[1]
+        assert "Too many open files" in descriptors[1]
+
+
+def leave_no_trace(group):
+    own = dist.new_group([0, 1, 2])
+    before = traces()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    domain = symm.domain(own, "cpu")
+    buffer, exchange = symm.SymmetricBuffer((1 << 16,), torch.float32, group=own), symm.Exchange(domain)
+    exchange.exchange(b"all mapped")
+    during = traces()
+    exchange.exchange(b"all looked")
+    domain.close()
+    after_close = traces()
+    assert error_of(lambda: buffer.local)[0] == "ValueError"
+    return before, during, after_close, len(os.listdir("/proc/self/fd")) - descriptors
+
+
+def test_nothing_has_a_name_and_nothing_is_left(pool: Pool) -> None:
+    for before, during, after, descriptors in pool.run(leave_no_trace, ranks=3):
+        assert len(during["memfd mappings"]) == len(before["memfd mappings"]) + 6
+        for what in ["memfd descriptors", "named sockets", "shared memory files"]:
+            assert during[what] == after[what] == [], what
+        assert len(after["memfd mappings"]) == len(before["memfd mappings"])
+        assert descriptors == 0
+
+
+def gather_much(group):
+    """Longer than a message and than a socket's buffer, and of different lengths."""
+    rank, size = group.rank(), group.size()
+    sent = [random.Random(writer).randbytes(300_000 * writer + 65_000) for writer in range(size)]
+    for _ in range(3):
+        assert symm.domain(group, "cpu").all_gather(sent[rank]) == sent
+
+
+def test_a_set_up_message_may_be_long(pool: Pool) -> None:
+    pool.run(gather_much, ranks=4)
+
+
+def exchange_rounds(group, seed, rounds):
+    rank, size = group.rank(), group.size()
+
+    def payload(round_, writer):
+        generator = random.Random(seed + 1000 * round_ + writer)
+        return generator.randbytes(generator.choice([0, 1, 7, 300, 512]))
+
+    late = random.Random(seed - rank)
+    with symm.Exchange(symm.domain(group, "cpu"), 512) as exchange:
+        for round_ in range(rounds):
+            if late.random() < 0.05:
+                time.sleep(0.005)
+            if round_ == 10:
+                assert "513 bytes" in error_of(lambda: exchange.exchange(bytes(513)))[1]
+            assert exchange.exchange(payload(round_, rank)) == [payload(round_, writer) for writer in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_hands_every_payload_to_everybody(pool: Pool, size: int) -> None:
+    pool.run(exchange_rounds, random.randrange(2**31), 300, ranks=size)
+
+
+def gather_from_threads(group):
+    """A wait in one thread lets other threads of the process run."""
+    with symm.Signal(group=group) as signal:
+        if group.rank() == 0:
+            thread = threading.Thread(target=signal.wait, args=(1,))
+            thread.start()
+            assert symm.domain(group, "cpu").all_gather(0) == [0, 1]
+            thread.join()
+        else:
+            assert symm.domain(group, "cpu").all_gather(1) == [0, 1]
+            signal.set(1, peer=0)
+
+
+def test_a_wait_leaves_the_interpreter_to_other_threads(pool: Pool) -> None:
+    pool.run(gather_from_threads, ranks=2)
+
+
+def destroy_the_group(group):
+    own = dist.new_group([0, 1])
+    domain = symm.domain(own, "cpu")
+    buffer = symm.SymmetricBuffer((4,), torch.float32, group=own)
+    domain.all_gather("both are here")
+    dist.destroy_process_group(own)
+    refused = error_of(lambda group=own: symm.domain(group, "cpu"))
+    del own
+    gc.collect()
+    assert domain.closed
+    return [refused, error_of(lambda: buffer.local), error_of(domain.check), error_of(lambda: domain.group)]
+
+
+def test_destroying_the_process_group_closes_its_domain(pool: Pool) -> None:
+    for refused, buffer, check, group in pool.run(destroy_the_group, ranks=2):
+        assert "was destroyed" in refused[1]
+        assert "closed" in buffer[1]
+        assert "process group was destroyed" in check[1]
+        assert "was destroyed" in group[1]
+
+
+def fork_a_child(group):
+    """A forked child cannot use the domain, and its end is not taken for the rank's."""
+    domain = symm.domain(group, "cpu")
+    with symm.Signal(group=group) as signal:
+        child = os.fork()
+        if child == 0:
+            text = error_of(domain.check)[1]
+            os._exit(0 if "forked" in text and "forked" in error_of(lambda: signal.set(1, peer=0))[1] else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        barrier(signal, 1)
+        assert domain.all_gather(group.rank()) == [0, 1]
+
+
+def test_a_forked_child_is_told_off_and_does_no_harm(pool: Pool) -> None:
+    pool.run(fork_a_child, ranks=2)
+
+
+EXIT_WITHOUT_CLOSING = """
+import sys, torch, torch.distributed as dist
+from weft import symm
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+buffer = symm.SymmetricBuffer((4,), torch.float32, group=dist.group.WORLD)
+signal = symm.Signal(group=dist.group.WORLD)
+signal.set(1, peer=1 - rank)
+signal.wait(1)
+if rank == 1:
+    import time; time.sleep(0.3)  # rank 0 is gone by now, in order: no failure
+    signal.domain.check()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_process_may_exit_with_everything_open(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", EXIT_WITHOUT_CLOSING]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, noise = process.communicate(timeout=60)
+        noise = "\n".join(line for line in noise.splitlines() if "destroy_process_group" not in line)  # torch's own
+        assert (process.returncode, noise) == (0, "")

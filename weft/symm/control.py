@@ -1,0 +1,289 @@
+"""The control plane of a group: news that a rank has failed or left, and small messages while things are set up.
+
+A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.mesh`), so that news arrives while this rank
+computes or waits:
+
+- *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
+- *goodbye*: the peer left in order. No failure, until somebody waits for something only it could do;
+- *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
+- *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
+- end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
+
+A failure is final: the watchdog sets the *failed word* (a private int64 that native waits look at), runs the
+`on_failure` callbacks, and every later use raises. Nothing in shared memory is written to signal it, so a rank that
+dies half-way through a write can leave nothing behind that others would misread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
+from weft.symm import mesh
+
+_DATA, _MORE, _GOODBYE, _POISON, _LOST = b"D", b"M", b"G", b"P", b"L"
+_PART_BYTES = mesh.MAX_PACKET - 1
+_log = logging.getLogger("weft")
+
+
+class Control:
+    """Rank `rank` of `world_size`, connected to `peers`. `failed` is told the text of a failure when there is one."""
+
+    def __init__(self, rank: int, world_size: int, peers: list[mesh.Peer], failed: Callable[[str], None]):
+        self.rank, self.world_size = rank, world_size
+        self.gone: set[int] = set()  # who said goodbye
+        self.closed = ""  # why, once it is
+        self.failure: tuple[type[WeftError], str] | None = None
+        self._tell_owner = failed
+        self._reported = False
+        self._goodbyes_sent = False
+        self._word = ctypes.c_int64(0)
+        self._peers = {peer.rank: peer for peer in peers}
+        self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
+        self._begun = {peer.rank: b"" for peer in peers}  # what came of a message whose end is still to come
+        self._callbacks: dict[object, Callable[[], None]] = {}
+        self._changed = threading.Condition()  # reentrant; guards everything above and the life of descriptors
+        self._collective = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
+        self._watchdog.start()
+
+    @property
+    def failed_address(self) -> int:
+        return ctypes.addressof(self._word)
+
+    def name(self, rank: int) -> str:
+        peer = self._peers.get(rank)
+        return f"rank {rank}" if peer is None else f"rank {rank} (pid {peer.pid})"
+
+    # -- failure
+
+    def check(self) -> None:
+        if self._word.value:
+            raise self.error()
+
+    def error(self, context: str = "") -> Exception:
+        """What to raise now that the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
+        with self._changed:
+            if self.failure is None:
+                return ValueError(f"this domain (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
+            kind, text = self.failure
+            first, self._reported = not self._reported, True
+        if first and kind is PeerLostError:
+            return kind(text + context)
+        return unusable(text, context)
+
+    def poison(self, text: str) -> None:
+        self._fail(PoisonedGroupError, text, _POISON + text.encode()[:_PART_BYTES])
+
+    def lose(self, text: str) -> None:
+        self._fail(PeerLostError, text, _LOST + text.encode())
+
+    def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
+        key = object()
+        with self._changed:
+            failed = self.failure is not None
+            if not failed:
+                self._callbacks[key] = callback
+        if failed:
+            callback()
+
+        def take_back() -> None:
+            self._callbacks.pop(key, None)
+
+        return take_back
+
+    def _fail(self, kind: type[WeftError], text: str, news: bytes = b"") -> None:
+        with self._changed:
+            if self.failure is not None or self.closed:
+                return
+            self.failure = (kind, text)
+            self._tell_owner(text)
+            self._word.value = 1
+            self._changed.notify_all()
+        for rank in self._peers if news else ():
+            self._send(rank, news)
+        self._rouse()
+
+    # -- set-up collectives
+
+    def all_gather(self, obj: Any, file: int | None, what: str, deadline_s: float) -> list[tuple[Any, int | None]]:
+        """Every rank's `obj` and file descriptor, by rank; see `Domain.all_gather`."""
+        self.check()
+        data = pickle.dumps((what, obj))
+        *parts, last = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
+        until = time.monotonic() + deadline_s
+        taken: list[tuple[Any, int | None]] = [(obj, file)] * self.world_size
+        names = [what] * self.world_size
+        received: list[int] = []
+        try:
+            with self._collective:
+                for rank in self._peers:
+                    for part in parts:
+                        self._send(rank, _MORE + part, until=until)
+                    self._send(rank, _DATA + last, file, until)
+                for rank in self._peers:
+                    data, files = self._take(rank, what, until, deadline_s)
+                    received += files
+                    names[rank], value = pickle.loads(data)
+                    taken[rank] = (value, files[0] if files else None)
+            if len(set(names)) > 1:
+                calls = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+                raise DisagreementError(f"ranks made different calls where all must make the same one: {calls}")
+        except BaseException:
+            for descriptor in received:
+                os.close(descriptor)
+            raise
+        return taken
+
+    def _take(self, rank: int, what: str, until: float, deadline_s: float) -> tuple[bytes, list[int]]:
+        context = f"; rank {self.rank} was waiting for its part in {what}"
+        with self._changed:
+            while not self._inbox[rank]:
+                if not self._word.value and rank in self.gone:
+                    self.lose(f"{self.name(rank)} closed its end of the group")
+                if self._word.value:
+                    raise self.error(context)
+                remaining = until - time.monotonic()
+                if remaining <= 0:
+                    whom = f"{self.name(rank)}'s part in {what}"
+                    text = f"rank {self.rank} waited {deadline_s:g} s for {whom}: wanted 1 message, found 0"
+                    self.poison(text)
+                    raise DeadlineError(text)
+                self._changed.wait(remaining)
+            return self._inbox[rank].popleft()
+
+    # -- the end
+
+    def close(self, why: str) -> bool:
+        """Say goodbye and stop; False if that was done before."""
+        with self._changed:
+            if self.closed:
+                return False
+            self.closed = why
+            self._word.value = 1
+            self._changed.notify_all()
+            self._callbacks.clear()
+        for rank in self._peers:
+            self._send(rank, _GOODBYE)
+        self._goodbyes_sent = True
+        self._rouse()
+        if threading.current_thread() is not self._watchdog:
+            self._watchdog.join()
+        return True
+
+    def forked(self) -> None:
+        """In a forked child: `mesh` closes the sockets there; locks may be held by threads that no longer exist."""
+        self._changed, self._collective = threading.Condition(), threading.Lock()
+        self.closed = "it belongs to the process that this one was forked from"
+        self.failure = None
+        self._word.value = 1
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # -- the watchdog
+
+    def _rouse(self) -> None:
+        with self._changed:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        ranks = {peer.socket.fileno(): peer.rank for peer in self._peers.values()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        while not self._goodbyes_sent:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                elif not self._read(ranks[descriptor]):
+                    poll.unregister(descriptor)
+            if self.failure is not None:
+                self._run_callbacks()
+        with self._changed:  # so that no other thread is about to use a descriptor that is being closed
+            for peer in self._peers.values():
+                peer.socket.close()
+            for inbox in self._inbox.values():
+                for _, files in inbox:
+                    for file in files:
+                        os.close(file)
+                inbox.clear()
+            os.close(self._wake)
+            self._wake = -1
+
+    def _run_callbacks(self) -> None:
+        with self._changed:
+            callbacks = list(self._callbacks.values())
+            self._callbacks.clear()
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                _log.exception("rank %d: a callback for the group's failure failed itself", self.rank)
+
+    def _read(self, rank: int) -> bool:
+        """Take in what `rank` has sent; False at the end of its stream."""
+        sock = self._peers[rank].socket
+        while True:
+            try:
+                flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                data, files, _, _ = socket.recv_fds(sock, mesh.MAX_PACKET, 1, flags)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:  # it left without reading all of ours; its own last words come next
+                continue
+            if not data:
+                if rank not in self.gone:
+                    self.lose(f"{self.name(rank)} died: its connection ended without a goodbye")
+                return False
+            kind, body = data[:1], data[1:]
+            if kind == _MORE:
+                self._begun[rank] += body
+            elif kind == _DATA:
+                with self._changed:
+                    self._inbox[rank].append((self._begun[rank] + body, files))
+                    self._begun[rank] = b""
+                    self._changed.notify_all()
+            elif kind == _GOODBYE:
+                with self._changed:
+                    self.gone.add(rank)
+                    self._changed.notify_all()
+            elif kind == _POISON:
+                self._fail(PoisonedGroupError, body.decode(errors="replace"))  # its sender has told everybody
+            elif kind == _LOST:
+                self.lose(body.decode())
+
+    def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
+        """Send at once, or by `until` if the peer's buffer is full. That a peer is dead is the watchdog's to notice."""
+        sock = self._peers[rank].socket
+        files = [] if file is None else [file]
+        while True:
+            try:
+                with self._changed:
+                    socket.send_fds(sock, [packet], files, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return
+                time.sleep(0.001)
+            except OSError:
+                return
+
+
+def unusable(text: str, context: str = "") -> PoisonedGroupError:
+    return PoisonedGroupError(
+        f"this process group is unusable since an earlier failure ({text}): make a new one{context}"
+    )
