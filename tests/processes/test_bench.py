@@ -1,0 +1,263 @@
+"""The benchmark itself: it refuses wrong results, counts bytes as one does by hand, and reports the slowest rank.
+
+Cheapest first: statistics and names without processes, then two ranks.
+"""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.bench.arms import BASELINE, SerialArm, Variant, column_runs, make_arm, why_not
+from weft.bench.ceilings import Ceilings, measure_ceilings
+from weft.bench.embedding_all_to_all import check, measure
+from weft.bench.harness import Ranks, summarise, time_arms
+from weft.bench.inputs import Fixed, UniformBags
+from weft.bench.options import BenchOptions
+from weft.bench.presets import FULL, EmbeddingPreset, TableShape
+from weft.bench.results import to_records
+from weft.bench.workload import Traffic, Workload, pooled_float64
+from weft.launch import Pool
+from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
+from weft.timeline import Timeline
+
+CPU = torch.device("cpu")
+TINY = EmbeddingPreset("tiny", "by hand", (TableShape(10, 4, Fixed(3)), TableShape(20, 4, Fixed(3))), False, 6)
+RAGGED = EmbeddingPreset(
+    "ragged", "odd sizes", tuple(TableShape(50 + i, 3 + 2 * i, UniformBags(5)) for i in range(5)), False, 21
+)
+
+
+def test_a_repetition_is_as_slow_as_its_slowest_rank() -> None:
+    timing = summarise([[1.0, 3.0], [5.0, 2.0], [4.0, 4.0]], calls=7)
+    assert timing.p50_ms == 4.0
+    assert timing.p20_ms == pytest.approx(3.4)
+    assert timing.p80_ms == pytest.approx(4.6)
+    assert timing.skew_ms == 2.0
+    assert (timing.repetitions, timing.calls) == (3, 7)
+    with pytest.raises(ValueError, match="no repetition"):
+        summarise([])
+
+
+def test_names_of_variants() -> None:
+    assert Variant.parse("direct") == Variant("direct")
+    assert Variant.parse("put-natural-slice8") == Variant("put", "natural", 8)
+    assert Variant.parse("put-slice0") is None
+    assert why_not("put-natural", CPU) is None
+    assert why_not("fbgemm", CPU) == "it is compared on GPUs"
+    with pytest.raises(ValueError, match="no variant 'fast': give embedding_bag, batched, fbgemm, or direct or put"):
+        why_not("fast", CPU)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"preset": "x"}, "no preset 'x'"),
+        ({"ranks": 0}, "ranks=0 must be at least 1"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"dtype": "fp8"}, "dtype='fp8'"),
+        ({"modes": ("graph",)}, "modes="),
+        ({"scale": 3.0}, r"scale=3\.0"),
+        ({"variants": ("fbgemm",)}, "variant 'fbgemm' cannot run here: it is compared on GPUs"),
+    ],
+)
+def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchOptions(**wrong)
+
+
+def test_column_runs_merge_neighbours_of_one_rank() -> None:
+    tables = tuple(EmbeddingBagConfig(5, dim, f"t{i}", (f"f{i}",)) for i, dim in enumerate((4, 8, 2, 6)))
+    assert column_runs(EmbeddingSharding(tables, (0, 0, 1, 0), 2)) == [(0, 0, 12), (1, 0, 2), (0, 12, 18)]
+
+
+def test_the_reference_is_embedding_bag_in_float64() -> None:
+    weight, values = torch.randn(9, 5), torch.randint(0, 9, (40,))
+    offsets = torch.tensor([0, 0, 7, 7, 30, 40])
+    expected = torch.nn.functional.embedding_bag(values, weight.double(), offsets, mode="sum", include_last_offset=True)
+    torch.testing.assert_close(pooled_float64(weight, values, offsets), expected, rtol=0, atol=1e-14)
+
+
+def test_a_floor_is_the_larger_of_memory_and_wire() -> None:
+    traffic = Traffic(rows=288, distinct_rows=100, ids=144, offsets=56, outputs=96, wire=48)
+    assert traffic.memory == 584
+    assert traffic.floor_ms(Ceilings(memory=584e3, link=48e3)) == pytest.approx(1.0)
+    assert traffic.floor_ms(Ceilings(memory=584e3, link=24e3)) == pytest.approx(2.0)
+    assert traffic.floor_ms(Ceilings(memory=584e3, link=math.inf)) == pytest.approx(1.0)
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    return Ranks(group, group, CPU)
+
+
+def _traffic(group: dist.ProcessGroup) -> Traffic:
+    return Workload(TINY.config(group.size(), FULL), _ranks(group), input_sets=2).traffic()
+
+
+def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
+    # A rank owns one table: 6 samples x 3 indices, rows of 16 bytes; half of the 6 pooled vectors leave.
+    for rank, traffic in enumerate(pool.run(_traffic, ranks=2)):
+        assert traffic.rows == 6 * 3 * 16
+        assert traffic.ids == 6 * 3 * 8
+        assert traffic.offsets == 7 * 8
+        assert traffic.outputs == 6 * 16
+        assert traffic.wire == 3 * 16
+        assert 16 <= traffic.distinct_rows <= (10, 18)[rank] * 16
+
+
+class _Broken(SerialArm):
+    """Correct, except for what `spoil` does to the output."""
+
+    def __init__(self, work: Workload, spoil) -> None:
+        super().__init__(work)
+        self.inner, self.spoil = make_arm(BASELINE, work), spoil
+
+    def pool(self, which: int) -> torch.Tensor:
+        return self.inner.pool(which)
+
+    def __call__(self, which: int) -> torch.Tensor:
+        output = super().__call__(which)
+        return self.spoil(output) if self.work.ranks.rank == 1 else output
+
+
+def _one_element(output: torch.Tensor) -> torch.Tensor:
+    output[-1, -1] += 1e-3
+    return output
+
+
+def _unwritten_row(output: torch.Tensor) -> torch.Tensor:
+    output[0] = math.nan
+    return output
+
+
+def _short(output: torch.Tensor) -> torch.Tensor:
+    return output[1:]
+
+
+def _checks(group: dist.ProcessGroup) -> dict[str, float | str]:
+    work = Workload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=2)
+    found: dict[str, float | str] = dict(
+        check({n: make_arm(n, work) for n in (BASELINE, "batched", "direct", "put")}, work)
+    )
+    for spoil in (_one_element, _unwritten_row, _short):
+        arms = {BASELINE: make_arm(BASELINE, work), spoil.__name__: _Broken(work, spoil)}
+        try:
+            check(arms, work)
+        except RuntimeError as error:
+            found[spoil.__name__] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_wrong_results_are_refused_on_every_rank(pool: Pool, ranks: int) -> None:
+    for found in pool.run(_checks, ranks=ranks):
+        assert all(found[name] < 1e-6 for name in (BASELINE, "batched", "direct", "put"))
+        for name in ("_one_element", "_unwritten_row", "_short"):
+            assert f"ragged: {name} differs from the float64 reference" in found[name]
+
+
+def _sleepy(group: dist.ProcessGroup) -> dict:
+    ranks = _ranks(group)
+    called: list[int] = []
+
+    def slow_on_rank_1(which: int) -> None:
+        called.append(which)
+        time.sleep(0.02 if ranks.rank == 1 else 0.0)
+
+    shares: list[float] = []
+    timings = time_arms(
+        {"sleepy": slow_on_rank_1, "quick": lambda which: None},
+        ranks,
+        "single",
+        input_sets=2,
+        seconds=0.1,
+        repetitions=(4, 6),
+        advance=shares.append,
+    )
+    return {
+        "timings": timings,
+        "called": called,
+        "shares": sum(shares),
+        "most": ranks.most([1.0, math.nan][ranks.rank]),
+    }
+
+
+def test_every_rank_reports_the_slowest_rank(pool: Pool) -> None:
+    first, second = pool.run(_sleepy, ranks=2)
+    assert first["timings"] == second["timings"]
+    assert first["timings"]["sleepy"].p50_ms >= 20
+    assert first["timings"]["sleepy"].skew_ms >= 15
+    assert first["timings"]["sleepy"].repetitions == first["timings"]["quick"].repetitions >= 4
+    assert set(first["called"]) == {0, 1}
+    assert first["called"] == second["called"]
+    assert first["shares"] == pytest.approx(1)
+    assert first["most"] == math.inf
+
+
+def _measured(group: dist.ProcessGroup) -> list[dict]:
+    options = BenchOptions(variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0)
+    return to_records(measure(RAGGED, _ranks(group), options, lambda what, share: None), options, "run")
+
+
+def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
+    rows = pool.run(_measured, ranks=2)[0]
+    assert [r["variant"] for r in rows] == [BASELINE, "batched", "put", "direct-natural"]
+    wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms "
+    wanted += "floor_ratio error versions commit date"
+    base = rows[0]
+    for row in rows:
+        assert set(wanted.split()) <= set(row)
+        assert row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
+        assert row["speedup"] == pytest.approx(base["p50_ms"] / row["p50_ms"])
+        assert row["speedup_over"]["embedding_bag"] == row["speedup"]
+        assert row["floor_ratio"] == pytest.approx(row["p50_ms"] / row["floor_ms"])
+        assert len(row["ceilings"]) == row["ranks"] == 2
+        assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched"))
+    # The output [11, 35] in fp32, twice (two result buffers); the serial arms hold what they send and receive.
+    assert rows[2]["extra_bytes"] == 2 * 11 * 35 * 4
+    assert rows[1]["extra_bytes"] >= 2 * 11 * 35 * 4
+
+
+def _traced(group: dist.ProcessGroup) -> dict[str, Timeline]:
+    work = Workload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=1)
+    timelines = {name: Timeline() for name in (BASELINE, "put", "direct")}
+    for name, timeline in timelines.items():
+        make_arm(name, work).traced(0, timeline)
+    return timelines
+
+
+def test_traces_count_the_bytes_that_leave(pool: Pool) -> None:
+    everybody = pool.run(_traced, ranks=2)
+    config = RAGGED.config(2, FULL)
+    for rank, timelines in enumerate(everybody):
+        columns = sum(slot.dim for slot in config.sharding.local_slots(rank))
+        leaves = config.batch_sizes[1 - rank] * columns * 4
+        for timeline in timelines.values():
+            assert sum(span.bytes for span in timeline) == leaves
+            assert timeline.ranks() == [rank]
+
+
+def _copies(group: dist.ProcessGroup) -> list[Ceilings]:
+    return measure_ceilings(_ranks(group), 1 << 20)
+
+
+def test_ceilings_are_the_same_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(_copies, ranks=2)
+    assert first == second
+    assert len(first) == 2
+    assert all(0 < c.link < 1e13 and 0 < c.memory < 1e13 for c in first)
+    (alone,) = pool.run(_copies, ranks=1)
+    assert alone[0].link == math.inf
+    assert alone[0].as_gbps()["link_gbps"] is None
+
+
+def _half(group: dist.ProcessGroup, dtype: torch.dtype) -> float:
+    work = Workload(RAGGED.config(group.size(), FULL, dtype), _ranks(group), input_sets=1)
+    return max(check({name: make_arm(name, work) for name in (BASELINE, "batched", "direct")}, work).values())
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_half_precision_tables(pool: Pool, dtype: torch.dtype, limit: float) -> None:
+    assert 0 < max(pool.run(_half, dtype, ranks=2)) < limit

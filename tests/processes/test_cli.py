@@ -1,0 +1,158 @@
+"""The command line as a user meets it: help that teaches, refusals that say how, a doctor that always answers, real runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import weft
+from weft.cli import app, doctor
+from weft.cli.app import main
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+def _weft(
+    *arguments: str, launcher: tuple[str, ...] = (sys.executable, "-m", "weft.cli")
+) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=100, env=environment)
+
+
+def test_version_and_help_need_no_torch() -> None:
+    assert runner.invoke(app, ["--version"]).output.strip() == f"weft {weft.__version__}"
+    script = "import sys, weft.cli; weft.cli.app(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    for command in ("bench", "demo", "doctor"):
+        assert command in found.stdout
+
+
+def test_help_of_bench_teaches_by_examples() -> None:
+    text = runner.invoke(app, ["bench", "--help"]).output
+    for words in (
+        "weft bench embedding_all_to_all --preset dcnv2",
+        "torchrun --nproc-per-node 2",
+        "put-natural-slice8",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "dlrm"], "no preset 'dlrm': give one of pgas-weak"),
+        (["--variants", "direct,fast"], "no variant 'fast'"),
+        (["--scale", "lots"], "--scale 'lots' is no number: write it as 1/32 or 0.03"),
+        (["--scale", "2"], "scale=2.0 must be above 0"),
+        (["--ranks", "0"], "ranks=0 must be at least 1"),
+    ],
+)
+def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "bench", "embedding_all_to_all", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_and_torchrun_exclude_each_other(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["weft", "bench", "embedding_all_to_all", "--device", "cpu", "--ranks", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "torchrun has chosen the number of ranks" in capsys.readouterr().err
+
+
+def test_doctor_says_what_weft_will_use() -> None:
+    found = runner.invoke(app, ["doctor"])
+    assert found.exit_code == 0, found.output
+    assert "CPU processes: the native" in found.output
+    for what in ("compiler", "shared memory", "GPUs", "peer access", "NVSHMEM", "Triton"):
+        assert what in found.output
+
+
+def test_doctor_survives_a_machine_where_nothing_works(monkeypatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    def no_memory(*arguments: object) -> None:
+        raise OSError("no memfd here")
+
+    monkeypatch.setattr(doctor, "_import", broken)
+    monkeypatch.setattr(os, "memfd_create", no_memory)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    report = doctor.examine()
+    assert not report.works
+    assert report.state("torch") == report.state("native module") == report.state("shared memory") == "broken"
+    assert report.state("compiler") == report.state("Triton") == "missing"
+    assert all(f.fix for f in report.findings if f.state == "broken")
+    found = runner.invoke(app, ["doctor"])
+    assert found.exit_code == 1
+    assert "Nothing works here yet" in found.output
+    assert "no memfd here" in found.output
+
+
+def test_doctor_without_the_native_module_leaves_no_path(monkeypatch) -> None:
+    real = doctor._import
+
+    def without_core(name: str):
+        if name == "weft._core":
+            raise ImportError("no module named weft._core")
+        return real(name)
+
+    monkeypatch.setattr(doctor, "_import", without_core)
+    report = doctor.examine()
+    assert not report.works
+    assert "pip install" in next(f.fix for f in report.findings if f.what == "native module")
+
+
+def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    arguments = ["bench", "embedding_all_to_all", "--device", "cpu", "--ranks", "2", "--preset", "criteo-kaggle"]
+    arguments += ["--scale", "1/1024", "--quick", "--mode", "queued", "--variants", "put", "--json", str(path)]
+    for expected in (2, 4):
+        found = _weft(*arguments)
+        assert found.returncode == 0, found.stderr
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == expected
+    assert [r["variant"] for r in rows] == ["embedding_bag", "put"] * 2
+    assert rows[0]["run"] == rows[1]["run"] != rows[2]["run"]
+    assert {r["config"] for r in rows} == {"criteo-kaggle"}
+    assert rows[0]["scale"] == 1 / 1024
+    assert "scaled by 1/1024" in found.stdout
+    assert "floor" in found.stdout
+    assert "vs" in found.stdout
+
+
+def test_bench_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    arguments = ["-m", "weft.cli", "bench", "embedding_all_to_all", "--device", "cpu", "--preset", "criteo-kaggle"]
+    arguments += ["--scale", "1/1024", "--quick", "--mode", "single", "--variants", "direct", "--json", str(path)]
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    found = _weft(*arguments, launcher=launcher)
+    assert found.returncode == 0, found.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["variant"], r["ranks"], r["mode"]) for r in rows] == [
+        ("embedding_bag", 2, "single"),
+        ("direct", 2, "single"),
+    ]
+
+
+def test_demo_leaves_a_picture_and_a_trace(tmp_path: Path) -> None:
+    found = _weft("demo", "--out", str(tmp_path / "demo"), "--scale", "1/1024")
+    assert found.returncode == 0, found.stderr
+    assert "scaled by 1/1024" in found.stdout
+    assert "every variant agrees with the unfused float64 reference" in found.stdout
+    assert "https://ui.perfetto.dev" in found.stdout
+    assert (tmp_path / "demo" / "overlap.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((tmp_path / "demo" / "trace.json").read_text())
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert len(names) == 4
+    assert {name[:6] for name in names} == {"rank 0", "rank 1"}
