@@ -239,7 +239,7 @@ def die_during_set_up(group, where):
             raise PeerLostError("struck by lightning")
 
         mesh._Setup._accept = trouble
-    error = error_of(lambda: symm.domain(group, "cpu", deadline_s=3))
+    error = error_of(lambda: symm.domain(group, "cpu", deadline_s=NOTICE_S))
     return error, traces()
 
 
@@ -250,9 +250,9 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
     dead = results.pop(1)
     assert isinstance(dead, RankDiedError) if where == "kill" else dead[0][1] == "struck by lightning"
     for error, left in results:
-        assert error[0] in ("PeerLostError", "DeadlineError"), error
+        assert error[0] == "PeerLostError", error
+        assert "struck by lightning" in error[1] or "gave up" in error[1]
         assert not any(left.values()), left
-    assert "PeerLostError" in {error[0] for error, _ in results}
 
 
 def stop_in_a_forked_child(group):

@@ -6,6 +6,7 @@ one; the one packet sent on that connection says who it is, shows the token of w
 one end of a fresh socket pair, which alone is used from there on (an accepted socket would go on bearing the listener's
 name). When a rank has all its sockets it sends "ready" with the other's token down each of them and waits for the same
 from all. Then the listener is closed and the published entry wiped: nothing has a name, and only the pairs remain.
+A rank that fails half-way hangs up and leaves the reason in its entry, for those whose entries it had seen.
 
 Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough.
 Entries of an earlier attempt that failed may still be in the store: a refused connection is tried again with a fresh
@@ -85,16 +86,19 @@ def connect(store: dist.Store, rank: int, world_size: int, deadline_s: float) ->
     if world_size == 1:
         return []
     setup = _Setup(store, rank, world_size, deadline_s)
+    last_words = ""
     try:
         setup.run()
-    except BaseException:
+    except BaseException as error:
         for peer in setup.peers.values():
             peer.socket.close()
+        last_words = json.dumps({"gave_up": str(error), "met": [entry.name for entry in setup.entries.values()]})
         raise
     finally:
         setup.listener.close()
         with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that kept it
-            store.set(str(rank), "")  # not deleted: a peer that has just seen the entry would wait for it to come back
+            # Not deleted: a peer that has just found the entry there would wait for it to come back.
+            store.set(str(rank), last_words)
     return [setup.peers[other] for other in sorted(setup.peers)]
 
 
@@ -144,8 +148,13 @@ class _Setup:
                 )
 
     def _look_up(self, rank: int) -> None:
-        if self.store.check([str(rank)]) and (entry := self.store.get(str(rank))):
-            self.entries[rank] = _Entry(**json.loads(entry))
+        if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
+            return
+        entry = json.loads(text)
+        if "gave_up" not in entry:
+            self.entries[rank] = _Entry(**entry)
+        elif self.mine.name in entry["met"]:  # in this attempt, not in an earlier one
+            raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}")
 
     def _reach(self, other: int) -> None:
         while True:
@@ -167,19 +176,23 @@ class _Setup:
                 socket.send_fds(sock, [hello], [theirs.fileno()])
 
     def _accept(self) -> None:
+        if self._is_anybody_there(max(0.0, self.until - time.monotonic())):
+            self._welcome(self.listener.accept()[0])
+        elif time.monotonic() >= self.until:
+            raise self._too_late([r for r in range(self.rank + 1, self.world_size) if r not in self.peers])
+
+    def _is_anybody_there(self, timeout_s: float) -> bool:
+        """Whether a connection has come in; raises if a peer that we have met has hung up."""
         poll = select.poll()
         poll.register(self.listener, select.POLLIN)
         for peer in self.peers.values():
-            poll.register(peer.socket, 0)  # only hang-ups: what they send is read later
-        events = poll.poll(1000 * max(0.0, self.until - time.monotonic()))
-        if not events:
-            raise self._too_late([r for r in range(self.rank + 1, self.world_size) if r not in self.peers])
-        for descriptor, _ in events:
-            for peer in self.peers.values():
-                if peer.socket.fileno() == descriptor:
-                    raise PeerLostError(f"rank {peer.rank} gave up while this group was being set up")
-            if descriptor == self.listener.fileno():
-                self._welcome(self.listener.accept()[0])
+            poll.register(peer.socket, 0)  # hang-ups only: what they send is read later
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
+        for peer in self.peers.values():
+            if peer.socket.fileno() in ready:
+                self._look_up(peer.rank)  # it may have left word why
+                raise PeerLostError(f"rank {peer.rank} gave up while this group was being set up")
+        return bool(ready)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Take in who has connected, or turn it away: it may be a stranger, or a rank that has just died."""
@@ -218,7 +231,8 @@ class _Setup:
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {error}") from error
 
     def _pause(self, missing: list[int]) -> None:
-        """Wait a moment for `missing` ranks, or raise if the deadline has passed."""
+        """Wait a moment for `missing` ranks, or raise if the deadline has passed or somebody has given up."""
+        self._is_anybody_there(0.0)
         if time.monotonic() >= self.until:
             raise self._too_late(missing)
         time.sleep(0.002)
