@@ -26,3 +26,8 @@ def under_torchrun() -> bool:
 def local_rank() -> int:
     """`LOCAL_RANK` as torchrun sets it: which device of this host is ours (default 0)."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """`WORLD_SIZE` as torchrun sets it: how many ranks there are (default 1)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

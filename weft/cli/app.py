@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -85,7 +84,7 @@ def bench(
         str | None,
         typer.Option(
             help="Comma-separated, of: batched, fbgemm (baselines; embedding_bag always runs), direct, put, and these "
-            "with -natural and -slice<n>, such as put-natural-slice8."
+            "with -natural and -sliceN, such as put-natural-slice8."
         ),
     ] = None,
     mode: Annotated[
@@ -111,32 +110,18 @@ def bench(
 
         torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
     """
-    import torch
-
-    from weft import env
     from weft.bench.embedding_all_to_all import bench as run
     from weft.bench.options import BenchOptions
 
     assert operator is Operator.embedding_all_to_all
-    where = device or (Device.cuda if torch.cuda.is_available() else Device.cpu)
-    if env.under_torchrun():
-        if ranks is not None:
-            raise ValueError(f"--ranks {ranks} under torchrun: torchrun has chosen the number of ranks, leave it out")
-        ranks = 1  # not used: the process group says how many
-    elif ranks is None:
-        ranks = torch.cuda.device_count() if where is Device.cuda else 2
     run(
-        BenchOptions(
+        BenchOptions.from_text(
             preset=preset,
             ranks=ranks,
-            device=where.value,
-            variants=tuple(name.strip() for name in variants.split(",") if name.strip()) if variants else (),
-            modes=("queued",)
-            if mode == [Mode.queued]
-            else ("single",)
-            if mode == [Mode.single]
-            else ("single", "queued"),
-            scale=None if scale is None else _fraction(scale),
+            device=None if device is None else device.value,
+            variants=variants,
+            modes=[m.value for m in mode or []],
+            scale=scale,
             dtype=dtype.value,
             json=json,
             quick=quick,
@@ -157,8 +142,9 @@ def demo(
     The tables are MLPerf's DLRM-DCNv2, scaled to this machine. Takes under a minute and no GPU.
     """
     from weft.bench.demo import demo as run
+    from weft.bench.options import parse_scale
 
-    shown = run(out, ranks, None if scale is None else _fraction(scale))
+    shown = run(out, ranks, None if scale is None else parse_scale(scale))
     typer.echo(
         f"\nChecked: every variant agrees with the unfused float64 reference (largest error {shown.error:.1e} of the "
         f"largest element).\nFused is {shown.speedup:.2f}x as fast as nn.EmbeddingBag + all_to_all here.\n\n"
@@ -179,11 +165,3 @@ def doctor() -> None:
     report = examine()
     print_report(report)
     raise typer.Exit(0 if report.works else 1)
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"--scale {text!r} is no number: write it as 1/32 or 0.03") from None
-    return value

@@ -102,7 +102,9 @@ def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
     found = {finding.what: finding.found for finding in findings}
     uses = []
     if all(state[what] == "ok" for what in ("torch", "native module", "shared memory", "sockets")):
-        uses.append(f"CPU processes: the native kernel ({found['native module']}), stores into shared memory")
+        uses.append(
+            f"CPU processes: the native {found['native module'].split()[0]} kernel stores into the peers' shared memory"
+        )
     if all(state[what] == "ok" for what in ("torch", "native module", "sockets", "GPUs", "Triton")):
         if state["peer access"] == state["symmetric memory"] == "ok":
             uses.append(
@@ -114,10 +116,7 @@ def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
 
 
 def _python() -> Finding:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Finding("Python", "broken", version, "weft needs Python 3.11 or later")
-    return Finding("Python", "ok", version)
+    return Finding("Python", "ok", platform.python_version())
 
 
 def _torch() -> Finding:
@@ -141,13 +140,11 @@ def _native() -> Finding:
             f"does not import ({error})",
             "install a wheel, or a C++ compiler and pip install .",
         )
-    return Finding("native module", "ok", f"{core.isa()} of {', '.join(core.isas())}")
+    return Finding("native module", "ok", f"{core.isa()} (this machine runs {', '.join(core.isas())})")
 
 
 def _compiler() -> Finding:
-    found = next(
-        (name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and shutil.which(name)), None
-    )
+    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     if found is None:
         fix = "only needed to build from source: apt install g++ (or your system's C++20 compiler)"
         return Finding("compiler", "missing", "no C++ compiler", fix)

@@ -1,0 +1,48 @@
+"""`python -m weft.bench OP ...`: `weft bench` for machines that have torch but neither typer nor rich.
+
+The same options and the same run; only the help is plainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.bench.embedding_all_to_all import bench
+from weft.bench.harness import MODES
+from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.results import OP
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m weft.bench", description=__doc__)
+    parser.add_argument("operator", choices=[OP])
+    parser.add_argument("--preset")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--variants", help="comma-separated")
+    parser.add_argument("--mode", action="append", choices=MODES, default=[])
+    parser.add_argument("--scale", help="as 1/32 or 0.03")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    a = parser.parse_args()
+    try:
+        options = BenchOptions.from_text(
+            preset=a.preset,
+            ranks=a.ranks,
+            device=a.device,
+            variants=a.variants,
+            modes=a.mode,
+            scale=a.scale,
+            dtype=a.dtype,
+            json=a.json,
+            quick=a.quick,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    bench(options)
+
+
+if __name__ == "__main__":
+    main()
