@@ -156,12 +156,13 @@ def test_every_id_beside_empty_bags(pool: Pool) -> None:
 
 
 def default_batch_sizes(group, p):
-    """A global batch that divides evenly needs no batch_sizes, if this rank has features to tell it."""
     return ranks.call(group, p, batch_sizes=None).clone()
 
 
-def test_batch_sizes_by_default(pool: Pool) -> None:
-    p = problem(4, batch=12)
+@pytest.mark.parametrize("batch", [12, 15])
+def test_batch_sizes_by_default(pool: Pool, batch: int) -> None:
+    """The first ranks get the odd samples, if there are any."""
+    p = problem(4, batch=batch)
     assert_same_bits(pool.run(default_batch_sizes, p, ranks=4), p)
 
 

@@ -83,6 +83,11 @@ def embedding_all_to_all(
                 "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
                 "torch.no_grad(), or weight.requires_grad_(False)"
             )
+        if sharding.world_size != domain.world_size:
+            raise ValueError(
+                f"the sharding is for {sharding.world_size} ranks and the group has {domain.world_size}: call "
+                f"place_tables(tables, {domain.world_size})"
+            )
         used = "direct" if transport == "auto" else transport
         plan = EmbeddingPlan(sharding, used, order, slice_size, bounds_check, hash, outputs)
         jagged = as_jagged(features)
@@ -114,11 +119,6 @@ def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | No
     operator: Any = operators.get(plan)
     if operator is None:
         agree_on_new(domain, plan, deadline_s=deadline_s)
-        if plan.sharding.world_size != domain.world_size:
-            raise ValueError(
-                f"the sharding is for {plan.sharding.world_size} ranks and the group has {domain.world_size}: call "
-                f"place_tables(tables, {domain.world_size})"
-            )
         if domain.device.type == "cuda":
             from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
 

@@ -148,8 +148,10 @@ class EmbeddingAllToAllCpu:
             self._wait_for_peers(checked.batch_sizes, deadline_s)
             if timeline is not None and events is not None:
                 self._fill(timeline, events[: counts[7]], waiting_since)
-        except BaseException:
+        except BaseException as error:
             self.outputs.give_back(slot)
+            if not isinstance(error, WeftError):  # those befall all ranks; of any other the peers would not know
+                domain.poison(f"embedding_all_to_all failed in the middle of a call: {error!r}")
             raise
         shape = (checked.batch_sizes[rank], sharding.total_dim)
         output = self.outputs.lend(slot, shape, sharding.dtype)
@@ -215,9 +217,17 @@ class EmbeddingAllToAllCpu:
                 return
             domain.check()
             if time.monotonic() >= until:
-                text = f"rank {domain.rank} waited {deadline_s:g} s for slice flag {index}: wanted {self._epoch}, found {found}"
+                text = (
+                    f"rank {domain.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank "
+                    f"{self._source(index, batch_sizes)}: wanted {self._epoch}, found {found}"
+                )
                 domain.poison(text)
                 raise DeadlineError(text)
+
+    def _source(self, flag: int, batch_sizes: tuple[int, ...]) -> int:
+        """The rank that raises this rank's flag number `flag` (see `_flag_blocks`)."""
+        ends = batch_sizes[self.domain.rank] * np.cumsum(self.plan.slices_per_sample)
+        return int(np.searchsorted(ends, flag, side="right"))
 
     def _room_for_events(self, checked: CheckedInput) -> np.ndarray:
         slices = max(1, self.plan.slices_per_sample[self.domain.rank])
