@@ -130,10 +130,16 @@ class EmbeddingPreset:
 
 
 def fitting_scale(
-    preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf
+    preset: EmbeddingPreset,
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    table_bytes: float,
+    rows_bytes: float = math.inf,
+    output_bytes: float = math.inf,
 ) -> Scale:
-    """The largest powers of two at which the tables of each rank take at most `table_bytes` and a call reads at most
-    `rows_bytes` of rows on each rank."""
+    """The largest powers of two at which the tables of each rank take at most `table_bytes`, a call reads at most
+    `rows_bytes` of rows on each rank, and each rank's output takes at most `output_bytes`."""
     full = preset.config(world_size, FULL, dtype)  # a scale hardly moves the placement: place once
     owned = [[full.sharding.tables[t] for t in full.sharding.local_tables(r)] for r in range(world_size)]
 
@@ -143,7 +149,8 @@ def fitting_scale(
     halves = [Fraction(1, 2**k) for k in range(17)]
     rows = next((s for s in halves if all(held(tables, s) <= table_bytes for tables in owned)), halves[-1])
     reads = max(full.expected_rows_bytes(r) for r in range(world_size))
-    batch = next((s for s in halves if reads * s <= rows_bytes), halves[-1])
+    output = max(full.batch_sizes) * full.sharding.total_dim * full.itemsize
+    batch = next((s for s in halves if reads * s <= rows_bytes and output * s <= output_bytes), halves[-1])
     return Scale(batch, rows) if isinstance(preset.indices, UniformRows) else Scale(min(batch, rows), min(batch, rows))
 
 

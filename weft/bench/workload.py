@@ -45,7 +45,7 @@ class Traffic:
 
 
 class Workload:
-    """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features, and references."""
+    """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features."""
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, seed: int = 0):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
@@ -66,19 +66,14 @@ class Workload:
             jagged_input(bags, rows, config.indices, config.global_batch, list(owned), seed + i, device)
             for i in range(input_sets)
         ]
-        self.references = [self._reference(i) for i in range(input_sets)]
-        self.largest = max(
-            1e-30, ranks.most(max((float(r.abs().max()) for r in self.references if r.numel()), default=0.0))
-        )
 
-    def error(self, which: int, output: torch.Tensor) -> float:
-        """The largest error of any element on any rank, relative to the largest element; infinite where one is not
-        finite or the shape or dtype is wrong. Collective."""
-        reference = self.references[which]
+    def error(self, output: torch.Tensor, reference: torch.Tensor) -> float:
+        """The largest error of any element on any rank, relative to the largest element; infinite where an element is
+        not finite, or the shape or the dtype is wrong. Collective."""
+        largest = self.ranks.most(_largest(reference))
         if output.shape != reference.shape or output.dtype != self.config.sharding.dtype:
             return self.ranks.most(float("inf"))
-        worst = float((output.double() - reference).abs().max()) if reference.numel() else 0.0
-        return self.ranks.most(worst) / self.largest
+        return self.ranks.most(_largest(reference, output)) / max(largest, 1e-30)
 
     def traffic(self) -> Traffic:
         """This rank's bytes, exact for its inputs, in the mean over the input sets."""
@@ -103,36 +98,47 @@ class Workload:
             wire=(self.config.global_batch - self.local_batch) * pooled,
         )
 
-    def _reference(self, which: int) -> torch.Tensor:
-        """float64 [local batch, sum of D]: what this rank must receive. Collective."""
+    def reference(self, which: int) -> torch.Tensor:
+        """float64 [local batch, sum of D]: what this rank must receive. Collective.
+
+        In round i every rank pools its i-th slot and sends it off, which keeps the memory for it small.
+        """
         config, (values, offsets) = self.config, self.inputs[which]
-        batch = config.global_batch
-        pooled = torch.empty(batch, self.local_dim, dtype=torch.float64, device=self.ranks.device)
-        column = 0
-        for i, (slot, weight) in enumerate(zip(self.slots, self.weights, strict=True)):
-            bags = offsets[i * batch : (i + 1) * batch + 1]
-            pooled[:, column : column + slot.dim] = pooled_float64(weight, values, bags)
-            column += slot.dim
-        dims = [sum(s.dim for s in config.sharding.local_slots(r)) for r in range(self.ranks.world_size)]
-        received = torch.empty(self.local_batch * config.sharding.total_dim, dtype=torch.float64, device=pooled.device)
-        dist.all_to_all_single(
-            received,
-            pooled.flatten(),
-            output_split_sizes=[self.local_batch * dim for dim in dims],
-            input_split_sizes=[size * self.local_dim for size in config.batch_sizes],
-            group=self.ranks.group,
-        )
-        parts = [
-            p.view(self.local_batch, dim)
-            for p, dim in zip(received.split([self.local_batch * d for d in dims]), dims, strict=True)
-        ]
-        output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=pooled.device)
-        taken = [0] * self.ranks.world_size
-        for slot in config.sharding.slots:
-            start = taken[slot.rank]
-            output[:, slot.column : slot.column + slot.dim] = parts[slot.rank][:, start : start + slot.dim]
-            taken[slot.rank] += slot.dim
+        batch, device = config.global_batch, self.ranks.device
+        output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=device)
+        slots_of_rank = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
+        for i in range(max(len(slots) for slots in slots_of_rank)):
+            current = [slots[i] if i < len(slots) else None for slots in slots_of_rank]
+            dims = [0 if slot is None else slot.dim for slot in current]
+            mine = dims[self.ranks.rank]
+            pooled = torch.empty(0, dtype=torch.float64, device=device)
+            if mine:
+                pooled = pooled_float64(self.weights[i], values, offsets[i * batch : (i + 1) * batch + 1]).view(-1)
+            received = torch.empty(self.local_batch * sum(dims), dtype=torch.float64, device=device)
+            dist.all_to_all_single(
+                received,
+                pooled,
+                output_split_sizes=[self.local_batch * dim for dim in dims],
+                input_split_sizes=[size * mine for size in config.batch_sizes],
+                group=self.ranks.group,
+            )
+            for slot, part in zip(current, received.split([self.local_batch * dim for dim in dims]), strict=True):
+                if slot is not None:
+                    output[:, slot.column : slot.column + slot.dim] = part.view(self.local_batch, slot.dim)
         return output
+
+
+def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> float:
+    """The largest magnitude in `reference`, or of `output - reference`, taken in blocks of rows to save memory."""
+    worst = 0.0
+    rows = max(1, _CHUNK_BYTES // (8 * max(1, reference.shape[1])))
+    for start in range(0, reference.shape[0], rows):
+        block = reference[start : start + rows]
+        if output is not None:
+            block = output[start : start + rows].double() - block
+        found = float(block.abs().max()) if block.numel() else 0.0
+        worst = max(worst, float("inf") if found != found else found)
+    return worst
 
 
 def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
