@@ -1,0 +1,202 @@
+"""embedding_all_to_all when a rank does not do its part: the others do not hang, they say who, what and since when.
+
+First ranks that are late or raise, on groups of their own inside the shared pool; then ranks that are killed, in pools of
+their own. Deadlines are short where one is meant to be missed; where it is not, `deadline_s=5` makes a rank that only
+learns of a death by waiting fail with the wrong error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import embedding_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_ranks import TRANSPORTS, assert_same_bits
+from pool import error_of
+from reference import Problem, problem, tables_of
+
+from weft import symm
+from weft.errors import WeftError
+from weft.launch import Pool, RankDiedError
+from weft.runtime import cpu
+
+# Every rank owns a table and has samples, so that each has something to wait for from each.
+PROBLEM = Problem(tables_of((8, 3, 16)), (0, 1, 2), (4, 5, 2))
+BAD_RANK = 1
+
+
+def wait_for_failure(group: dist.ProcessGroup) -> None:
+    """Do nothing until this rank has heard that its group failed."""
+    until = time.monotonic() + 30
+    with contextlib.suppress(WeftError):
+        while time.monotonic() < until:
+            symm.domain(group, "cpu").check()
+            time.sleep(0.01)
+        raise AssertionError("the group did not fail")
+
+
+def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], torch.Tensor]:
+    """What the next call on a failed group raises, and the result on a new group."""
+    again = error_of(lambda: ranks.call(group, p, **options))
+    fresh = dist.new_group(list(range(group.size())))
+    return again, ranks.call(fresh, p, **options).clone()
+
+
+def absent(group, p, options):
+    """Rank 1 raises before its second call, and never makes it."""
+    own = dist.new_group(list(range(group.size())))
+    ranks.call(own, p, **options)
+    if group.rank() == BAD_RANK:
+        wait_for_failure(own)
+        error = ("", "")
+    else:
+        error = error_of(lambda: ranks.call(own, p, deadline_s=0.5, **options))
+    return error, *then(own, p, options)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
+    answers = pool.run(absent, PROBLEM, {"transport": transport}, ranks=3)
+    errors = [answers[rank][0] for rank in (0, 2)]
+    assert_deadline(errors, r"rank [02] waited 0.5 s for embedding_all_to_all ready from rank 1 .*: wanted 3, found 2")
+    assert_over(answers)
+
+
+def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
+    """Whoever missed the deadline first says so with `text`; others may have heard of it before theirs passed."""
+    kinds = [kind for kind, _ in errors]
+    assert "DeadlineError" in kinds
+    assert set(kinds) <= {"DeadlineError", "PoisonedGroupError"}
+    for _, said in errors:
+        assert re.search(text, said), f"{text!r} is not in {said!r}"
+
+
+def assert_over(answers: list[tuple[Any, tuple[str, str], torch.Tensor]]) -> None:
+    """The next call on the failed group raises on every rank, and a new group works."""
+    for _, (kind, text), _ in answers:
+        assert kind == "PoisonedGroupError"
+        assert "make a new one" in text
+    assert_same_bits([output for *_, output in answers], PROBLEM)
+
+
+def stuck(group, p, options, doing):
+    """Rank 1 joins its second call and then stores nothing: it waits until the others have given up, or raises."""
+    own = dist.new_group(list(range(group.size())))
+    ranks.call(own, p, **options)
+    native = cpu.run_native
+
+    def run_native(*args: Any, **kwargs: Any) -> Any:
+        if doing == "raise":
+            raise ArithmeticError("on purpose")
+        wait_for_failure(own)
+        return native(*args, **kwargs)
+
+    if group.rank() == BAD_RANK:
+        cpu.run_native = run_native
+    # Who raises tells the others; who hangs does not, and they wait until the deadline.
+    deadline_s = 0.5 if doing == "hang" else 30.0
+    error = ("", "")
+    try:
+        ranks.call(own, p, deadline_s=deadline_s, **options)
+    except Exception as raised:
+        error = type(raised).__name__, str(raised)
+    finally:
+        cpu.run_native = native
+    return error, *then(own, p, options)
+
+
+@pytest.mark.parametrize(("transport", "signal_name"), [("direct", "done"), ("put", r"slice flag \d+")])
+def test_a_rank_that_hangs_inside_a_call(pool: Pool, transport: str, signal_name: str) -> None:
+    answers = pool.run(stuck, PROBLEM, {"transport": transport}, "hang", ranks=3)
+    errors = [answers[rank][0] for rank in (0, 2)]
+    text = rf"rank [02] waited 0.5 s for embedding_all_to_all {signal_name} from rank 1\b.*: wanted 2, found 1"
+    assert_deadline(errors, text)
+    # The others have stored all that rank 1 waits for: its result is complete, or it hears of the failure first.
+    assert answers[BAD_RANK][0][0] in ("", "PoisonedGroupError")
+    assert_over(answers)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_raises_inside_a_call(pool: Pool, transport: str) -> None:
+    answers = pool.run(stuck, PROBLEM, {"transport": transport}, "raise", ranks=3)
+    assert answers[BAD_RANK][0] == ("ArithmeticError", "on purpose")
+    for rank in (0, 2):
+        kind, text = answers[rank][0]
+        assert kind == "PoisonedGroupError"
+        assert "rank 1: embedding_all_to_all failed in the middle of a call: ArithmeticError('on purpose')" in text
+    assert_over(answers)
+
+
+def left(group, p, options):
+    """Rank 1 closes its side in order; the others call once more."""
+    own = dist.new_group(list(range(group.size())))
+    ranks.call(own, p, **options)
+    if group.rank() == BAD_RANK:
+        symm.domain(own, "cpu").close()
+        return "", ""
+    return error_of(lambda: ranks.call(own, p, deadline_s=30.0, **options))
+
+
+def test_a_rank_that_leaves_in_order(pool: Pool) -> None:
+    for rank, (kind, text) in enumerate(pool.run(left, PROBLEM, {}, ranks=3)):
+        if rank != BAD_RANK:
+            assert kind in ("PeerLostError", "PoisonedGroupError")
+            assert "rank 1" in text
+            assert "closed its end of the group" in text
+
+
+# --- ranks that are killed ---
+
+
+@pytest.fixture
+def mortals() -> Iterator[Pool]:
+    with Pool(3) as workers:
+        yield workers
+
+
+def killed(group, p, options, where):
+    """Rank 1 is killed before its second call, or inside it before or after it has stored."""
+    ranks.call(group, p, **options)
+    native = cpu.run_native
+
+    def run_native(*args: Any, **kwargs: Any) -> Any:
+        if where == "after storing":
+            native(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if group.rank() == BAD_RANK:
+        if where == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        cpu.run_native = run_native
+    error = error_of(lambda: ranks.call(group, p, deadline_s=5.0, **options))
+    again = error_of(lambda: ranks.call(group, p, **options))
+    survivors = dist.new_group([0, 2], use_local_synchronization=True)
+    pair = problem(2)
+    return error, again, ranks.call(survivors, pair, **options).clone()
+
+
+@pytest.mark.parametrize(
+    ("transport", "where"),
+    [("direct", "before"), ("direct", "inside"), ("put", "inside"), ("direct", "after storing")],
+)
+def test_a_rank_that_is_killed(mortals: Pool, transport: str, where: str) -> None:
+    answers = mortals.run(killed, PROBLEM, {"transport": transport}, where, return_exceptions=True, timeout_s=60)
+    assert isinstance(answers[BAD_RANK], RankDiedError)
+    outputs = []
+    for rank in (0, 2):
+        assert not isinstance(answers[rank], BaseException), answers[rank]
+        (kind, text), (kind_again, text_again), output = answers[rank]
+        assert kind == "PeerLostError"
+        for said in (text, text_again):
+            assert re.search(r"rank 1 \(pid \d+\) died", said), said
+        assert kind_again == "PoisonedGroupError"
+        outputs.append(output)
+    assert_same_bits(outputs, problem(2))
