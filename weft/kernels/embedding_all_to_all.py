@@ -53,6 +53,8 @@ WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
 SLOT_BITS = 8
 POISON = 1 << 62
 NO_POSITION = (1 << 62) - 1
+# Ids of a bag are read this many at a time, one per lane.
+IDS = 32
 
 _EPOCH = tl.constexpr(EPOCH)
 _GRABBED = tl.constexpr(GRABBED)
@@ -79,6 +81,7 @@ _SLOT_BITS = tl.constexpr(SLOT_BITS)
 _SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
 _POISON = tl.constexpr(POISON)
 _NO_POSITION = tl.constexpr(NO_POSITION)
+_IDS = tl.constexpr(IDS)
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
 
@@ -166,17 +169,15 @@ def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
 
 
 @triton.jit
-def _bag(offsets, slots, slot, sample, batch, n_values, valid, state):
-    """Start and end of a bag, kept inside `values` whatever the offsets say; bags that had to be cut are counted."""
-    key = tl.load(slots + slot * _SLOT_FIELDS + 3)
+def _bag(offsets, slots, slot, sample, batch, n_values, valid, cut, POSITION: tl.constexpr):
+    """Start and end of a bag, kept inside `values` whatever the offsets say, and `cut` plus one if they had to be."""
+    key = tl.load(slots + slot * _SLOT_FIELDS + 3).to(POSITION)
     at = offsets + key * batch + sample
-    start = tl.load(at, mask=valid, other=0).to(tl.int64)
-    end = tl.load(at + 1, mask=valid, other=0).to(tl.int64)
-    safe_start = tl.minimum(tl.maximum(start, 0), n_values)
-    safe_end = tl.minimum(tl.maximum(end, safe_start), n_values)
-    if (safe_start != start) | (safe_end != end):
-        tl.atomic_add(state + _BAD_OFFSETS, 1, sem="relaxed")
-    return safe_start, safe_end
+    first = tl.load(at, mask=valid, other=0).to(tl.int64)
+    last = tl.load(at + 1, mask=valid, other=0).to(tl.int64)
+    start = tl.minimum(tl.maximum(first, 0), n_values)
+    end = tl.minimum(tl.maximum(last, start), n_values)
+    return start.to(POSITION), end.to(POSITION), cut + ((start != first) | (end != last)).to(tl.int32)
 
 
 @triton.jit
@@ -186,30 +187,39 @@ def _load_ids(values, start, end, lanes):
 
 
 @triton.jit
-def _load_rows(
-    weight, ids, at, end, per_sample_weights, rows_in_table, stride, cols, width, counts, state,
-    WEIGHTED: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
+def _rows_of(
+    ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
-    """Rows of a block of a bag as float32 [ROWS, BLOCK_D], weighted; a bad index gives zeros and is counted."""
-    mask = at < end
+    """Row numbers of a block of ids, -1 for lanes past the end of the bag and for ids out of range; each lane counts its
+    bad ids and keeps the position of its first."""
+    inside = at < end
     row = _row_of(ids, rows_in_table, HASH)
     if CHECK:
-        bad = mask & ((row < 0) | (row >= rows_in_table))
-        mask = mask & (bad == 0)
-        # Counting at once, instead of in registers to the end, keeps 32 registers for rows in flight.
-        n_bad = tl.sum(bad.to(tl.int32), 0)
-        if (n_bad > 0) & (counts != 0):
-            tl.atomic_add(state + _BAD_INDICES, n_bad.to(tl.int64), sem="relaxed")
-            tl.atomic_min(state + _BAD_POSITION, tl.min(tl.where(bad, at, _NO_POSITION), 0), sem="relaxed")
+        # As unsigned numbers negative ids are large: one comparison finds both kinds of bad ones.
+        wrong = inside & (row.to(tl.uint64, bitcast=True) >= rows_in_table.to(tl.uint64))
+        inside = inside & (wrong == 0)
+        bad_at = tl.where(wrong & (bad == 0), at, bad_at)
+        bad += (wrong & (counts != 0)).to(tl.int32)
+    return tl.where(inside, row.to(ROW), tl.full([_IDS], -1, ROW)), bad, bad_at
+
+
+@triton.jit
+def _load_rows(
+    weight, rows, first, at, per_sample_weights, stride, cols, width, lanes,
+    WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Table rows `rows[first : first + ROWS]` as float32 [ROWS, BLOCK_D], weighted; zeros where the number is -1."""
+    row = tl.gather(rows, first + lanes, 0)
+    real = row >= 0
     if UNIFORM:
-        rows = tl.load(weight + row[:, None] * BLOCK_D + cols[None, :], mask=mask[:, None], other=0.0)
+        block = tl.load(weight + row.to(tl.int64)[:, None] * BLOCK_D + cols[None, :], mask=real[:, None], other=0.0)
     else:
-        inside = mask[:, None] & (cols < width)[None, :]
-        rows = tl.load(weight + row[:, None] * stride + cols[None, :], mask=inside, other=0.0)
-    rows = rows.to(tl.float32)
+        inside = real[:, None] & (cols < width)[None, :]
+        block = tl.load(weight + row.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    block = block.to(tl.float32)
     if WEIGHTED:
-        rows *= tl.load(per_sample_weights + at, mask=mask, other=0.0)[:, None]
-    return rows
+        block *= tl.load(per_sample_weights + at + first + lanes, mask=real, other=0.0)[:, None]
+    return block
 
 
 @triton.jit(
@@ -218,25 +228,33 @@ def _load_rows(
     do_not_specialize=[
         "batch", "n_units", "n_values", "first_sample", "out_slot", "out_slot_bytes", "fingerprint", "deadline_ns",
         "units_per_sample", "flags_before", "flags_total_per_sample",
-    ]
+    ],
+    # Nor on the alignment of the user's tensors; where it matters (rows, outputs) ALIGN says it.
+    do_not_specialize_on_alignment=[
+        "slots", "units", "values", "offsets", "per_sample_weights", "batch_starts", "owners", "out_addresses",
+        "signal_addresses", "flag_addresses", "state", "record", "timeline",
+    ],
 )
 def embedding_all_to_all_kernel(
-    slots, units, values, offsets, per_sample_weights, batch_starts, out_addresses, signal_addresses, flag_addresses,
+    slots, units, values, offsets, per_sample_weights, batch_starts, owners, out_addresses, signal_addresses, flag_addresses,
     staging, state, record, timeline,
     batch: tl.int32, n_units: tl.int32, n_values: tl.int64, first_sample: tl.int32, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
-    ITEM_BYTES: tl.constexpr, STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr, STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """See the top of this file. Shapes: slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values]
-    (int32 or int64), offsets [keys * batch + 1], batch_starts [WORLD + 1], out/signal/flag_addresses [WORLD] (every rank's
-    memory as mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned host),
-    timeline [n_units, 3] (start ns, end ns, bytes that left). ENTER and EXIT are off inside a sequence of launches that
-    together are one call; WAIT is off where one process plays all ranks in turn."""
+    """See the top of this file.
+
+    slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values] and offsets [keys * batch + 1] (int32
+    or int64), batch_starts [WORLD + 1], owners [batch] (rank of each sample), out/signal/flag_addresses [WORLD] (every
+    rank's memory as mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned
+    host), timeline [n_units, 3] (start ns, end ns, bytes that left). ENTER and EXIT are off inside a sequence of launches
+    that together are one call; WAIT is off where one process plays all ranks in turn.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(state + _EPOCH) + 1
@@ -247,9 +265,6 @@ def embedding_all_to_all_kernel(
     mine = tl.load(signal_addresses + RANK)
 
     # 1. Say that our output slot is free; learn that the peers' are, and which.
-    out_base = tl.load(out_addresses + safe_rank)
-    out_of = tl.where(ranks == RANK, out_base + out_slot.to(tl.int64) * out_slot_bytes, out_base)
-    failed = tl.full([], 0, tl.int64)
     if WORLD > 1:
         theirs = tl.load(signal_addresses + safe_rank)
         wanted = epoch << _SLOT_BITS
@@ -266,34 +281,37 @@ def embedding_all_to_all_kernel(
             found = _wait_at_least(ready_at, wanted, deadline_ns, PTX)
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
-                _report(record, _WAIT_READY, epoch, tl.argmin(found, 0).to(tl.int64), wanted >> _SLOT_BITS, lowest >> _SLOT_BITS)
-                failed += 1
+                late = tl.argmin(found, 0).to(tl.int64)
+                _report(record, _WAIT_READY, epoch, late, wanted >> _SLOT_BITS, lowest >> _SLOT_BITS)
+                tl.atomic_add(state + _FAILED, 1, sem="relaxed")
+                n_units = n_units * 0
             else:
                 prints = tl.load(_words(mine + 16 * safe_rank), mask=peer, other=fingerprint, volatile=True)
                 differ = (prints != fingerprint).to(tl.int32)
                 if tl.max(differ, 0) != 0:
                     other = tl.max(tl.where(differ != 0, prints, 0), 0)
                     _report(record, _DISAGREE, epoch, tl.argmax(differ, 0).to(tl.int64), fingerprint, other)
-                    failed += 1
-        else:
-            found = tl.load(ready_at, volatile=True)
-        out_of = tl.where(peer, out_base + (found & _SLOT_MASK) * out_slot_bytes, out_of)
-        flags_of = tl.load(flag_addresses + safe_rank)
-    if failed != 0:
-        n_units = n_units * 0
+                    tl.atomic_add(state + _FAILED, 1, sem="relaxed")
+                    n_units = n_units * 0
 
-    # 2. Pool. Three bags are in work: rows of the current one, indices of the next, offsets of the one after that.
+    # 2. Pool. Three bags are in work: rows of the current one, ids of the next, offsets of the one after that.
     cols = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, ROWS)
+    id_lanes = tl.arange(0, _IDS)
+    bad = tl.zeros([_IDS], tl.int32)
+    bad_at = tl.zeros([_IDS], POSITION)
+    cut = tl.full([], 0, tl.int32)
     copies = tl.full([], 0, tl.int64)
     flags_raised = tl.full([], 0, tl.int64)
     started = tl.full([], 0, tl.int64)
+    owed_flag = tl.full([], 0, tl.int64)
+    staged = tl.full([], 0, tl.int32)
     if TIMELINE:
         started = _now_ns(PTX)
 
     unit0 = program
     sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
-    start0, end0 = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, state)
+    start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
     grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
     unit1 = unit0
     sample1 = sample0
@@ -303,8 +321,8 @@ def embedding_all_to_all_kernel(
         unit1 = grabbed
         sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
         grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
-    start1, end1 = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, state)
-    ids = _load_ids(values, start0, end0, lanes)
+    start1, end1, cut = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
+    ids = _load_ids(values, start0, end0, id_lanes)
 
     while unit0 < n_units:
         slot_entry = slots + slot0 * _SLOT_FIELDS
@@ -320,13 +338,11 @@ def embedding_all_to_all_kernel(
         if CHECK and not UNIFORM:
             counts = tl.load(slot_entry + 7)
 
-        at = start0 + lanes
-        ids_more = _load_ids(values, start0 + ROWS, end0, lanes)
-        acc = _load_rows(
-            weight, ids, at, end0, per_sample_weights, rows_in_table, stride, cols, width, counts, state,
-            WEIGHTED, HASH, CHECK, UNIFORM, BLOCK_D,
-        )  # fmt: skip
-        ids_next = _load_ids(values, start1, end1, lanes)
+        rows, bad, bad_at = _rows_of(
+            ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
+        )
+        ids = _load_ids(values, start0 + _IDS, end0, id_lanes)
+        ids_next = _load_ids(values, start1, end1, id_lanes)
         unit2 = unit1
         sample2 = sample1
         slot2 = slot1 + 1
@@ -335,66 +351,81 @@ def embedding_all_to_all_kernel(
             unit2 = grabbed
             sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
-        start2, end2 = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, state)
+        start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
-        done = start0 + ROWS
-        while done < end0:
-            rows = _load_rows(
-                weight, ids_more, done + lanes, end0, per_sample_weights, rows_in_table, stride, cols, width, counts, state,
-                WEIGHTED, HASH, CHECK, UNIFORM, BLOCK_D,
-            )  # fmt: skip
-            done += ROWS
-            ids_more = _load_ids(values, done, end0, lanes)
-            acc += rows
+        # Where it goes: the row of the sample in its owner's output. Read from memory each time, since registers are for
+        # rows in flight; the peer's slot is what it said in its ready word.
+        if WORLD > 1:
+            owner = tl.load(owners + sample0)
+            owner_start = tl.load(batch_starts + owner)
+            ready_word = tl.load(_words(mine + 16 * owner + 8))
+            out_address = tl.load(out_addresses + owner) + (ready_word & _SLOT_MASK) * out_slot_bytes
+            is_local = owner == RANK
+        else:
+            owner_start = tl.full([], 0, tl.int64)
+            out_address = tl.load(out_addresses) + out_slot * out_slot_bytes
+            is_local = owner_start == 0
+        out_row = out_address.to(tl.pointer_type(DTYPE)) + (sample0 - owner_start) * OUT_STRIDE
+        out_row = tl.multiple_of(out_row, ALIGN * ITEM_BYTES)
+
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        begin = start0
+        while begin < end0:
+            if begin > start0:  # a bag of more than _IDS ids
+                rows, bad, bad_at = _rows_of(
+                    ids, begin + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
+                )
+                ids = _load_ids(values, begin + _IDS, end0, id_lanes)
+            here = tl.minimum(end0 - begin, _IDS).to(tl.int32)
+            done = tl.full([], 0, tl.int32)
+            while done < here:
+                acc += _load_rows(
+                    weight, rows, done, begin, per_sample_weights, stride, cols, width, lanes, WEIGHTED, UNIFORM, BLOCK_D
+                )
+                done += ROWS
+            begin += _IDS
         pooled = tl.sum(acc, 0)
         if ANY_MEAN:
             is_mean = tl.load(slot_entry + 6) != 0
             count = tl.where(is_mean & (end0 > start0), end0 - start0, 1).to(tl.float32)
             pooled = pooled / count
 
-        # Where it goes: the row of the sample in its owner's output. The batch bounds are read again each time: registers
-        # are for rows in flight.
-        starts = tl.load(batch_starts + safe_rank)
-        ends = tl.where(is_rank, tl.load(batch_starts + safe_rank + 1), 0)
-        here = (sample0 >= starts) & (sample0 < ends)
-        owner_address = tl.sum(tl.where(here, out_of, 0), 0)
-        owner_start = tl.sum(tl.where(here, starts, 0), 0)
-        is_local = tl.sum(tl.where(here & (ranks == RANK), 1, 0), 0) != 0
-        out_row = owner_address.to(tl.pointer_type(DTYPE)) + (sample0 - owner_start) * OUT_STRIDE
-        out_row = tl.multiple_of(out_row, ALIGN * ITEM_BYTES)
+        target = out_row + column
         if STAGED:
-            unit_entry = units + (unit0 % units_per_sample) * _UNIT_FIELDS
-            unit_column = tl.multiple_of(tl.load(unit_entry + 2), ALIGN)
+            # The columns of a slice are adjacent, so its vectors are staged one behind the other. Local slices need no
+            # copy: they are pooled in place.
             stage = staging + program * STAGE_WIDTH
-            # Local slices need no copy: they are pooled in place.
-            target = tl.where(is_local, (out_row + unit_column).to(tl.int64), stage.to(tl.int64)).to(tl.pointer_type(DTYPE))
-            target = tl.multiple_of(target, ALIGN * ITEM_BYTES) + (column - unit_column)
-        else:
-            target = out_row + column
+            place = tl.where(is_local, target.to(tl.int64), (stage + staged).to(tl.int64))
+            target = tl.multiple_of(place.to(tl.pointer_type(DTYPE)), ALIGN * ITEM_BYTES)
+            staged += width.to(tl.int32)
         if UNIFORM:
             tl.store(target + cols, pooled.to(DTYPE))
         else:
             tl.store(target + cols, pooled.to(DTYPE), mask=cols < width)
 
         if STAGED:
-            if (slot0 + 1 >= stop0) & (is_local == 0):
-                unit_width = tl.multiple_of(tl.load(unit_entry + 3), ALIGN)
-                tl.debug_barrier()
-                block = tl.arange(0, 512)
-                c = unit_width * 0
-                while c < unit_width:
-                    inside = c + block < unit_width
-                    tl.store(out_row + unit_column + c + block, tl.load(stage + c + block, mask=inside), mask=inside)
-                    c += 512
-                # The next slice may not overwrite the staging area before every lane has read it.
-                tl.debug_barrier()
-                owner_batch = tl.sum(tl.where(here, ends - starts, 0), 0)
-                flag = (sample0 - owner_start) * units_per_sample + unit0 % units_per_sample + owner_batch * flags_before
-                flag_address = tl.sum(tl.where(here, flags_of, 0), 0) + flag * 8
-                _store_release(_words(flag_address), epoch, PTX)
-                if COUNT:
+            if slot0 + 1 >= stop0:
+                if is_local == 0:
+                    # The flag of the slice before this one: its copy has had the time of a whole slice to arrive, so the
+                    # release does not wait for it.
+                    if owed_flag != 0:
+                        _store_release(_words(owed_flag), tl.load(state + _EPOCH, volatile=True) + 1, PTX)
+                        flags_raised += 1
+                    tl.debug_barrier()
+                    slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * ITEM_BYTES)
+                    block = tl.arange(0, 512)
+                    c = staged * 0
+                    while c < staged:
+                        inside = c + block < staged
+                        tl.store(slice_row + c + block, tl.load(stage + c + block, mask=inside), mask=inside)
+                        c += 512
+                    # The next slice may not overwrite the staging area before every lane has read it.
+                    tl.debug_barrier()
+                    owner_batch = tl.load(batch_starts + owner + 1) - owner_start
+                    flag = (sample0 - owner_start) * units_per_sample + unit0 % units_per_sample + owner_batch * flags_before
+                    owed_flag = tl.load(flag_addresses + owner) + flag * 8
                     copies += 1
-                    flags_raised += 1
+                staged = staged * 0
         if TIMELINE:
             if slot0 + 1 >= stop0:
                 now = _now_ns(PTX)
@@ -418,8 +449,27 @@ def embedding_all_to_all_kernel(
         stop1 = stop2
         start1 = start2
         end1 = end2
+    if unit0 < 0:
+        # Never true. Triton 3.6 miscounts a loop's results when the last one, here `ids`, is not used after the loop, and
+        # fails to compile ("PassManager::run failed").
+        tl.store(state + _COPIES, tl.sum(ids.to(tl.int64), 0))
+    if STAGED:
+        if owed_flag != 0:
+            _store_release(_words(owed_flag), tl.load(state + _EPOCH, volatile=True) + 1, PTX)
+            flags_raised += 1
 
-    # 3. Wait for what the peers send, and leave.
+    # 3. Account for bad input, wait for what the peers send, and leave. What part 1 knew is read anew: in registers it
+    # would have cost part 2 rows in flight.
+    epoch = tl.load(state + _EPOCH, volatile=True) + 1
+    mine = tl.load(signal_addresses + RANK, volatile=True)
+    if CHECK:
+        bad_here = tl.sum(bad, 0)
+        if bad_here > 0:
+            tl.atomic_add(state + _BAD_INDICES, bad_here.to(tl.int64), sem="relaxed")
+            first_bad = tl.min(tl.where(bad > 0, bad_at.to(tl.int64), _NO_POSITION), 0)
+            tl.atomic_min(state + _BAD_POSITION, first_bad, sem="relaxed")
+    if cut > 0:
+        tl.atomic_add(state + _BAD_OFFSETS, cut.to(tl.int64), sem="relaxed")
     if COUNT:
         tl.atomic_add(state + _COPIES, copies, sem="relaxed")
         tl.atomic_add(state + _FLAGS, flags_raised, sem="relaxed")
@@ -432,7 +482,8 @@ def embedding_all_to_all_kernel(
         my_flags = _words(tl.load(flag_addresses + RANK))
         thirty_two = tl.arange(0, 32)
         first = program.to(tl.int64) * 32
-        while (first < total) & (failed == 0):
+        any_failed = tl.load(state + _FAILED, volatile=True)
+        while (first < total) & (any_failed == 0):
             i = first + thirty_two
             outside = (i >= total) | ((i >= own) & (i < own_end))
             pointer = tl.where(outside, (state + _EPOCH).to(tl.int64), (my_flags + i).to(tl.int64))
@@ -443,17 +494,16 @@ def embedding_all_to_all_kernel(
             lowest_flag = tl.min(arrived_flags, 0)
             if (lowest_flag < epoch) | (tl.max(arrived_flags, 0) >= _POISON):
                 _report(record, _WAIT_FLAG, epoch, first + tl.argmin(arrived_flags, 0), epoch, lowest_flag)
-                failed += 1
+                tl.atomic_add(state + _FAILED, 1, sem="relaxed")
+                any_failed += 1
             first += programs * 32
 
     tl.debug_barrier()
-    if failed != 0:
-        tl.atomic_add(state + _FAILED, 1, sem="relaxed", scope="gpu")
     arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="sys")
     if arrived == programs - 1:
-        any_failed = tl.atomic_add(state + _FAILED, 0, sem="relaxed", scope="gpu")
         if EXIT and WORLD > 1 and not STAGED:
-            if any_failed == 0:
+            if tl.load(state + _FAILED, volatile=True) == 0:
+                theirs = tl.load(signal_addresses + safe_rank, volatile=True)
                 done_at = tl.where(peer, theirs + 16 * WORLD + 8 * RANK, mine + 16 * WORLD + 8 * RANK)
                 _store_release(_words(done_at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
                 if WAIT:

@@ -1,4 +1,4 @@
-"""Launching the Triton kernel of embedding_all_to_all: its tables on the device, its shape, its grid.
+"""Launching the Triton kernel of embedding_all_to_all: its tables on the device, its variants, its grid.
 
 Knows no groups: the caller says where every rank's output, signals and flags are mapped. That is also how one process
 can play all ranks in turn, under Triton's interpreter.
@@ -7,7 +7,7 @@ can play all ranks in turn, under Triton's interpreter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,11 +21,12 @@ from weft.sparse.check import CheckedInput
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MAX_BLOCK_D = 256
-_MAX_ROWS = 16  # rows in flight per program; measured: 8, 16 and 32 differ by 1%, 32 costs registers
-_TILE = 2048  # elements in flight per program at most
+_MAX_ROWS = 16  # rows in flight per program
+_TILE = 1024  # elements in flight per program; measured on H200: 2048 costs registers, hence programs, and is slower
 _UNIT_BYTES = 16384  # what a program grabs at once: enough to hide the grab, little enough to leave no tail
 _MAX_UNIT_SLOTS = 32
 _CACHED_BATCHES = 64
+_INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,34 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """What the compiler made of one variant."""
+    """What the compiler made of one variant, and how many programs of it are resident at once."""
 
     registers: int
     spills: int
     programs_per_sm: int
     grid: int
+
+
+class _VariantKey(NamedTuple):
+    """What a compiled kernel depends on beyond the plan."""
+
+    values: torch.dtype
+    offsets: torch.dtype
+    wide: bool
+    weighted: bool
+    wait: bool
+    count: bool
+    timeline: bool
+    enter: bool
+    leave: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    compiled: Any  # None under the interpreter
+    constants: tuple[Any, ...]
+    occupancy: Occupancy
+    staging: torch.Tensor
 
 
 class EmbeddingKernel:
@@ -58,29 +81,24 @@ class EmbeddingKernel:
         self._slots = sharding.local_slots(rank)
         local = {table: number for number, table in enumerate(sharding.local_tables(rank))}
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
+        self._staged = plan.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
         dims = [slot.dim for slot in self._slots] or [1]
+        self._mean_dim = sum(dims) / len(dims)
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
         self._rows = max(1, min(_MAX_ROWS, _TILE // self._block_d))
-        # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
-        steps = [*dims, *(slot.column for slot in self._slots), sharding.total_dim, 16 // self._item_bytes]
-        self._align = min(step & -step for step in steps if step)
-        self._pieces_of_slot = [-(-slot.dim // self._block_d) for slot in self._slots]
-        self._uniform = all(slot.dim == self._block_d for slot in self._slots)
-        self._any_mean = any(sharding.tables[slot.table].pooling == "mean" for slot in self._slots)
-        self._slices_before = sum(plan.slices_per_sample[:rank])
-        self._slices_in_all = sum(plan.slices_per_sample)
         self._interpreted = env.triton_interpreted()
         self._on_nvidia = device.type == "cuda" and torch.version.hip is None and not self._interpreted
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        self._slices_before = sum(plan.slices_per_sample[:rank])
+        self._slices_in_all = sum(plan.slices_per_sample)
         self.state = torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device)
         self.state[device_code.BAD_POSITION] = device_code.NO_POSITION
         self.record = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
-        self._batch_starts: dict[tuple[int, ...], torch.Tensor] = {}
-        self._occupancy: dict[Any, Occupancy] = {}
-        self._staging = torch.empty(0, dtype=sharding.dtype, device=device)
+        self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._variants: dict[_VariantKey, _Variant] = {}
 
     # --- tables on the device, made once per set of tables, features or batch sizes ---
 
@@ -88,7 +106,7 @@ class EmbeddingKernel:
         return torch.tensor(rows or [[0] * fields], dtype=torch.int64, device=self.device)
 
     def _slot_table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> torch.Tensor:
-        key = (tuple(weight.data_ptr() for weight in weights), key_of_slot)
+        key = (tuple([weight.data_ptr() for weight in weights]), key_of_slot)
         table = self._slot_tables.get(key)
         if table is not None:
             return table
@@ -98,10 +116,8 @@ class EmbeddingKernel:
             mean = int(self.plan.sharding.tables[slot.table].pooling == "mean")
             for begin in range(0, slot.dim, self._block_d):
                 width = min(self._block_d, slot.dim - begin)
-                address = weight.data_ptr() + begin * self._item_bytes
-                rows.append(
-                    [address, weight.shape[0], slot.dim, key_block, slot.column + begin, width, mean, int(begin == 0)]
-                )
+                place = [weight.data_ptr() + begin * self._item_bytes, weight.shape[0], slot.dim]
+                rows.append([*place, key_block, slot.column + begin, width, mean, int(begin == 0)])
         if len(self._slot_tables) >= 4:
             self._slot_tables.clear()  # tables that move at every call would fill the memory
         self._slot_tables[key] = table = self._device_table(rows, device_code.SLOT_FIELDS)
@@ -115,41 +131,34 @@ class EmbeddingKernel:
         if slots_per_unit == 0:
             units = self.plan.slices(self.rank)
         else:
-            n = len(self._slots)
-            units = tuple(
-                Unit(
-                    i,
-                    min(i + slots_per_unit, n),
-                    self._slots[i].column,
-                    sum(s.dim for s in self._slots[i : i + slots_per_unit]),
-                )
-                for i in range(0, n, slots_per_unit)
-            )
+            n, slots = len(self._slots), self._slots
+            cuts = [(i, min(i + slots_per_unit, n)) for i in range(0, n, slots_per_unit)]
+            units = tuple(Unit(i, end, slots[i].column, sum(s.dim for s in slots[i:end])) for i, end in cuts)
         first_piece = [0]
-        for pieces in self._pieces_of_slot:
-            first_piece.append(first_piece[-1] + pieces)
+        for slot in self._slots:
+            first_piece.append(first_piece[-1] - (-slot.dim // self._block_d))
         rows = [[first_piece[u.first], first_piece[u.end], u.column, u.width] for u in units]
         widest = max((u.width for u in units), default=1)
         self._units[slots_per_unit] = made = (self._device_table(rows, device_code.UNIT_FIELDS), len(rows), widest)
         return made
 
-    def _starts(self, batch_sizes: tuple[int, ...]) -> torch.Tensor:
-        starts = self._batch_starts.get(batch_sizes)
-        if starts is None:
-            if len(self._batch_starts) >= _CACHED_BATCHES:
-                self._batch_starts.clear()
-            sums = [0]
-            for size in batch_sizes:
-                sums.append(sums[-1] + size)
-            self._batch_starts[batch_sizes] = starts = torch.tensor(sums, dtype=torch.int64, device=self.device)
-        return starts
+    def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """First sample of each rank (and the end), int64; rank of each sample, int32."""
+        tables = self._batches.get(batch_sizes)
+        if tables is None:
+            if len(self._batches) >= _CACHED_BATCHES:
+                self._batches.clear()
+            sizes = torch.tensor(batch_sizes)
+            starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+            owners = torch.arange(self.world_size, dtype=torch.int32).repeat_interleave(sizes)
+            self._batches[batch_sizes] = tables = (starts.to(self.device), owners.to(self.device))
+        return tables
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
-        """How many pooled vectors a program grabs at once for `direct`: about _UNIT_BYTES of rows, but enough units for all."""
+        """How many pooled vectors a program grabs at once for `direct`: about _UNIT_BYTES, but enough units for all."""
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
-        row_bytes = self._item_bytes * sum(slot.dim for slot in self._slots) / n
-        bag_bytes = max(1.0, n_values / bags * row_bytes)
+        bag_bytes = max(1.0, n_values / bags * self._mean_dim * self._item_bytes)
         most = min(_MAX_UNIT_SLOTS, n, max(1, bags // (4 * 32 * self._sms)))
         slots = 1
         while slots * 2 <= most and slots * 2 * bag_bytes <= _UNIT_BYTES:
@@ -172,99 +181,124 @@ class EmbeddingKernel:
         launch_per_table: bool = False,
         timeline: torch.Tensor | None = None,
     ) -> None:
-        """Enqueue one call on the current stream. With `timeline` int64 [units, 3] fills a line per unit (see `n_units`)."""
+        """Enqueue one call on the current stream.
+
+        `wait=False` neither waits for peers nor expects them; `count` counts copies and flags into `state`;
+        `launch_per_table` makes one launch per feature instead of one for all; `timeline`, int64 [n_units(...), 3],
+        gets a line per unit.
+        """
         slot_table = self._slot_table(weights, checked.key_of_slot)
-        if not launch_per_table:
-            self._launch_part(slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, None)
-            return
-        n = len(self._slots)
-        for number in range(max(1, n)):
-            part = (number, number == 0, number >= n - 1)
-            self._launch_part(slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, None, part)
+        last = len(self._slots) - 1
+        parts = [(n, n == 0, n == last) for n in range(last + 1)] if launch_per_table and last > 0 else [(None, True, True)]
+        for number, enter, leave in parts:
+            self._launch_part(
+                slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, number, enter, leave
+            )
 
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
         """Units of work of a call with this input: the lines that its timeline has."""
-        staged = self.plan.transport == "put"
-        _, per_sample, _ = self._unit_table(
-            0 if staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
-        )
-        return per_sample * checked.global_batch
+        return self._work(jagged, checked, None)[1] * checked.global_batch
+
+    def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> tuple[torch.Tensor, int]:
+        """The units of a sample, and how many: all slots', or those of one slot."""
+        if slot is not None:
+            units, per_sample, _ = self._unit_table(1)
+            return units[slot:], min(1, per_sample)
+        size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
+        units, per_sample, _ = self._unit_table(size)
+        return units, per_sample
 
     def _launch_part(
         self, slot_table: torch.Tensor, jagged: JaggedInput, checked: CheckedInput, memory: Memory, out_slot: int,
-        deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, part: tuple[int, bool, bool] | None,
+        deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, slot: int | None, enter: bool, leave: bool,
     ) -> None:  # fmt: skip
-        plan, batch = self.plan, checked.global_batch
-        staged = plan.transport == "put"
-        starts = self._starts(checked.batch_sizes)
-        per_unit = 0 if staged else self._slots_per_unit(jagged.values.numel(), batch)
-        if part is not None:
-            per_unit = 1  # one slot per launch: the units of a sample are its slots, of which this launch takes one
-        units, per_sample, widest = self._unit_table(per_unit)
-        if part is not None:
-            units, per_sample = units[part[0] :], min(1, per_sample)
-        n_units = per_sample * batch
+        batch, n_values = checked.global_batch, jagged.values.numel()
+        units, per_sample = self._work(jagged, checked, slot)
+        starts, owners = self._batch_tables(checked.batch_sizes)
         first_sample = 0
-        if plan.order == "remote_first" and batch:
+        if self.plan.order == "remote_first" and batch:
             first_sample = sum(checked.batch_sizes[: (self.rank + 1) % self.world_size]) % batch
-        stage_width = -(-widest // 8) * 8 if staged else 1
-        weighted = jagged.weights is not None
-        meta: dict[str, Any] = {
-            "RANK": self.rank, "WORLD": self.world_size, "WORLD_P2": triton.next_power_of_2(self.world_size),
-            "OUT_STRIDE": plan.sharding.total_dim, "ROWS": self._rows, "BLOCK_D": self._block_d, "UNIFORM": self._uniform,
-            "ALIGN": self._align, "DTYPE": _TRITON_TYPE[plan.sharding.dtype], "ITEM_BYTES": self._item_bytes,
-            "STAGED": staged, "STAGE_WIDTH": stage_width, "WEIGHTED": weighted, "ANY_MEAN": self._any_mean,
-            "HASH": plan.hash, "CHECK": plan.bounds_check != "ignore" and not plan.hash,
-            "ENTER": part is None or part[1], "EXIT": part is None or part[2], "WAIT": wait, "COUNT": count,
-            "TIMELINE": timeline is not None, "PTX": self._on_nvidia, "num_warps": 1,
-        }  # fmt: skip
-        key = (
-            jagged.values.dtype,
-            jagged.offsets.dtype,
-            weighted,
-            wait,
-            count,
-            timeline is not None,
-            meta["ENTER"],
-            meta["EXIT"],
-        )
-
-        def arguments(staging: torch.Tensor) -> tuple[Any, ...]:
-            return (
-                slot_table, units, jagged.values, jagged.offsets, jagged.weights if weighted else self.state, starts,
-                memory.outputs, memory.signals, memory.flags, staging, self.state, self.record,
-                self.state if timeline is None else timeline,
-                batch, n_units, jagged.values.numel(), first_sample, out_slot, memory.output_bytes,
-                self._fingerprint(checked), int(deadline_s * 1e9), max(1, per_sample), self._slices_before, self._slices_in_all,
-            )  # fmt: skip
-
-        occupancy = self._occupancy.get(key)
-        if occupancy is None:
-            self._occupancy[key] = occupancy = self._compile(arguments(self._staging), meta)
-        grid = max(1, min(occupancy.grid, n_units))
-        if staged and self._staging.numel() < grid * stage_width:
-            self._staging = torch.empty(occupancy.grid * stage_width, dtype=plan.sharding.dtype, device=self.device)
-        device_code.embedding_all_to_all_kernel[(grid,)](*arguments(self._staging), **meta)
+        weighted, timed = jagged.weights is not None, timeline is not None
+        wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
+        key = _VariantKey(jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
+        variant = self._variants.get(key) or self._compile(key)
+        arguments = (
+            slot_table, units, jagged.values, jagged.offsets, jagged.weights if weighted else self.state, starts, owners,
+            memory.outputs, memory.signals, memory.flags, variant.staging, self.state, self.record,
+            timeline if timed else self.state, batch, per_sample * batch, n_values, first_sample, out_slot,
+            memory.output_bytes, self._fingerprint(checked), int(deadline_s * 1e9), max(1, per_sample),
+            self._slices_before, self._slices_in_all,
+        )  # fmt: skip
+        grid = (max(1, min(variant.occupancy.grid, per_sample * batch)), 1, 1)
+        if variant.compiled is None:
+            device_code.embedding_all_to_all_kernel[grid](*arguments, *variant.constants)
+            return
+        with torch.cuda.device(self.device):
+            variant.compiled[grid](*arguments, *variant.constants)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
-        """What a call must agree on beyond the plan, never a small number (Triton would give it another type)."""
-        return (hash(checked.batch_sizes) & ((1 << 60) - 1)) | (1 << 61)
+        """What ranks must agree on in a call beyond the plan."""
+        return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
-    def _compile(self, arguments: tuple[Any, ...], meta: dict[str, Any]) -> Occupancy:
-        """Compile and load one variant before anything waits for it; how many programs are resident at once."""
-        if self._interpreted:
-            return Occupancy(0, 0, 1, self._sms)
-        kernel = device_code.embedding_all_to_all_kernel.warmup(*arguments, grid=(1,), **meta)
-        kernel._init_handles()
-        registers, spills = int(kernel.n_regs), int(kernel.n_spills)
-        if not self._on_nvidia:
-            per_sm = 16  # no occupancy rules of other makers here: a safe number
-        else:
+    def _compile(self, key: _VariantKey) -> _Variant:
+        """Compile and load a variant before anything waits for it: a load behind a waiting kernel would deadlock."""
+        sharding = self.plan.sharding
+        dims = [slot.dim for slot in self._slots]
+        # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
+        steps = [*dims, *(slot.column for slot in self._slots), sharding.total_dim, 16 // self._item_bytes]
+        # Row numbers travel between lanes: 32 bits do, but for tables beyond 2^31 rows.
+        most_rows = max((table.num_embeddings for table in sharding.tables), default=1)
+        stage_width = -(-self._unit_table(0)[2] // 8) * 8 if self._staged else 1
+        constants: dict[str, Any] = {
+            "RANK": self.rank,
+            "WORLD": self.world_size,
+            "WORLD_P2": triton.next_power_of_2(self.world_size),
+            "OUT_STRIDE": sharding.total_dim,
+            "ROWS": self._rows,
+            "BLOCK_D": self._block_d,
+            "UNIFORM": all(dim == self._block_d for dim in dims),
+            "ALIGN": min(step & -step for step in steps if step),
+            "DTYPE": _TRITON_TYPE[sharding.dtype],
+            "ITEM_BYTES": self._item_bytes,
+            "ROW": tl.int32 if most_rows < 1 << 31 else tl.int64,
+            "POSITION": tl.int64 if key.wide else tl.int32,
+            "STAGED": self._staged,
+            "STAGE_WIDTH": stage_width,
+            "WEIGHTED": key.weighted,
+            "ANY_MEAN": any(sharding.tables[slot.table].pooling == "mean" for slot in self._slots),
+            "HASH": self.plan.hash,
+            "CHECK": self.plan.bounds_check != "ignore" and not self.plan.hash,
+            "ENTER": key.enter,
+            "EXIT": key.leave,
+            "WAIT": key.wait,
+            "COUNT": key.count,
+            "TIMELINE": key.timeline,
+            "PTX": self._on_nvidia,
+        }
+        compiled, occupancy = None, Occupancy(0, 0, 1, self._sms)
+        if not self._interpreted:
+            compiled = self._compile_for_device(key, constants)
+            registers, spills = int(compiled.n_regs), int(compiled.n_spills)
             # One warp each: registers come in blocks of 256 per warp, an SM holds 65536 of them and at most 32 programs.
-            per_sm = min(32, 65536 // (-(-registers * 32 // 256) * 256))
-        return Occupancy(registers, spills, per_sm, per_sm * self._sms)
+            # Other makers' rules are not known here: 16 is a safe number.
+            per_sm = min(32, 65536 // (-(-registers * 32 // 256) * 256)) if self._on_nvidia else 16
+            occupancy = Occupancy(registers, spills, per_sm, per_sm * self._sms)
+        staging = torch.empty(occupancy.grid * stage_width, dtype=sharding.dtype, device=self.device)
+        self._variants[key] = variant = _Variant(compiled, tuple(constants.values()), occupancy, staging)
+        return variant
+
+    def _compile_for_device(self, key: _VariantKey, constants: dict[str, Any]) -> Any:
+        kernel = device_code.embedding_all_to_all_kernel
+        pointers = [torch.int64] * 14
+        pointers[2:5] = [key.values, key.offsets, torch.float32 if key.weighted else torch.int64]
+        pointers[6], pointers[10] = torch.int32, self.plan.sharding.dtype
+        numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
+        with torch.cuda.device(self.device):
+            compiled = kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **constants)
+            compiled._init_handles()
+        return compiled
 
     @property
     def occupancy(self) -> list[Occupancy]:
         """One entry per compiled variant."""
-        return list(self._occupancy.values())
+        return [variant.occupancy for variant in self._variants.values()]
