@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.hw import Quantity, known_machines, load_machine
+from weft.hw import Quantity, available_memory_bytes, known_machines, load_machine
 
 
 @pytest.mark.parametrize("name", known_machines())
@@ -53,3 +53,16 @@ def test_a_number_without_unit_or_source_is_refused(tmp_path, line: str, message
     path.write_text(f'name = "odd"\n[memory]\n{line}\n')
     with pytest.raises(ValueError, match=message):
         load_machine(path)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max", 4096_000), ("3000000", 2_000_000), ("99999999999", 4096_000)])
+def test_available_memory_heeds_the_containers_limit(tmp_path, limit: str, expected: int) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert available_memory_bytes(tmp_path / "meminfo", tmp_path) == expected
+
+
+def test_available_memory_of_this_machine_is_plausible(tmp_path) -> None:
+    assert 0 < available_memory_bytes() < 1 << 50
+    assert 0 < available_memory_bytes(tmp_path / "nothing", tmp_path / "nothing") < 1 << 50

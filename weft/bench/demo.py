@@ -35,7 +35,9 @@ class Shown:
 
 def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`."""
-    options = BenchOptions(preset="dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale)
+    options = BenchOptions(
+        preset="dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
+    )
     timelines, title, speedup, error = run_ranks(ranks, _rank, options)[0]
     directory.mkdir(parents=True, exist_ok=True)
     picture, trace = directory / "overlap.png", directory / "trace.json"

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.presets import EmbeddingPreset, Scale, find_presets, fitting_scale
 from weft.bench.results import POOL, Measured, print_means, print_measured, to_records
 from weft.bench.workload import Traffic, Workload
+from weft.hw import available_memory_bytes
 from weft.launch import run_ranks
 from weft.symm import domain
 
@@ -150,19 +150,11 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
             preset, ranks.world_size, dtype, table_bytes=share * free, rows_bytes=rows_bytes, output_bytes=0.05 * free
         )
     free = -ranks.most(-available_memory_bytes()) / (16 if options.quick else 1)
-    rows_bytes = (64 << 20 if options.quick else 512 << 20) * torch.get_num_threads()
+    rows_bytes = (min(64, options.read_mib) if options.quick else options.read_mib) * 2**20 * torch.get_num_threads()
     share = free / ranks.world_size
     return fitting_scale(
         preset, ranks.world_size, dtype, table_bytes=share / 3, rows_bytes=rows_bytes, output_bytes=0.05 * share
     )
-
-
-def available_memory_bytes() -> float:
-    """What this machine could still hand out, in bytes (Linux's MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024.0 * int(line.split()[1])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
 
 
 def check(arms: dict[str, Arm], work: Workload) -> dict[str, float]:

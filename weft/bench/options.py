@@ -20,7 +20,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class BenchOptions:
     """What to run. `preset=None`: all. `scale=None`: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second
-    or so per variant). `quick`: small inputs and few repetitions, to try things out."""
+    or so per variant: a call may read `read_mib` MiB of rows with each thread). `quick`: small inputs and few
+    repetitions, to try things out."""
 
     preset: str | None = None
     ranks: int = 2
@@ -31,6 +32,7 @@ class BenchOptions:
     dtype: str = "fp32"
     json: Path | None = None
     quick: bool = False
+    read_mib: int = 512
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

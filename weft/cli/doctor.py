@@ -13,10 +13,10 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import weft
+from weft.hw import available_memory_bytes
 
 State = Literal["ok", "missing", "broken"]
 _ENOUGH_SHARED_BYTES = 256 << 20
@@ -159,7 +159,7 @@ def _cpu() -> Finding:
 def _shared_memory() -> Finding:
     if not hasattr(os, "memfd_create"):
         return Finding("shared memory", "broken", "no memfd on this system", "run on Linux")
-    limit = min(_cgroup_limit(), _available())
+    limit = available_memory_bytes()
     file = os.memfd_create("weft-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(file, 0, 1 << 20)
@@ -245,20 +245,3 @@ def _import(name: str) -> Any:
     import importlib
 
     return importlib.import_module(name)
-
-
-def _available() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024.0 * int(line.split()[1])
-    return float("inf")
-
-
-def _cgroup_limit() -> float:
-    """Bytes that this container may still take; infinite without a limit."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return float("inf") if limit == "max" else float(limit) - float(used)
-    except (OSError, ValueError):
-        return float("inf")
