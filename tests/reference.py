@@ -162,14 +162,18 @@ def reference(p: Problem) -> torch.Tensor:
     return _pooled(p, [weight.double() for weight in p.weights])
 
 
-def assert_close(output: torch.Tensor, p: Problem, rows: slice = slice(None)) -> None:
-    """Every element within the bound at the top of this file; `output` holds `rows` of the global batch."""
+def assert_close(output: torch.Tensor, p: Problem, rows: slice = slice(None), *, to_nearest: bool = True) -> None:
+    """Every element within the bound at the top of this file; `output` holds `rows` of the global batch.
+
+    `to_nearest=False`: the last rounding, to the tables' dtype, may cut off instead, and be off twice as much.
+    """
     wanted = reference(p)[rows]
     magnitude = _pooled(p, [weight.double() for weight in p.weights], magnitudes=True)[rows]
     lengths = torch.stack([p.bags[s.feature].lengths for s in p.sharding.slots], dim=1)[rows]
     lengths = lengths.repeat_interleave(torch.tensor([slot.dim for slot in p.sharding.slots]), dim=1)
     limits = torch.finfo(p.sharding.dtype)
-    bound = (lengths + 2) * 2.0**-24 * magnitude + limits.eps / 2 * wanted.abs() + limits.smallest_normal * limits.eps
+    last = limits.eps / 2 if to_nearest else limits.eps
+    bound = (lengths + 2) * 2.0**-24 * magnitude + last * wanted.abs() + limits.smallest_normal * limits.eps
     error = (output.double() - wanted).abs()
     assert output.dtype == p.sharding.dtype
     assert output.shape == wanted.shape

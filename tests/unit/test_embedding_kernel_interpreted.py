@@ -1,0 +1,307 @@
+"""The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
+
+Peers are buffers of this process, so what a rank would wait for is there before it runs: every rank's "ready" is set
+beforehand, and in the cases that wait also "done" and the flags. The interpreter has to be chosen before Triton is
+imported; therefore this file runs itself, once, in a process with TRITON_INTERPRET=1 that plays all `CASES` and prints
+what went wrong in each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from reference import Problem, assert_close, problem, tables_of
+
+from weft.runtime.embedding_plan import EmbeddingPlan
+from weft.sparse import EmbeddingBagConfig, JaggedInput
+from weft.sparse.check import CheckedInput, check_jagged
+
+
+@dataclass(frozen=True)
+class Case:
+    p: Problem
+    options: dict[str, Any] = field(default_factory=dict)  # of the plan
+    wait: bool = False
+    launch_per_table: bool = False
+    calls: int = 1
+    bad: dict[int, int] = field(default_factory=dict)  # rank 0's values: position to value
+    timed: bool = False
+
+
+SHARED = (
+    EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
+    EmbeddingBagConfig(9, 16, "pairs", ("i", "u"), "mean"),
+)
+PUT = {"transport": "put", "slice_size": 2}
+CASES: dict[str, Case] = {
+    "one rank": Case(problem(1, (8, 4), 5), {"order": "natural"}),
+    "one rank puts": Case(problem(1, (8, 4), 5), PUT),
+    "two ranks": Case(problem(2, (8, 8, 8), 6)),
+    "two ranks, natural order": Case(problem(2, (8, 8, 8), 6), {"order": "natural"}),
+    "three ranks, any width, mean, weighted": Case(problem(3, (8, 3, 16, 1, 70), 7, weighted=True)),
+    "three ranks put, any width, mean, weighted": Case(problem(3, (8, 3, 16, 1, 70, 5), 7, weighted=True), PUT),
+    "put in natural order": Case(problem(2, (8, 8, 8), 6), PUT | {"order": "natural"}),
+    "put with long slices": Case(Problem(tables_of((8, 12, 300, 1)), (0, 0, 0, 1), (2, 3)), {"transport": "put"}),
+    "long bags": Case(problem(2, (64, 256), 4, longest=90)),
+    "wider than a block": Case(problem(2, (300, 513), 4)),
+    "wider than a block, put": Case(problem(2, (300, 513), 4, dtype=torch.float16), PUT),
+    "fp16": Case(problem(3, (8, 12, 16), 7, dtype=torch.float16)),
+    "bf16 put": Case(problem(3, (8, 12, 16), 7, dtype=torch.bfloat16), PUT),
+    "int32 ids": Case(problem(2, (8, 4), 5, index_dtype=torch.int32)),
+    "int32 offsets": Case(problem(2, (8, 4), 5, offset_dtype=torch.int32)),
+    "hashed": Case(problem(2, (8, 4), 5, hash=True), {"hash": True}),
+    "hashed int32": Case(problem(2, (8, 4), 5, hash=True, index_dtype=torch.int32), {"hash": True}),
+    "features on tables and tables on features": Case(Problem(SHARED, (1, 0), (2, 3), weighted=True), PUT),
+    "a launch per table": Case(problem(2, (8, 3, 16, 1, 5), 6), launch_per_table=True),
+    "a launch per table, wider than a block": Case(problem(2, (8, 300, 16, 5), 6), launch_per_table=True),
+    "uneven batches": Case(Problem(tables_of((8, 3, 16)), (2, 0, 1), (4, 0, 3))),
+    "uneven batches, put": Case(Problem(tables_of((8, 3, 16)), (2, 0, 1), (4, 0, 3)), PUT),
+    "a rank without tables": Case(Problem(tables_of((8, 3)), (2, 2), (2, 1, 3))),
+    "a rank without tables, put": Case(Problem(tables_of((8, 3)), (2, 2), (2, 1, 3)), PUT),
+    "an empty batch": Case(problem(2, (8, 4), 0)),
+    "an empty batch, put": Case(problem(2, (8, 4), 0), PUT),
+    "empty bags": Case(problem(2, (8, 4), 5, longest=0)),
+    "several calls": Case(problem(3, (8, 3, 16), 7), calls=3),
+    "several calls, put": Case(problem(3, (8, 3, 16), 7), PUT, calls=3),
+    "waits that are over": Case(problem(3, (8, 3, 16), 7), wait=True, calls=2),
+    "waits that are over, put": Case(problem(3, (8, 3, 16), 7), PUT, wait=True, calls=2),
+    "waits that are over, a launch per table": Case(problem(2, (8, 3, 16), 5), wait=True, launch_per_table=True, calls=2),
+    "bad ids": Case(problem(2, (8, 4), 5, weighted=True), bad={1: -1, 3: 30, 4: 2**40}),
+    "bad ids, wider than a block, put": Case(problem(2, (300, 4), 5, weighted=True), PUT, bad={0: 31, 5: -(2**40)}),
+    "trusted ids": Case(problem(2, (8, 4), 5), {"bounds_check": "ignore"}),
+    "timed": Case(problem(3, (8, 3, 16, 4), 7), timed=True),
+    "timed, put": Case(problem(3, (8, 3, 16, 4), 7, dtype=torch.float16), PUT, timed=True),
+}  # fmt: skip
+
+
+class Ranks:
+    """All ranks of a case in this process: their kernels, and the memory that they map."""
+
+    def __init__(self, case: Case) -> None:
+        from weft.kernels import embedding_all_to_all as device_code
+        from weft.runtime.embedding_kernel import EmbeddingKernel, Memory
+
+        self.device_code, self.case, self.p = device_code, case, case.p
+        self.world = case.p.sharding.world_size
+        self.plan = EmbeddingPlan(case.p.sharding, **case.options)
+        self.kernels = [EmbeddingKernel(self.plan, rank, torch.device("cpu")) for rank in range(self.world)]
+        self.inputs = [self.input(rank) for rank in range(self.world)]
+        self.slot_elements = max(1, max(case.p.batch_sizes) * case.p.sharding.total_dim) + 3
+        self.outputs = torch.full((self.world, 2, self.slot_elements), torch.nan, dtype=case.p.sharding.dtype)
+        self.signals = torch.zeros(self.world, 3 * self.world, dtype=torch.int64)
+        n_flags = max(1, max(case.p.batch_sizes) * sum(self.plan.slices_per_sample))
+        self.flags = torch.zeros(self.world, n_flags, dtype=torch.int64)
+        self.memory = Memory(
+            *(
+                torch.tensor([t[r].data_ptr() for r in range(self.world)])
+                for t in (self.outputs, self.signals, self.flags)
+            ),
+            self.slot_elements * case.p.sharding.dtype.itemsize,
+        )
+
+    def input(self, rank: int) -> tuple[JaggedInput, CheckedInput]:
+        values, offsets, *weights = self.p.tupled(rank)
+        if rank == 0:
+            for at, value in self.case.bad.items():
+                values[at] = value
+        jagged = JaggedInput(None, values, offsets, weights[0] if weights else None)
+        weights_of_rank = self.p.local_weights(rank)
+        return jagged, check_jagged(jagged, self.p.sharding, rank, self.p.batch_sizes, weights_of_rank)
+
+    def slot(self, rank: int, epoch: int) -> int:
+        """The output buffer that `rank` offers in a call: not the same on all ranks."""
+        return (rank + epoch) % 2
+
+    def announce(self, epoch: int) -> None:
+        """What ranks that have not run yet would have said: that they are ready, and if others wait, that they are done."""
+        for reader in range(self.world):
+            for rank in range(self.world):
+                fingerprint = self.kernels[rank]._fingerprint(self.inputs[rank][1])
+                ready = (epoch << self.device_code.SLOT_BITS) + self.slot(rank, epoch)
+                self.signals[reader, 2 * rank : 2 * rank + 2] = torch.tensor([fingerprint, ready])
+                if self.case.wait:
+                    self.signals[reader, 2 * self.world + rank] = epoch
+        if self.case.wait:
+            self.flags.fill_(epoch)
+
+    def run(self, rank: int, epoch: int, timeline: torch.Tensor | None = None) -> None:
+        jagged, checked = self.inputs[rank]
+        self.kernels[rank].launch(
+            self.p.local_weights(rank), jagged, checked, self.memory, self.slot(rank, epoch), 60.0, wait=self.case.wait,
+            count=True, launch_per_table=self.case.launch_per_table, timeline=timeline,
+        )  # fmt: skip
+
+    def output(self, rank: int, epoch: int) -> torch.Tensor:
+        """[batch_sizes[rank], total_dim]; nothing else of the buffer may have been written."""
+        flat = self.outputs[rank, self.slot(rank, epoch)]
+        used = self.p.batch_sizes[rank] * self.p.sharding.total_dim
+        assert flat[used:].isnan().all(), f"rank {rank}: written beyond the output"
+        return flat[:used].view(-1, self.p.sharding.total_dim)
+
+    def words(self, rank: int, *names: str) -> list[int]:
+        """Words of a rank's state, or of its record where the name starts with R_."""
+        kernel = self.kernels[rank]
+        where = [(kernel.record if name.startswith("R_") else kernel.state, name) for name in names]
+        return [int(tensor[getattr(self.device_code, name)]) for tensor, name in where]
+
+
+def play(case: Case) -> None:
+    """All calls of a case, and what must hold after each."""
+    ranks = Ranks(case)
+    wanted = without_bad(case)
+    to_nearest = case.p.sharding.dtype != torch.bfloat16  # the interpreter cuts bits off, GPUs round
+    for epoch in range(1, case.calls + 1):
+        ranks.outputs.fill_(torch.nan)
+        ranks.announce(epoch)
+        for rank in range(ranks.world):
+            timeline = (
+                torch.full((max(1, ranks.kernels[rank].n_units(*ranks.inputs[rank])), 3), -1) if case.timed else None
+            )
+            ranks.run(rank, epoch, timeline)
+            assert ranks.words(rank, "EPOCH", "GRABBED", "ARRIVED", "FAILED") == [epoch, 0, 0, 0]
+            assert ranks.words(rank, "R_STATUS") == [0]
+            if timeline is not None:
+                check_timeline(ranks, rank, timeline)
+        for rank in range(ranks.world):
+            assert_close(ranks.output(rank, epoch), wanted, wanted.rows_of(rank), to_nearest=to_nearest)
+            assert ranks.outputs[rank, 1 - ranks.slot(rank, epoch)].isnan().all(), "the other buffer was written"
+            check_signals(ranks, rank, epoch)
+        check_counts(ranks, epoch)
+    check_bad(ranks)
+
+
+def without_bad(case: Case) -> Problem:
+    """The same problem with ids that weigh nothing where the case has bad ones: zero rows, in other words."""
+    wanted = Problem(**{name: getattr(case.p, name) for name in Problem.__dataclass_fields__})
+    first = wanted.sharding.local_slots(0)[0].feature if case.bad else ""
+    for at in case.bad:
+        wanted.bags[first].weights[at] = 0
+    return wanted
+
+
+def check_signals(ranks: Ranks, rank: int, epoch: int) -> None:
+    """Every peer has heard "ready" with the right buffer from this rank, and with `direct` "done"."""
+    for reader in range(ranks.world):
+        if reader != rank:
+            word = int(ranks.signals[reader, 2 * rank + 1])
+            assert word == (epoch << ranks.device_code.SLOT_BITS) + ranks.slot(rank, epoch)
+            if ranks.plan.transport == "direct":
+                assert int(ranks.signals[reader, 2 * ranks.world + rank]) == epoch
+
+
+def check_counts(ranks: Ranks, epoch: int) -> None:
+    """`put`: a copy and a flag per slice and remote sample, in the place where their reader looks; otherwise none."""
+    per_sample, sizes = ranks.plan.slices_per_sample, ranks.p.batch_sizes
+    put = ranks.plan.transport == "put"
+    for rank in range(ranks.world):
+        sent = (sum(sizes) - sizes[rank]) * per_sample[rank] if put else 0
+        assert ranks.words(rank, "COPIES", "FLAGS") == [epoch * sent, epoch * sent], f"rank {rank}"
+        if put and not ranks.case.wait:
+            blocks = ranks.flags[rank, : sizes[rank] * sum(per_sample)].split([sizes[rank] * n for n in per_sample])
+            for source, block in enumerate(blocks):
+                assert (block == (0 if source == rank else epoch)).all(), (
+                    f"flags of rank {source} at rank {rank}: {block}"
+                )
+
+
+def check_timeline(ranks: Ranks, rank: int, timeline: torch.Tensor) -> None:
+    """A line for every unit, and all bytes that leave; there is no clock here, so times are 0."""
+    width = sum(slot.dim for slot in ranks.p.sharding.local_slots(rank))
+    remote = sum(ranks.p.batch_sizes) - ranks.p.batch_sizes[rank]
+    assert (timeline[:, :2] == 0).all()
+    assert (timeline[:, 2] >= 0).all()
+    assert int(timeline[:, 2].sum()) == remote * width * ranks.p.sharding.dtype.itemsize
+
+
+def check_bad(ranks: Ranks) -> None:
+    bad = ranks.case.bad
+    for rank in range(ranks.world):
+        count, position, offsets = ranks.words(rank, "R_BAD_INDICES", "R_BAD_POSITION", "R_BAD_OFFSETS")
+        assert offsets == 0
+        assert count == (len(bad) if rank == 0 else 0)
+        if count:
+            assert position == min(bad)
+
+
+def play_a_disagreement() -> None:
+    """A peer that calls with other batch sizes: this rank says so in its record and stores nothing."""
+    ranks = Ranks(Case(problem(2, (8, 4), 6), wait=True))
+    ranks.announce(1)
+    ranks.signals[0, 2] += 1
+    ranks.run(0, 1)
+    assert ranks.words(0, "R_STATUS", "R_EPOCH", "R_PEER") == [ranks.device_code.DISAGREE, 1, 1]
+    assert ranks.outputs.isnan().all()
+
+
+def play_poison() -> None:
+    """POISON instead of a peer's "ready", "done" or flag ends the wait and is recorded."""
+    for where in ("ready", "done", "flag"):
+        ranks = Ranks(Case(problem(2, (8, 4), 6), PUT if where == "flag" else {}, wait=True))
+        ranks.announce(1)
+        poison = ranks.device_code.POISON
+        if where == "flag":
+            ranks.flags[0].fill_(poison)
+        else:
+            ranks.signals[0, 3 if where == "ready" else 5] = poison
+        ranks.run(0, 1)
+        assert ranks.words(0, "R_STATUS") == [getattr(ranks.device_code, f"WAIT_{where.upper()}")], where
+        assert ranks.outputs.isnan().all() == (where == "ready"), where
+
+
+def play_garbage_offsets() -> None:
+    """Offsets that descend or leave the values are cut to fit, counted, and read nothing outside."""
+    ranks = Ranks(Case(problem(1, (8, 4), 5)))
+    offsets = ranks.inputs[0][0].offsets
+    offsets[2], offsets[5], offsets[-1] = -(2**40), 2**40, 2**62
+    ranks.announce(1)
+    ranks.run(0, 1)
+    assert ranks.words(0, "R_BAD_OFFSETS")[0] > 0
+    assert not ranks.output(0, 1).isnan().any()
+
+
+OTHERS = {
+    "a disagreement": play_a_disagreement,
+    "poison": play_poison,
+    "garbage offsets": play_garbage_offsets,
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, str]:
+    """What went wrong in each case, "" where nothing did."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
+def test_interpreted(played: dict[str, str], name: str) -> None:
+    assert not played[name], played[name]
+
+
+def main() -> None:
+    said = {}
+    for name, run in [*((name, lambda case=case: play(case)) for name, case in CASES.items()), *OTHERS.items()]:
+        try:
+            run()
+            said[name] = ""
+        except Exception:
+            said[name] = traceback.format_exc()
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
