@@ -18,6 +18,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,7 +27,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from multiprocessing import connection, forkserver, process
+from multiprocessing import connection, process
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,7 @@ class Pool:
         if self._workers:
             return
         context = mp.get_context("forkserver")
-        if not forkserver._forkserver._forkserver_pid:  # type: ignore[attr-defined]
-            context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(PRELOADED)  # without effect if the program has started a fork server before
         self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         # Runs at close, when the pool is collected, and at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, _kill, self._workers, self._directory)
@@ -256,7 +256,7 @@ def _work(
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     parent = mp.parent_process()
     assert parent is not None
-    threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent.sentinel, directory), daemon=True).start()
     os.environ.clear()  # the fork server's environment is that of its start, maybe long ago
     os.environ.update(environment)
     os.environ["LOCAL_RANK"] = str(rank)
@@ -305,7 +305,8 @@ def _portable(error: Exception) -> bytes:
         return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), text))
 
 
-def _exit_with(sentinel: int) -> None:
-    """End this process at once when the one that started it is gone."""
+def _exit_with(sentinel: int, directory: str) -> None:
+    """End this process at once when the one that started it is gone, which then cannot have cleaned up."""
     connection.wait([sentinel])
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

@@ -7,9 +7,11 @@ The functions with a `group` argument run on the ranks.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import barrier, error_of, traces
+from torch.distributed import distributed_c10d
 
 from weft import symm
 from weft.launch import Pool
@@ -313,6 +316,34 @@ def test_nothing_has_a_name_and_nothing_is_left(pool: Pool) -> None:
             assert during[what] == after[what] == [], what
         assert len(after["memfd mappings"]) == len(before["memfd mappings"])
         assert descriptors == 0
+
+
+def knock(group):
+    """Rank 1 pokes at rank 0's listener as a stranger would, before it comes to the set-up itself."""
+    if group.rank() == 1:
+        store = dist.PrefixStore("weft/cpu", distributed_c10d._get_process_group_store(group))
+        while not store.check(["0"]):
+            time.sleep(0.01)
+        entry = json.loads(store.get("0"))
+        impostor = {**entry, "rank": 1, "to": "a guess"}
+        for packet in [
+            b"hello",
+            b"[1]",
+            json.dumps(impostor).encode(),
+            json.dumps({"to": entry["token"]}).encode(),
+            b"",
+        ]:
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect("\0" + entry["name"])
+            if packet:
+                stranger.send(packet)
+            stranger.close()
+    assert symm.domain(group, "cpu").all_gather(group.rank()) == [0, 1]
+
+
+def test_strangers_are_turned_away(pool: Pool) -> None:
+    pool.run(add_from_all, 1, ranks=1)  # so that the next run's group is new, and has no domain yet
+    pool.run(knock, ranks=2)
 
 
 def gather_much(group):

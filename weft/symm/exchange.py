@@ -38,6 +38,7 @@ class Exchange:
             self._region.tensor(rank, (self._region.nbytes,), torch.uint8).numpy().data
             for rank in range(domain.world_size)
         ]
+        self._counters = [self._region.address(rank) for rank in range(domain.world_size)]
         domain._holders.add(self)  # the views keep the memory mapped
 
     def exchange(self, payload: bytes, *, deadline_s: float | None = None, name: str = "exchange") -> list[bytes]:
@@ -50,24 +51,27 @@ class Exchange:
             raise ValueError(
                 f"a payload of {len(payload)} bytes does not fit: this exchange carries up to {self.nbytes}"
             )
-        domain, region = self.domain, self._region
-        mine = region.address(domain.rank)
+        domain = self.domain
         domain.check()
+        if not self._views:
+            raise ValueError("this exchange is closed")
         epoch = self._epoch = self._epoch + 1
         at = self._offsets[epoch % 2]
         start = at + _LENGTH_BYTES
         own = self._views[domain.rank]
         own[at:start] = len(payload).to_bytes(_LENGTH_BYTES, "little")
         own[start : start + len(payload)] = payload
-        _core.signal_set(mine, epoch)
+        _core.signal_set(self._counters[domain.rank], epoch)
         result = []
-        for rank, view in enumerate(self._views):
-            if rank == domain.rank:
-                result.append(payload)
-                continue
-            domain.wait(region.address(rank), epoch, name=name, peer=rank, deadline_s=deadline_s)
-            end = start + int.from_bytes(view[at:start], "little")
-            result.append(bytes(view[start:end]))
+        try:
+            for rank, (view, counter) in enumerate(zip(self._views, self._counters, strict=True)):
+                if _core.signal_read(counter) < epoch:  # a look is much cheaper than a wait
+                    domain.wait(counter, epoch, name=name, peer=rank, deadline_s=deadline_s)
+                end = start + int.from_bytes(view[at:start], "little")
+                result.append(bytes(view[start:end]))
+        except KeyboardInterrupt:
+            domain.poison(f"interrupted in {name}")  # its slots may no longer be written in turn
+            raise
         return result
 
     def close(self) -> None:

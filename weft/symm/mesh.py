@@ -111,7 +111,7 @@ class _Setup:
         self.peers: dict[int, Peer] = {}
         self.listener = _socket()
         self.listener.bind("\0" + self.mine.name)
-        self.listener.listen(world_size)
+        self.listener.listen(128)
 
     def run(self) -> None:
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
@@ -159,10 +159,11 @@ class _Setup:
     def _reach(self, other: int) -> None:
         while True:
             sock = _socket()
+            sock.setblocking(False)  # a listener whose queue is full would have us wait without end
             try:
                 sock.connect("\0" + self.entries[other].name)
                 break
-            except OSError:  # an entry of an earlier attempt: its listener is gone
+            except OSError:  # an entry of an earlier attempt, whose listener is gone; or that full queue
                 sock.close()
                 self._pause([other])
                 self._look_up(other)
