@@ -15,11 +15,19 @@ namespace weft {
 namespace {
 
 constexpr int64_t line = 64;
-constexpr int64_t rows_at_once = 4096;   // addresses found before their rows are summed: they stay in the L2 cache
-constexpr int64_t block_samples = 64;    // samples worked on slot by slot
-constexpr int64_t staging_bytes = 256 << 10;
-constexpr int64_t bytes_ahead = 8 << 10;  // prefetch distance
-constexpr int64_t stream_from_bytes = 8 << 20;  // outputs at least this large bypass the caches
+// Row addresses found before their rows are summed. They stay in the L2 cache; the prefetch pipe drains once in so
+// many rows.
+constexpr int64_t rows_at_once = 4096;
+// Samples worked on slot by slot. More keep a large table's page table entries and a small table's rows in the caches;
+// fewer leave sooner.
+constexpr int64_t least_block_samples = 32;
+constexpr int64_t most_block_samples = 256;
+constexpr int64_t staging_bytes = 4 << 20;  // of a thread, at most
+// Prefetch distance, shorter for a table that the L2 cache may hold.
+constexpr int64_t bytes_ahead = 16 << 10;
+constexpr int64_t near_bytes_ahead = 4 << 10;
+constexpr int64_t near_table_bytes = 1 << 20;
+constexpr int64_t stream_from_bytes = 8 << 20;  // a call that writes this much bypasses the caches
 
 int64_t now_ns() {
     timespec t;
@@ -38,6 +46,12 @@ void release_fence() {
 int64_t at(const void *array, int bits, int64_t i) {
     return bits == 32 ? static_cast<const int32_t *>(array)[i] : static_cast<const int64_t *>(array)[i];
 }
+
+const void *element(const void *array, int bits, int64_t i) {
+    return static_cast<const char *>(array) + i * (bits / 8);
+}
+
+bool aligned(const char *p) { return reinterpret_cast<uintptr_t>(p) % line == 0; }
 
 void prefetch_bytes(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += line) __builtin_prefetch(static_cast<const char *>(from) + i);
@@ -65,8 +79,9 @@ struct Plan {
     std::vector<Pool> pools;    // per slot
     FindRows find_rows;
     bool checked;
-    int64_t widest_row = 0, widest_slice = 0, most_ahead = 0;
-    std::vector<bool> streams;  // per destination: rows are line-aligned there and the output is large
+    int64_t block_samples;  // most samples of a block
+    int64_t written = 0, widest_row = 0, widest_slice = 0, most_ahead = 0;
+    std::vector<bool> streams;  // per destination: its rows are line-aligned and the call writes much
     std::atomic<int64_t> next_block{0}, next_event{0};
 
     explicit Plan(const EmbeddingCall &c)
@@ -76,26 +91,29 @@ struct Plan {
         for (const Slot &slot : c.slots) {
             pools.push_back(c.isa->pool(c.dtype, slot.dim, c.per_sample_weights != nullptr));
             widest_row = std::max(widest_row, slot.dim * size);
+            written += batch * slot.dim * size;
             most_ahead = std::max(most_ahead, ahead(slot));
         }
         for (const Slice &slice : slices) widest_slice = std::max(widest_slice, slice.width * size);
         const int64_t world = int64_t(c.outputs.size());
-        for (int64_t d = 0; d < world; ++d) {
-            const int64_t rows = c.batch_starts[d + 1] - c.batch_starts[d];
-            streams.push_back(stride_bytes % line == 0 && reinterpret_cast<uintptr_t>(c.outputs[d]) % line == 0 &&
-                              rows * stride_bytes >= stream_from_bytes);
-        }
-        int64_t samples = std::min(block_samples, batch / (4 * c.threads));
-        if (c.transport == Transport::put && widest_slice > 0) samples = std::min(samples, staging_bytes / widest_slice);
-        samples = std::max<int64_t>(samples, 1);
+        for (char *output : c.outputs)
+            streams.push_back(written >= stream_from_bytes && stride_bytes % line == 0 && aligned(output));
+        block_samples = std::clamp(batch / (4 * c.threads), least_block_samples, most_block_samples);
+        if (c.transport == Transport::put && widest_slice > 0)
+            block_samples = std::min(block_samples, staging_bytes / widest_slice);
+        block_samples = std::max<int64_t>(block_samples, 1);
         for (int64_t i = 0; i < world; ++i) {
             const int64_t d = c.remote_first ? (c.rank + 1 + i) % world : i;
-            for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1]; first += samples)
-                blocks.push_back({d, first, std::min(samples, c.batch_starts[d + 1] - first)});
+            for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1]; first += block_samples)
+                blocks.push_back({d, first, std::min(block_samples, c.batch_starts[d + 1] - first)});
         }
     }
 
-    int64_t ahead(const Slot &slot) const { return std::clamp<int64_t>(bytes_ahead / (slot.dim * size), 2, 64); }
+    int64_t ahead(const Slot &slot) const {
+        const int64_t row_bytes = slot.dim * size;
+        const bool near = slot.rows * row_bytes <= near_table_bytes;
+        return std::clamp<int64_t>((near ? near_bytes_ahead : bytes_ahead) / row_bytes, 2, 64);
+    }
 };
 
 // One thread's work: takes blocks in order until none is left.
@@ -104,13 +122,15 @@ class Worker {
     Worker(Plan &plan, int thread)
         : plan_(plan), call_(plan.call), thread_(thread), zero_row_(aligned_buffer(plan.widest_row)) {
         std::memset(zero_row_.get(), 0, size_t(plan.widest_row));
-        if (call_.transport == Transport::put) staging_ = aligned_buffer(staged_samples() * staged_stride());
+        if (call_.transport == Transport::put) staging_ = aligned_buffer(plan.block_samples * staged_stride());
         addresses_.resize(size_t(rows_at_once + plan.most_ahead));
+        lengths_.resize(size_t(rows_at_once + plan.block_samples));
     }
 
     void work() {
         const int64_t blocks = int64_t(plan_.blocks.size());
-        for (int64_t b; (b = plan_.next_block.fetch_add(1, std::memory_order_relaxed)) < blocks;) work_on(plan_.blocks[b]);
+        for (int64_t b; (b = plan_.next_block.fetch_add(1, std::memory_order_relaxed)) < blocks;)
+            work_on(plan_.blocks[b]);
         flush();
         release_fence();
     }
@@ -120,16 +140,15 @@ class Worker {
   private:
     // Bags of one slot whose row addresses are found and whose rows are not summed yet.
     struct Run {
-        int64_t slot, first_address, first_bag, bags;
-        const float *weights;
+        int64_t slot;
+        const int64_t *lengths;
+        int64_t bags, first_address, begin, values, sample;  // begin: first value; sample: of the first bag
         char *out;
         int64_t out_stride;
-        bool stream;
+        bool one_each, stream;
     };
 
     int64_t staged_stride() const { return (plan_.widest_slice + line - 1) / line * line; }
-    int64_t staged_samples() const { return plan_.blocks.empty() ? 0 : std::max_element(plan_.blocks.begin(), plan_.blocks.end(),
-            [](const Block &a, const Block &b) { return a.count < b.count; })->count; }
 
     void work_on(const Block &block) {
         const bool remote = block.destination != call_.rank, put = call_.transport == Transport::put;
@@ -142,8 +161,8 @@ class Worker {
             const bool staged = put && remote;
             for (int64_t s = slice.first_slot; s < slice.first_slot + slice.slots; ++s) {
                 const int64_t column = (call_.slots[s].column - slice.column) * plan_.size;
-                find(s, block, (staged ? staging_.get() : target) + column, staged ? staged_stride() : plan_.stride_bytes,
-                     !staged && plan_.streams[block.destination]);
+                if (staged) find(s, block, staging_.get() + column, staged_stride(), false);
+                else find(s, block, target + column, plan_.stride_bytes, plan_.streams[block.destination]);
             }
             if (put || call_.events) flush();
             const int64_t summed = call_.events ? now_ns() : 0;
@@ -157,32 +176,38 @@ class Worker {
 
     void find(int64_t s, const Block &block, char *out, int64_t out_stride, bool stream) {
         const Slot &slot = call_.slots[s];
-        const int64_t offset = slot.key * plan_.batch + block.first, row_bytes = slot.dim * plan_.size;
-        stream = stream && row_bytes % line == 0 && reinterpret_cast<uintptr_t>(out) % line == 0;
-        // Offsets are taken as ascending and inside the values, whatever they hold: nothing else can be read.
-        int64_t begin = std::clamp<int64_t>(at(call_.offsets, call_.offsets_bits, offset), 0, call_.n_values);
-        for (int64_t done = 0; done < block.count;) {
-            const int64_t first_bag = int64_t(lengths_.size()), room = std::max<int64_t>(rows_at_once - pending_, 1);
-            int64_t end = begin, bags = 0;
-            while (done + bags < block.count && end - begin < room) {
-                const int64_t to = at(call_.offsets, call_.offsets_bits, offset + done + ++bags);
-                const int64_t next = std::clamp(to, end, call_.n_values);
-                lengths_.push_back(next - end);
-                end = next;
-            }
-            const int64_t count = end - begin;
-            if (int64_t(addresses_.size()) < pending_ + count + plan_.most_ahead)
-                addresses_.resize(size_t(pending_ + count + plan_.most_ahead));
-            const RowsJob job{static_cast<const char *>(call_.values) + begin * (call_.values_bits / 8), count, slot.weight,
-                              slot.rows, row_bytes, zero_row_.get(), addresses_.data() + pending_};
-            if (const int64_t bad = plan_.find_rows(job)) note_bad(bad, s, block.first + done, begin, first_bag, bags);
-            runs_.push_back({s, pending_, first_bag, bags, call_.per_sample_weights ? call_.per_sample_weights + begin : nullptr,
-                             out + done * out_stride, out_stride, stream});
-            pending_ += count;
-            done += bags;
-            begin = end;
-            if (pending_ >= rows_at_once || int64_t(lengths_.size()) >= rows_at_once) flush();
+        stream = stream && slot.dim * plan_.size % line == 0 && aligned(out);
+        if (bags_ >= rows_at_once) flush();
+        const int64_t *lengths = lengths_.data() + bags_;
+        const Bags bags =
+            call_.isa->read_bags(element(call_.offsets, call_.offsets_bits, slot.key * plan_.batch + block.first),
+                                 call_.offsets_bits, block.count, call_.n_values, lengths_.data() + bags_);
+        const int64_t bags_after = bags_ + block.count;
+        if (pending_ + bags.values > rows_at_once) flush();
+        for (int64_t done = 0, begin = bags.begin; done < block.count;) {
+            int64_t count = block.count - done, values = bags.begin + bags.values - begin;
+            if (values > rows_at_once)  // as many bags as fit, one at least
+                for (count = 0, values = 0; count == 0 || values + lengths[done + count] <= rows_at_once; ++count)
+                    values += lengths[done + count];
+            add({s, lengths + done, count, pending_, begin, values, block.first + done, out + done * out_stride,
+                 out_stride, bags.one_each, stream});
+            done += count;
+            begin += values;
+            if (done < block.count) flush();
         }
+        bags_ = bags_after;  // a flush above left these lengths where they are
+    }
+
+    void add(const Run &run) {
+        const Slot &slot = call_.slots[run.slot];
+        if (int64_t(addresses_.size()) < pending_ + run.values + plan_.most_ahead)
+            addresses_.resize(size_t(pending_ + run.values + plan_.most_ahead));
+        const int64_t bad = plan_.find_rows({element(call_.values, call_.values_bits, run.begin), run.values,
+                                             slot.weight, slot.rows, slot.dim * plan_.size, zero_row_.get(),
+                                             addresses_.data() + pending_});
+        if (bad > 0) note_bad(bad, run);
+        runs_.push_back(run);
+        pending_ += run.values;
     }
 
     // Sums what has been found.
@@ -190,19 +215,21 @@ class Worker {
         if (runs_.empty()) return;
         std::fill_n(addresses_.begin() + pending_, plan_.most_ahead, zero_row_.get());
         const Slot &first = call_.slots[runs_[0].slot];
-        for (int64_t i = 0; i < std::min(pending_, plan_.ahead(first)); ++i) prefetch_bytes(addresses_[i], first.dim * plan_.size);
+        for (int64_t i = 0; i < std::min(pending_, plan_.ahead(first)); ++i)
+            prefetch_bytes(addresses_[i], first.dim * plan_.size);
         for (const Run &run : runs_) {
             const Slot &slot = call_.slots[run.slot];
-            plan_.pools[run.slot]({addresses_.data() + run.first_address, run.weights, lengths_.data() + run.first_bag, run.bags,
-                                   slot.dim, plan_.ahead(slot), run.out, run.out_stride, slot.mean, run.stream});
+            plan_.pools[run.slot]({addresses_.data() + run.first_address,
+                                   call_.per_sample_weights ? call_.per_sample_weights + run.begin : nullptr,
+                                   run.one_each ? nullptr : run.lengths, run.bags, slot.dim, plan_.ahead(slot), run.out,
+                                   run.out_stride, slot.mean, run.stream});
         }
         runs_.clear();
-        lengths_.clear();
-        pending_ = 0;
+        pending_ = bags_ = 0;
     }
 
     void copy_out(char *target, int64_t bytes, int64_t samples, bool stream) {
-        stream = stream && bytes % line == 0 && reinterpret_cast<uintptr_t>(target) % line == 0;
+        stream = stream && bytes % line == 0 && aligned(target);
         for (int64_t i = 0; i < samples; ++i) {
             const char *from = staging_.get() + i * staged_stride();
             if (stream) call_.isa->stream_copy(target + i * plan_.stride_bytes, from, bytes);
@@ -225,13 +252,14 @@ class Worker {
         if (i < call_.event_capacity) call_.events[i] = {left, thread_, start, end, left ? bytes : 0};
     }
 
-    void note_bad(int64_t bad, int64_t s, int64_t sample, int64_t begin, int64_t first_bag, int64_t bags) {
+    void note_bad(int64_t bad, const Run &run) {
         outcome.bad += bad;
-        for (int64_t b = 0; b < bags; ++b)
-            for (int64_t i = 0; i < lengths_[first_bag + b]; ++i, ++begin) {
-                const int64_t value = at(call_.values, call_.values_bits, begin);
-                if (uint64_t(value) < uint64_t(call_.slots[s].rows)) continue;
-                const BadIndex here{s, sample + b, i, value};
+        int64_t value_at = run.begin;
+        for (int64_t b = 0; b < run.bags; ++b)
+            for (int64_t i = 0; i < run.lengths[b]; ++i, ++value_at) {
+                const int64_t value = at(call_.values, call_.values_bits, value_at);
+                if (uint64_t(value) < uint64_t(call_.slots[run.slot].rows)) continue;
+                const BadIndex here{run.slot, run.sample + b, i, value};
                 if (here.before(outcome.first_bad)) outcome.first_bad = here;
                 return;
             }
@@ -244,7 +272,7 @@ class Worker {
     std::vector<const char *> addresses_;
     std::vector<int64_t> lengths_;
     std::vector<Run> runs_;
-    int64_t pending_ = 0;  // addresses in use
+    int64_t pending_ = 0, bags_ = 0;  // addresses and lengths in use
 };
 
 // Counts the bad indices of the whole call before anything is written, and finds the first.
@@ -257,8 +285,8 @@ Outcome refuse_bad(const EmbeddingCall &call) {
             return std::clamp<int64_t>(at(call.offsets, call.offsets_bits, slot.key * batch + b), 0, call.n_values);
         };
         const int64_t begin = offset(0), end = std::max(begin, offset(batch));
-        const int64_t bad = call.isa->count_bad(static_cast<const char *>(call.values) + begin * (call.values_bits / 8),
-                                                call.values_bits, end - begin, slot.rows);
+        const int64_t bad = call.isa->count_bad(element(call.values, call.values_bits, begin), call.values_bits,
+                                                end - begin, slot.rows);
         outcome.bad += bad;
         if (bad == 0 || outcome.first_bad.slot >= 0) continue;
         int64_t i = begin, sample = 0;
@@ -279,9 +307,10 @@ std::vector<Slice> slices_of(const std::vector<Slot> &slots, int64_t slice_size)
     std::vector<Slice> slices;
     for (int64_t s = 0; s < int64_t(slots.size()); ++s) {
         const Slot &slot = slots[s];
-        if (!slices.empty() && slices.back().slots < slice_size && slices.back().column + slices.back().width == slot.column) {
-            slices.back().slots += 1;
-            slices.back().width += slot.dim;
+        Slice *last = slices.empty() ? nullptr : &slices.back();
+        if (last && last->slots < slice_size && last->column + last->width == slot.column) {
+            last->slots += 1;
+            last->width += slot.dim;
         } else {
             slices.push_back({s, 1, slot.column, slot.dim});
         }

@@ -1,5 +1,5 @@
-// Embedding pooling fused with the all-to-all, on the CPU: each rank pools its own tables' rows for the global batch and
-// stores every pooled vector where it is consumed, in the memory of the rank that owns the sample.
+// Embedding pooling fused with the all-to-all, on the CPU: each rank pools its own tables' rows for the global batch
+// and stores every pooled vector where it is consumed, in the memory of the rank that owns the sample.
 //
 // After "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", sections 3.2 and 3.3, and
 // "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".

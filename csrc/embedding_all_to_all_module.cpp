@@ -34,7 +34,8 @@ std::vector<Slot> slots_from(const Table &table) {
         const int64_t *s = table.data() + 6 * i;
         require(s[1] > 0 && s[2] > 0 && s[3] >= 0 && s[4] >= 0,
                 "slot " + std::to_string(i) + ": rows=" + std::to_string(s[1]) + " and dim=" + std::to_string(s[2]) +
-                    " must be positive, key=" + std::to_string(s[3]) + " and column=" + std::to_string(s[4]) + " not negative");
+                    " must be positive, key=" + std::to_string(s[3]) + " and column=" + std::to_string(s[4]) +
+                    " not negative");
         slots.push_back({reinterpret_cast<const char *>(s[0]), s[1], s[2], s[3], s[4], s[5] != 0});
     }
     return slots;
@@ -47,27 +48,31 @@ void require_slice_size(int64_t slice_size) {
 using Counts = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Counts run(const Table &slots, uintptr_t values, int values_bits, int64_t n_values, uintptr_t offsets, int offsets_bits,
-           uintptr_t per_sample_weights, const Numbers &batch_starts, int rank, const Numbers &outputs, int64_t output_stride,
-           int dtype, int transport, bool remote_first, int64_t slice_size, bool hash, int bounds, int n_threads,
-           const Numbers &flags, int64_t epoch, const std::optional<Records> &timeline, const std::string &isa) {
+           uintptr_t per_sample_weights, const Numbers &batch_starts, int rank, const Numbers &outputs,
+           int64_t output_stride, int dtype, int transport, bool remote_first, int64_t slice_size, bool hash,
+           int bounds, int n_threads, const Numbers &flags, int64_t epoch, const std::optional<Records> &timeline,
+           const std::string &isa) {
     const size_t world = outputs.shape(0);
     require((values_bits == 32 || values_bits == 64) && (offsets_bits == 32 || offsets_bits == 64),
-            "values_bits=" + std::to_string(values_bits) + ", offsets_bits=" + std::to_string(offsets_bits) + ": 32 or 64");
+            "values_bits=" + std::to_string(values_bits) + ", offsets_bits=" + std::to_string(offsets_bits) +
+                ": 32 or 64");
     require(dtype >= 0 && dtype <= 2, "dtype=" + std::to_string(dtype) + ": 0 (fp32), 1 (fp16) or 2 (bf16)");
     require(transport == 0 || transport == 1, "transport=" + std::to_string(transport) + ": 0 (direct) or 1 (put)");
     require(bounds >= 0 && bounds <= 2, "bounds=" + std::to_string(bounds) + ": 0 (ignore), 1 (warning) or 2 (fatal)");
     require(n_threads >= 1, "n_threads=" + std::to_string(n_threads) + " must be at least 1");
     require_slice_size(slice_size);
     require(batch_starts.shape(0) == world + 1 && rank >= 0 && size_t(rank) < world,
-            "batch_starts has " + std::to_string(batch_starts.shape(0)) + " numbers and rank is " + std::to_string(rank) +
-                ", for " + std::to_string(world) + " outputs there must be one more, and a rank below that");
+            "batch_starts has " + std::to_string(batch_starts.shape(0)) + " numbers and rank is " +
+                std::to_string(rank) + ", for " + std::to_string(world) +
+                " outputs there must be one more, and a rank below that");
     for (size_t i = 0; i < world; ++i)
         require(batch_starts.data()[i] <= batch_starts.data()[i + 1] && batch_starts.data()[0] == 0,
                 "batch_starts must start at 0 and ascend");
     require(transport == 0 || flags.shape(0) == world, "flags has " + std::to_string(flags.shape(0)) +
                                                            " addresses, the put transport needs one for each of " +
                                                            std::to_string(world) + " ranks");
-    require(!timeline || timeline->shape(1) == 5, "timeline must have 5 columns: kind, thread, start_ns, end_ns, bytes");
+    require(!timeline || timeline->shape(1) == 5,
+            "timeline must have 5 columns: kind, thread, start_ns, end_ns, bytes");
 
     EmbeddingCall call{};
     call.slots = slots_from(slots);
@@ -108,20 +113,24 @@ Counts run(const Table &slots, uintptr_t values, int values_bits, int64_t n_valu
 
 void register_embedding_all_to_all(nb::module_ &m) {
     using namespace nb::literals;
-    m.def("embedding_all_to_all", run, nb::kw_only(), "slots"_a, "values"_a, "values_bits"_a, "n_values"_a, "offsets"_a,
-          "offsets_bits"_a, "per_sample_weights"_a, "batch_starts"_a, "rank"_a, "outputs"_a, "output_stride"_a, "dtype"_a,
-          "transport"_a, "remote_first"_a, "slice_size"_a, "hash"_a, "bounds"_a, "n_threads"_a, "flags"_a, "epoch"_a,
-          "timeline"_a.none(), "isa"_a = "",
-          "Pool this rank's slots for the global batch and store every vector in its sample's owner's output (see weft/_core.pyi).");
-    m.def("slice_runs", [](const Table &slots, int64_t slice_size) {
+    m.def("embedding_all_to_all", run, nb::kw_only(), "slots"_a, "values"_a, "values_bits"_a, "n_values"_a,
+          "offsets"_a, "offsets_bits"_a, "per_sample_weights"_a, "batch_starts"_a, "rank"_a, "outputs"_a,
+          "output_stride"_a, "dtype"_a, "transport"_a, "remote_first"_a, "slice_size"_a, "hash"_a, "bounds"_a,
+          "n_threads"_a, "flags"_a, "epoch"_a, "timeline"_a.none(), "isa"_a = "",
+          "Pool this rank's slots for the global batch and store every vector where its sample's owner reads it (see "
+          "weft/_core.pyi).");
+    m.def("slice_runs",
+          [](const Table &slots, int64_t slice_size) {
               require_slice_size(slice_size);
               std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> runs;
               for (const Slice &s : slices_of(slots_from(slots), slice_size))
                   runs.emplace_back(s.first_slot, s.slots, s.column, s.width);
               return runs;
-          }, "slots"_a, "slice_size"_a,
+          },
+          "slots"_a, "slice_size"_a,
           "The slices of every sample: (first slot, slots, first column, columns), in the order of their flags.");
-    m.def("wait_flags", [](uintptr_t address, int64_t count, int64_t epoch, double deadline_s, uintptr_t failed_address) {
+    m.def("wait_flags",
+          [](uintptr_t address, int64_t count, int64_t epoch, double deadline_s, uintptr_t failed_address) {
               int64_t index = 0, found = 0;
               Wait how;
               {
@@ -130,12 +139,17 @@ void register_embedding_all_to_all(nb::module_ &m) {
                                    reinterpret_cast<const std::atomic<int64_t> *>(failed_address), &index, &found);
               }
               return std::make_tuple(int(how), index, found);
-          }, "address"_a, "count"_a, "epoch"_a, "deadline_s"_a, "failed_address"_a,
-          "Wait until all flags reached `epoch`: (0 reached | 1 deadline passed | 2 the failed word was set, first missing, its value).");
-    m.def("isas", [] {
+          },
+          "address"_a, "count"_a, "epoch"_a, "deadline_s"_a, "failed_address"_a,
+          "Wait until all flags reached `epoch`: (0 reached | 1 deadline passed | 2 the failed word was set, index of "
+          "the first missing, its value).");
+    m.def("isas",
+          [] {
               std::vector<std::string> names;
               for (const Isa &isa : isas()) names.emplace_back(isa.name);
               return names;
-          }, "The instruction sets that the CPU kernel can use on this machine, best first.");
-    m.def("isa", [] { return std::string(isas().front().name); }, "The instruction set that the CPU kernel uses by default.");
+          },
+          "The instruction sets that the CPU kernel can use on this machine, best first.");
+    m.def("isa", [] { return std::string(isas().front().name); },
+          "The instruction set that the CPU kernel uses by default.");
 }

@@ -8,8 +8,9 @@
 // multiply-add, so that a machine without it agrees), the mean divides by the length, fp16 and bf16 results are rounded
 // to nearest, ties to even. An empty bag is zeros.
 //
-// The work is cut in two so that the variants do not multiply. `FindRows` turns indices into row addresses (index width,
-// hash and bounds are its business); `Pool` sees only addresses, and so can prefetch rows of bags and tables to come.
+// The work is cut in two so that the variants do not multiply. `FindRows` turns indices into row addresses (index
+// width, hash and bounds are its business); `Pool` sees only addresses, and so can prefetch rows of bags and tables to
+// come.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -32,10 +33,18 @@ struct RowsJob {
 // Returns how many indices were bad (always 0 for the unchecked and the hashed versions).
 using FindRows = int64_t (*)(const RowsJob &);
 
+// Consecutive bags of one block of offsets. Offsets are taken as ascending and inside the values, whatever they hold,
+// so that nothing else is ever read.
+struct Bags {
+    int64_t begin;   // first value
+    int64_t values;  // how many
+    bool one_each;
+};
+
 struct PoolJob {
     const char *const *rows;    // addresses of all rows of all bags, and `ahead` more (any addresses: only prefetched)
     const float *weights;       // one per row, or null
-    const int64_t *lengths;     // rows of each bag
+    const int64_t *lengths;     // rows of each bag; null: one row each
     int64_t bags;
     int64_t dim;                // elements of a row
     int64_t ahead;              // prefetch distance in rows
@@ -51,6 +60,7 @@ struct Isa {
     const char *name;
     Pool (*pool)(Dtype dtype, int64_t dim, bool weighted);
     FindRows (*find_rows)(int index_bits, bool hash, bool checked);
+    Bags (*read_bags)(const void *offsets, int index_bits, int64_t bags, int64_t values, int64_t *lengths);
     int64_t (*count_bad)(const void *indices, int index_bits, int64_t count, int64_t rows);
     void (*stream_copy)(void *to, const void *from, int64_t bytes);  // past the caches; `to` and bytes multiples of 64
 };

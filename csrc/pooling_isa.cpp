@@ -5,7 +5,8 @@
 //
 // Registers: a row of `dim` elements is N vectors of W lanes held in registers while the bag is summed; the last vector
 // ends exactly at `dim` and may overlap the one before (both compute the same sums, so tails need no masks). Rows wider
-// than `most` vectors are summed in blocks of columns; rows narrower than a vector use the widest power of two that fits.
+// than `most` vectors are summed in blocks of columns; rows narrower than a vector use the widest power of two that
+// fits.
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -120,7 +121,8 @@ template <int W> inline void store(Brain *to, Floats<W> v) {
 
 template <int W> inline void store(Half *to, Floats<W> v) {
 #ifdef __AVX512F__
-    if constexpr (W == 16) return _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+    if constexpr (W == 16)
+        return _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #endif
 #ifdef __F16C__
     if constexpr (W == 8) return _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
@@ -151,60 +153,72 @@ template <int bytes> inline void stream(void *to, const void *from) {
     memcpy(to, from, bytes);
 }
 
+// What stays the same from bag to bag, in locals: the stores below could alias a structure.
+struct Fixed {
+    int64_t ahead;
+    bool mean, stream, ragged;  // ragged: rows may end in one cache line more
+};
+
 // Sums columns [first, last + W) of one bag and stores them: N vectors, the last at column `last`.
 template <class T, int W, int N, bool weighted>
-[[gnu::always_inline]] inline void pool_columns(const PoolJob &job, const char *const *rows, const float *weights, int64_t length,
-                                                T *out, int64_t first, int64_t last) {
-    constexpr int lines = (N * W * int(sizeof(T)) + 63) / 64;
+[[gnu::always_inline]] inline void pool_columns(const Fixed fixed, const char *const *rows, const float *weights,
+                                                int64_t length, T *out, int64_t first, int64_t last) {
     constexpr int64_t size = sizeof(T);
-    const bool ragged = job.dim * size % 64 != 0;  // rows may end in one cache line more
     Floats<W> sum[N] = {};
     for (int64_t i = 0; i < length; ++i) {
         const T *row = reinterpret_cast<const T *>(rows[i]);
-        const char *coming = rows[i + job.ahead];
-#pragma GCC unroll 32
-        for (int l = 0; l < lines; ++l) __builtin_prefetch(coming + first * size + 64 * l);
-        if (ragged) __builtin_prefetch(coming + (last + W) * size - 1);
+        const char *coming = rows[i + fixed.ahead] + first * size;
 #pragma GCC unroll 32
         for (int j = 0; j < N; ++j) {
+            if (j * W * size % 64 == 0) __builtin_prefetch(coming + j * W * size);  // one for each cache line
             const Floats<W> x = load<W>(row + (j == N - 1 ? last : first + j * W));
             if constexpr (weighted) sum[j] += x * weights[i];
             else sum[j] += x;
         }
+        if (fixed.ragged) __builtin_prefetch(coming + (last - first + W) * size - 1);
     }
-    if (job.mean && length > 1) {
+    if (fixed.mean && length > 1) {
         const float divisor = float(length);
 #pragma GCC unroll 32
         for (int j = 0; j < N; ++j) sum[j] /= divisor;
     }
-    if (W == widest && job.stream) {
+    if (W == widest && fixed.stream) {
 #pragma GCC unroll 32
         for (int j = 0; j < N; ++j) {
             T ready[W];
             store<W>(ready, sum[j]);
             stream<W * sizeof(T)>(out + (j == N - 1 ? last : first + j * W), ready);
         }
-        return;
-    }
+    } else {
 #pragma GCC unroll 32
-    for (int j = 0; j < N; ++j) store<W>(out + (j == N - 1 ? last : first + j * W), sum[j]);
+        for (int j = 0; j < N; ++j) store<W>(out + (j == N - 1 ? last : first + j * W), sum[j]);
+    }
 }
 
 template <class T, int W, int N, bool weighted> void pool(const PoolJob &job) {
+    constexpr int64_t block = most * W;
+    const Fixed fixed{job.ahead, job.mean, job.stream, job.dim * int64_t(sizeof(T)) % 64 != 0};
     const char *const *rows = job.rows;
     const float *weights = job.weights;
+    const int64_t *lengths = job.lengths;
+    const int64_t bags = job.bags, last = job.dim - W, stride = job.out_stride_bytes;
     char *out = job.out;
-    constexpr int64_t block = most * W;
-    const int64_t blocks_end = job.dim > block ? (job.dim - 1) / block * block : 0;  // the last block is N vectors
-    for (int64_t b = 0; b < job.bags; ++b) {
-        const int64_t length = job.lengths[b];
+    auto bag = [&](int64_t length, int64_t blocks_end) __attribute__((always_inline)) {
         T *vector = reinterpret_cast<T *>(out);
         for (int64_t c = 0; c < blocks_end; c += block)
-            pool_columns<T, W, most, weighted>(job, rows, weights, length, vector, c, c + block - W);
-        pool_columns<T, W, N, weighted>(job, rows, weights, length, vector, blocks_end, job.dim - W);
+            pool_columns<T, W, most, weighted>(fixed, rows, weights, length, vector, c, c + block - W);
+        pool_columns<T, W, N, weighted>(fixed, rows, weights, length, vector, blocks_end, last);
         rows += length;
         if constexpr (weighted) weights += length;
-        out += job.out_stride_bytes;
+        out += stride;
+    };
+    if (job.dim > block) {
+        const int64_t blocks_end = (job.dim - 1) / block * block;  // the last block is N vectors
+        for (int64_t b = 0; b < bags; ++b) bag(lengths ? lengths[b] : 1, blocks_end);
+    } else if (lengths == nullptr) {
+        for (int64_t b = 0; b < bags; ++b) bag(1, 0);
+    } else {
+        for (int64_t b = 0; b < bags; ++b) bag(lengths[b], 0);
     }
 }
 
@@ -236,29 +250,57 @@ Pool choose_pool(Dtype dtype, int64_t dim, bool weighted) {
 }
 
 template <class Index, bool hash, bool checked> int64_t find_rows(const RowsJob &job) {
-    const Index *values = static_cast<const Index *>(job.values);
-    const uint64_t rows = uint64_t(job.rows), row_bytes = uint64_t(job.row_bytes), table = reinterpret_cast<uint64_t>(job.table),
-                   zero_row = reinterpret_cast<uint64_t>(job.zero_row);
-    uint64_t *addresses = reinterpret_cast<uint64_t *>(job.addresses);
-    int64_t bad = 0;
-    for (int64_t i = 0; i < job.count; ++i) {
+    const Index *__restrict values = static_cast<const Index *>(job.values);
+    uint64_t *__restrict addresses = reinterpret_cast<uint64_t *>(job.addresses);
+    const uint64_t rows = uint64_t(job.rows), row_bytes = uint64_t(job.row_bytes);
+    const uint64_t table = reinterpret_cast<uint64_t>(job.table), zero_row = reinterpret_cast<uint64_t>(job.zero_row);
+    const int64_t count = job.count;
+    // hash mod rows without a division: floor(2^64 / rows), or one less, gives a quotient at most one too small.
+    const uint64_t inverse = ~uint64_t(0) / rows;
+    uint64_t bad = 0;
+    for (int64_t i = 0; i < count; ++i) {
         uint64_t row = uint64_t(int64_t(values[i]));  // a negative index becomes huge, and so is bad
-        if constexpr (hash) row = hash_id(row) % rows;
-        const uint64_t address = table + row * row_bytes;
-        if constexpr (checked) {
-            bad += row >= rows;
-            addresses[i] = row >= rows ? zero_row : address;
-        } else {
-            addresses[i] = address;
+        if constexpr (hash) {
+            row = hash_id(row);
+            row -= uint64_t((unsigned __int128)row * inverse >> 64) * rows;
+            row -= row >= rows ? rows : 0;
         }
+        const uint64_t address = table + row * row_bytes, outside = checked && row >= rows;
+        bad += outside;
+        addresses[i] = outside ? zero_row : address;
     }
-    return bad;
+    return int64_t(bad);
 }
 
 FindRows choose_find_rows(int index_bits, bool hash, bool checked) {
     if (hash) return index_bits == 32 ? find_rows<int32_t, true, false> : find_rows<int64_t, true, false>;
     if (checked) return index_bits == 32 ? find_rows<int32_t, false, true> : find_rows<int64_t, false, true>;
     return index_bits == 32 ? find_rows<int32_t, false, false> : find_rows<int64_t, false, false>;
+}
+
+template <class Index> Bags read_bags_of(const Index *offsets, int64_t bags, int64_t values, int64_t *lengths) {
+    int64_t not_one = 0, descending = 0;
+    for (int64_t b = 0; b < bags; ++b) {
+        lengths[b] = int64_t(offsets[b + 1]) - int64_t(offsets[b]);
+        not_one |= lengths[b] ^ 1;
+        descending |= lengths[b];
+    }
+    int64_t begin = offsets[0], end = offsets[bags];
+    if (descending < 0 || begin < 0 || end > values) {
+        not_one = 1;
+        begin = end = begin < 0 ? 0 : begin > values ? values : begin;
+        for (int64_t b = 0; b < bags; ++b) {
+            const int64_t to = offsets[b + 1], next = to < end ? end : to > values ? values : to;
+            lengths[b] = next - end;
+            end = next;
+        }
+    }
+    return {begin, end - begin, not_one == 0};
+}
+
+Bags read_bags(const void *offsets, int index_bits, int64_t bags, int64_t values, int64_t *lengths) {
+    if (index_bits == 32) return read_bags_of(static_cast<const int32_t *>(offsets), bags, values, lengths);
+    return read_bags_of(static_cast<const int64_t *>(offsets), bags, values, lengths);
 }
 
 template <class Index> int64_t count_bad_of(const Index *indices, int64_t count, uint64_t rows) {
@@ -285,7 +327,7 @@ void stream_copy(void *to, const void *from, int64_t bytes) {
 #define WEFT_JOIN(a, b) WEFT_JOIN_(a, b)
 
 Isa WEFT_JOIN(isa_, WEFT_ISA)() {
-    return {WEFT_STRING(WEFT_ISA), choose_pool, choose_find_rows, count_bad, stream_copy};
+    return {WEFT_STRING(WEFT_ISA), choose_pool, choose_find_rows, read_bags, count_bad, stream_copy};
 }
 
 }  // namespace weft

@@ -317,11 +317,11 @@ def test_large_enough_for_many_blocks_and_streaming_stores(transport: int, threa
         )
 
 
-def test_bags_longer_than_a_batch_of_addresses() -> None:
-    p = problem(4, dims=(8, 300), rows=100, batch_sizes=(2, 1), longest=2)
-    for feature in range(2):
-        p.lengths[feature] = np.array([5000, 0, 9001])
-        p.values[feature] = np.random.default_rng(feature).integers(0, 100, 14001)
+@pytest.mark.parametrize("longest", [9000, 150, 20])
+def test_more_rows_than_a_batch_of_addresses(longest: int) -> None:
+    """A bag alone, a block's bags of one slot, and those of several slots overflow the addresses found at once."""
+    batch = max(3, 40_000 // longest)
+    p = problem(4, dims=(8, 300, 3), rows=100, batch_sizes=(batch // 3, batch - batch // 3), longest=longest)
     assert_same_bits(run(p), reference(p))
 
 
