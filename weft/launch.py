@@ -5,9 +5,9 @@ forks each rank from there in milliseconds; it has no threads and no CUDA contex
 the calling process has running. Ranks meet through a file in a private temporary directory: no port to collide on,
 and no rank whose death takes the meeting place with it.
 
-What runs on the ranks must be importable by name (a top-level function), and so must its arguments and results be
-picklable; tensors travel by value. After a run in which any rank raised, died or outlasted the limit, all workers are
-killed and the next run starts new ones: no failure leaks into the next run.
+What runs on the ranks must be importable by name (a top-level function), its arguments and results must be picklable;
+tensors travel by value. After a run in which any rank raised, died or outlasted the limit, all workers are killed and
+the next run starts new ones: no failure leaks into the next run.
 """
 
 from __future__ import annotations
@@ -133,14 +133,7 @@ class Pool:
             ours, theirs = context.Pipe()
             worker = context.Process(
                 target=_work,
-                args=(
-                    theirs,
-                    rank,
-                    self.backend,
-                    self.threads,
-                    self._directory.name,
-                    dict(os.environ),
-                ),
+                args=(theirs, rank, self.backend, self.threads, self._directory.name, dict(os.environ)),
                 name=f"weft-rank-{rank}",
                 daemon=True,
             )

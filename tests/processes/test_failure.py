@@ -306,6 +306,7 @@ def hang(group):
 
 def test_a_pool_says_who_hangs_where_and_works_again() -> None:
     with Pool(2) as pool:
+        assert pool.run(sum_of_ranks) == [1, 1]  # all have started
         with pytest.raises(TimeoutError, match=r"ranks \[1\] were still running(.|\n)*in hang"):
             pool.run(hang, timeout_s=1.0)
         assert pool.run(sum_of_ranks) == [1, 1]
