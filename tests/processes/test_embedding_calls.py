@@ -140,6 +140,11 @@ def test_a_pool_warns_and_refuses_too() -> None:
         weft.embedding_pool(p.weights, (values, offsets), p.tables, bounds_check="fatal")
     with pytest.raises(ValueError, match="offsets must ascend"):
         weft.embedding_pool(p.weights, (values, offsets.flip(0)), p.tables)
+    learning = [weight.clone().requires_grad_() for weight in p.weights]
+    with pytest.raises(ValueError, match=r"no backward yet.*torch.no_grad\(\)"):
+        weft.embedding_pool(learning, p.whole(), p.tables)
+    with torch.no_grad():
+        assert torch.equal(weft.embedding_pool(learning, p.whole(), p.tables), pooled_here(p))
 
 
 def checked_by_the_dispatcher(group, p, options):

@@ -32,6 +32,11 @@ def embedding_pool(
     `(values, offsets[, per_sample_weights])` with one block per feature in table order. `bounds_check` and `hash` as in
     `embedding_all_to_all`. Raises `ValueError`. Memory: the result.
     """
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+        raise ValueError(
+            "embedding_pool has no backward yet, and a weight requires a gradient: call it under torch.no_grad(), or "
+            "weight.requires_grad_(False)"
+        )
     jagged = as_jagged(features)
     plan = _plan(tuple(tables), bounds_check, hash)
     checked = check_jagged(jagged, plan.sharding, 0, None, weights)
