@@ -124,7 +124,10 @@ class Pool:
         if self._workers:
             return
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)  # without effect if the program has started a fork server before
+        # Every worker imports the main module again (pytest, say), so its package is worth having at hand as well.
+        # Without effect if the program has started a fork server before.
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        context.set_forkserver_preload([*PRELOADED, *([spec.parent] if spec and spec.parent else [])])
         self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         # Runs at close, when the pool is collected, and at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, _kill, self._workers, self._directory)
