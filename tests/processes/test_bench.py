@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.bench import console
 from weft.bench.arms import BASELINE, SerialArm, Variant, column_runs, make_arm, why_not
 from weft.bench.ceilings import Ceilings, measure_ceilings
 from weft.bench.embedding_all_to_all import check, measure
@@ -86,6 +87,37 @@ def test_a_floor_is_the_larger_of_memory_and_wire() -> None:
     assert traffic.floor_ms(Ceilings(memory=584e3, link=48e3)) == pytest.approx(1.0)
     assert traffic.floor_ms(Ceilings(memory=584e3, link=24e3)) == pytest.approx(2.0)
     assert traffic.floor_ms(Ceilings(memory=584e3, link=math.inf)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_table_shows_every_cell_with_and_without_rich(rich: bool, monkeypatch, capsys) -> None:
+    if not rich:
+        monkeypatch.setattr(console, "Console", None)
+    console.print_table("what", ("variant", "over\nfloor"), [("put", "1.25"), ("direct", "1.06")], ["scaled by 1/64"])
+    shown = capsys.readouterr().out
+    for text in ("what", "variant", "put", "1.25", "direct", "1.06", "scaled by 1/64"):
+        assert text in shown
+
+
+def test_a_narrow_terminal_loses_optional_columns_only(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    rows = [("put", "1.250", "0.123456789", "0.987654321")]
+    console.print_table("", ("variant", "ms", "first", "second"), rows, optional=("first", "second"))
+    shown = capsys.readouterr().out
+    assert "1.250" in shown
+    assert "0.123456789" in shown
+    assert "0.987654321" not in shown
+
+
+def test_progress_says_each_step_once_where_nobody_watches(capsys) -> None:
+    with console.progress(2, shown=True, prefix="1/3 ") as step:
+        step("building", 0.5)
+        step("timing", 0.2)
+        step("timing", 0.3)
+    with console.progress(2, shown=False) as step:
+        step("silent", 1)
+    assert capsys.readouterr().err == "1/3 building\n1/3 timing\n"
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:

@@ -20,8 +20,12 @@ def print_table(
     rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
     section: int | None = None,
+    optional: Sequence[str] = (),
 ) -> None:
-    """A table on stdout: the first column left, the others right; a line where the value of column `section` changes."""
+    """A table on stdout: the first column left, the others right; a line where the value of column `section` changes.
+
+    On a terminal too narrow for it, `optional` columns are left out, the last first.
+    """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
         widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(columns))]
@@ -32,37 +36,54 @@ def print_table(
         for note in notes:
             print(f"  {note}")
     else:
-        table = Table(
-            title=title, title_justify="left", title_style="bold", caption="\n".join(notes), caption_justify="left"
-        )
-        for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-        for i, row in enumerate(rows):
-            table.add_row(
-                *row, end_section=i + 1 < len(rows) and section is not None and rows[i + 1][section] != row[section]
-            )
         console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+        table = _rich_table(columns, rows, section, ())
+        for count in range(1, len(optional) + 1):
+            if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+                break
+            table = _rich_table(columns, rows, section, optional[-count:])
+        console.print(f"\n[bold]{title}[/bold]")
         console.print(table)
+        for note in notes:
+            console.print(f"[dim]{note}[/dim]")
     sys.stdout.flush()
 
 
+def _rich_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], section: int | None, without: Sequence[str]
+) -> Table:
+    table = Table()
+    for i, column in enumerate(columns):
+        if column not in without:
+            table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        ends = following is not None and section is not None and following[section] != row[section]
+        table.add_row(*(c for c, name in zip(row, columns, strict=True) if name not in without), end_section=ends)
+    return table
+
+
 @contextlib.contextmanager
-def progress(total: float, shown: bool) -> Iterator[Callable[[str, float], None]]:
-    """Yields `step(what, share)`, which says what is going on and advances the bar by `share` of `total`."""
+def progress(total: float, shown: bool, prefix: str = "") -> Iterator[Callable[[str, float], None]]:
+    """Yields `step(what, share)`, which says what is going on and advances the bar by `share` of `total`.
+
+    The bar is on stderr and leaves nothing behind; print to stdout after it.
+    """
     if not shown:
         yield lambda what, share: None
     elif Console is None or not sys.stderr.isatty():
-        last = ""
+        said: set[str] = set()
 
         def line(what: str, share: float) -> None:
-            nonlocal last
-            if what != last:
-                print(f"... {what}", file=sys.stderr, flush=True)
-            last = what
+            if what not in said:
+                print(f"{prefix}{what}", file=sys.stderr, flush=True)
+            said.add(what)
 
         yield line
     else:
         columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda what, share: bar.update(task, description=what, advance=share)
+        bar = Progress(
+            *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        with bar:
+            task = bar.add_task(prefix, total=total)
+            yield lambda what, share: bar.update(task, description=prefix + what, advance=share)

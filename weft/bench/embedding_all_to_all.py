@@ -60,17 +60,17 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[dict[str
     presets = find_presets(options.preset)
     written: list[dict[str, Any]] = []
     run = uuid.uuid4().hex[:12]
-    with progress(len(presets) * (1 + len(options.modes)), shown=rank == 0) as step:
-        for preset in presets:
+    for number, preset in enumerate(presets, 1):
+        with progress(1 + len(options.modes), shown=rank == 0, prefix=f"{number}/{len(presets)} ") as step:
             measured = measure(preset, ranks, options, step)
-            if rank == 0:
-                print_measured(measured, preset, options)
-                found = to_records(measured, options, run)
-                written += found
-                if options.json is not None:
-                    records.append(options.json, found)
-            del measured
-            release(ranks)
+        if rank == 0:
+            print_measured(measured, preset, options)
+            found = to_records(measured, options, run)
+            written += found
+            if options.json is not None:
+                records.append(options.json, found)
+        del measured
+        release(ranks)
     if rank == 0 and len(presets) > 1:
         print_means(written, options)
     return written
@@ -112,12 +112,11 @@ def measure(
     step(f"{preset.name}: checking every variant against float64", 0.5)
     memory = {name: _peak_bytes(arm, ranks) for name, arm in arms.items()}
     errors = check(arms, work)
-    step(f"{preset.name}: measuring bandwidth", 0.3)
+    step(f"{preset.name}: measuring bandwidth", 0.5)
     ceilings = measure_ceilings(ranks, (16 << 20) if options.quick else None)
     calls: dict[str, Callable[[int], object]] = dict(arms)
     calls |= {name + POOL: arm.pool for name, arm in arms.items() if isinstance(arm, SerialArm)}
     timings: dict[tuple[Mode, str], Timing] = {}
-    step("", 0.2)
     for mode in options.modes:
         timed = time_arms(
             calls,

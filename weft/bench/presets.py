@@ -203,7 +203,7 @@ def _equal(count: int, rows: int, dim: int, bags: Bags) -> tuple[TableShape, ...
 
 _FUSED = EmbeddingPreset(
     "fused-inter",
-    "<global batch, tables per rank> at D 256 in slices of 32; bags of 70 in the mean, as the paper's scale-out model",
+    "global batch|tables per rank, D 256, bags of 70 as in the paper's scale-out model",
     (), True, 0,
 )  # fmt: skip
 

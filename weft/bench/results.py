@@ -129,6 +129,7 @@ def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOp
             f"floor {measured.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
         ),
         section=1,
+        optional=("pool\nms", "p20 - p80", "skew", "extra\nMB", "error"),
     )
 
 
