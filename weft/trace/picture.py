@@ -96,7 +96,7 @@ def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> N
     curve.set_xlim(0, end_ms * 1.01)
     curve.set_ylim(bottom=0)
     curve.grid(alpha=0.3)
-    curve.legend(fontsize=9, frameon=False, loc="upper left")
+    curve.legend(fontsize=9, frameon=False, ncol=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     for side in ("top", "right"):
         curve.spines[side].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
