@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from weft import symm
 from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.cpu import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import EmbeddingPlan
+from weft.runtime.embedding_plan import EmbeddingPlan, Order, Transport
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TRANSPORTS = ("direct", "put")
+TRANSPORTS, ORDERS = get_args(Transport), get_args(Order)
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 
 

@@ -13,7 +13,7 @@ import itertools
 import embedding_ranks as ranks
 import pytest
 import torch
-from embedding_ranks import DTYPES, TRANSPORTS, assert_same_bits, pooled_here
+from embedding_ranks import DTYPES, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import Problem, assert_as_exact_as_torch, assert_close, even, problem, tables_of
@@ -67,8 +67,8 @@ def test_embedding_pool_of_an_empty_batch() -> None:
 VARIANTS = [
     {"transport": transport, "order": order, "slice_size": slice_size}
     for transport, order, slice_size in [
-        *itertools.product(TRANSPORTS, ("remote_first", "natural"), (32,)),
-        *itertools.product(("put",), ("remote_first", "natural"), (1, 2)),
+        *itertools.product(TRANSPORTS, ORDERS, (32,)),
+        *itertools.product(("put",), ORDERS, (1, 2)),
     ]
 ]
 
@@ -231,7 +231,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @settings(max_examples=100, deadline=None)
-@given(p=problems(), slice_size=st.sampled_from((1, 2, 3, 32)), order=st.sampled_from(("remote_first", "natural")))
+@given(p=problems(), slice_size=st.sampled_from((1, 2, 3, 32)), order=st.sampled_from(ORDERS))
 @example(p=Problem(tables_of((1,), rows=1), (7,), (0,) * 7 + (1,)), slice_size=1, order="natural")
 def test_any_problem(pool: Pool, p: Problem, slice_size: int, order: str) -> None:
     variants = [{"transport": t, "slice_size": slice_size, "order": order, "hash": p.hash} for t in TRANSPORTS]

@@ -102,7 +102,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "no features at all": (replace("features", lambda _: object()), ["object", "KeyedJaggedTensor"]),
     "a tuple of four": (replace("features", lambda _: (1, 2, 3, 4)), ["tuple of 4", "(values, offsets"]),
     "an unknown transport": (replace("transport", lambda _: "pigeon"), ["transport='pigeon'", "'direct', 'put'"]),
-    "an unknown order": (replace("order", lambda _: "random"), ["order='random'", "'remote_first', 'natural'"]),
+    "an unknown order": (replace("order", lambda _: "random"), ["order='random'", "'remote_first'", "'natural'"]),
     "an unknown bounds check": (replace("bounds_check", lambda _: "maybe"), ["bounds_check='maybe'", "'fatal'"]),
     "empty slices": (replace("slice_size", lambda _: 0), ["slice_size=0", "at least 1"]),
     "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "between 1 and 255"]),

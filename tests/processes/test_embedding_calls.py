@@ -15,7 +15,7 @@ import embedding_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_ranks import DTYPES, TRANSPORTS, assert_same_bits, pooled_here
+from embedding_ranks import DTYPES, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
 from pool import error_of
 from reference import Problem, assert_close, problem, tables_of
 
@@ -45,7 +45,7 @@ SLICED = ((8, 3, 16, 1, 5, 4, 2, 9), (0, 0, 0, 1, 2, 2, 0, 1))
 @pytest.mark.parametrize(
     ("slice_size", "slices_of_rank"), [(1, (4, 2, 2)), (2, (3, 2, 1)), (3, (2, 2, 1)), (32, (2, 2, 1))]
 )
-@pytest.mark.parametrize("order", ["remote_first", "natural"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_put_sends_one_copy_and_one_flag_per_slice(
     pool: Pool, slice_size: int, slices_of_rank: tuple[int, ...], order: str
 ) -> None:

@@ -108,7 +108,7 @@ def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
     ("options", "words"),
     [
         ({"transport": "auto"}, "transport='auto' must be one of 'direct', 'put'"),
-        ({"order": ""}, "order='' must be one of 'remote_first', 'natural'"),
+        ({"order": ""}, "order='' must be one of 'remote_first'"),
         ({"bounds_check": "error"}, "bounds_check='error' must be one of 'fatal', 'warning', 'ignore'"),
         ({"slice_size": 0}, "slice_size=0 must be at least 1"),
         ({"outputs": 0}, "outputs=0 must be between 1 and 255"),
