@@ -75,9 +75,10 @@ def embedding_all_to_all(
     """
     device = weights[0].device if len(weights) else as_jagged(features).values.device
     domain = symm.domain(group, device)
+    patience_s = deadline_s if isinstance(deadline_s, int | float) and deadline_s > 0 else None
     try:
-        if deadline_s is not None and deadline_s <= 0:
-            raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+        if deadline_s is not None and patience_s is None:
+            raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             raise ValueError(
                 "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
@@ -93,7 +94,7 @@ def embedding_all_to_all(
         jagged = as_jagged(features)
         checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, weights)
     except (TypeError, ValueError) as error:
-        refuse(domain, str(error), deadline_s=deadline_s)
+        refuse(domain, str(error), deadline_s=patience_s)
     operator = compiled(plan, domain, deadline_s=deadline_s)
     if timeline is not None:
         return operator(list(weights), jagged, checked, deadline_s=deadline_s, timeline=timeline)
