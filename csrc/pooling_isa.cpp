@@ -205,6 +205,10 @@ template <class T, int W, int N, bool weighted> void pool(const PoolJob &job) {
     char *out = job.out;
     auto bag = [&](int64_t length, int64_t blocks_end) __attribute__((always_inline)) {
         T *vector = reinterpret_cast<T *>(out);
+        // Ordinary stores wait for their cache lines, each on a page of its own here: ask for them some bags early.
+        if (!fixed.stream)
+#pragma GCC unroll 32
+            for (int64_t c = 0; c < N * W * int64_t(sizeof(T)); c += 64) __builtin_prefetch(out + 8 * stride + c, 1);
         for (int64_t c = 0; c < blocks_end; c += block)
             pool_columns<T, W, most, weighted>(fixed, rows, weights, length, vector, c, c + block - W);
         pool_columns<T, W, N, weighted>(fixed, rows, weights, length, vector, blocks_end, last);
