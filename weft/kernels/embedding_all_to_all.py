@@ -55,6 +55,8 @@ POISON = 1 << 62
 NO_POSITION = (1 << 62) - 1
 # Ids of a bag are read this many at a time, one per lane.
 IDS = 32
+# How many of the kernel's arguments are pointers; they come first.
+POINTERS = 15
 
 _EPOCH = tl.constexpr(EPOCH)
 _GRABBED = tl.constexpr(GRABBED)
@@ -158,14 +160,12 @@ def _row_of(id, rows, HASH: tl.constexpr):
 
 
 @triton.jit
-def _unit_at(unit, n_units, units, units_per_sample, first_sample, batch):
+def _unit_at(unit, n_units, units, units_per_sample, order):
     """(sample, first slot, end slot) of a unit; past the last unit the first one again, which nobody then uses."""
     u = tl.where(unit < n_units, unit, 0)
-    sample = u // units_per_sample
-    entry = units + (u - sample * units_per_sample) * _UNIT_FIELDS
-    sample += first_sample
-    sample = tl.where(sample >= batch, sample - batch, sample)
-    return sample, tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+    position = u // units_per_sample
+    entry = units + (u - position * units_per_sample) * _UNIT_FIELDS
+    return tl.load(order + position), tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
 
 
 @triton.jit
@@ -226,34 +226,35 @@ def _load_rows(
     # One compiled kernel serves every call of an operator: Triton would specialise integers on 1 and on divisibility by
     # 16, and a compile behind a stream that waits for a peer never returns.
     do_not_specialize=[
-        "batch", "n_units", "n_values", "first_sample", "out_slot", "out_slot_bytes", "fingerprint", "deadline_ns",
+        "batch", "n_units", "n_values", "out_slot", "out_slot_bytes", "fingerprint", "deadline_ns",
         "units_per_sample", "flags_before", "flags_total_per_sample",
     ],
     # Nor on the alignment of the user's tensors; where it matters (rows, outputs) ALIGN says it.
     do_not_specialize_on_alignment=[
-        "slots", "units", "values", "offsets", "per_sample_weights", "batch_starts", "owners", "out_addresses",
+        "slots", "units", "values", "offsets", "per_sample_weights", "batch_starts", "owners", "order", "out_addresses",
         "signal_addresses", "flag_addresses", "state", "record", "timeline",
     ],
 )
 def embedding_all_to_all_kernel(
-    slots, units, values, offsets, per_sample_weights, batch_starts, owners, out_addresses, signal_addresses, flag_addresses,
+    slots, units, values, offsets, per_sample_weights, batch_starts, owners, order, out_addresses, signal_addresses, flag_addresses,
     staging, state, record, timeline,
-    batch: tl.int32, n_units: tl.int32, n_values: tl.int64, first_sample: tl.int32, out_slot: tl.int32,
+    batch: tl.int32, n_units: tl.int32, n_values: tl.int64, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
-    ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr, STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
-    ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
+    STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
-    slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values] and offsets [keys * batch + 1] (int32
-    or int64), batch_starts [WORLD + 1], owners [batch] (rank of each sample), out/signal/flag_addresses [WORLD] (every
-    rank's memory as mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned
-    host), timeline [n_units, 3] (start ns, end ns, bytes that left). ENTER and EXIT are off inside a sequence of launches
-    that together are one call; WAIT is off where one process plays all ranks in turn.
+    slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values] and offsets [keys * batch + 1]
+    (int32 or int64), batch_starts [WORLD + 1], owners [batch] (rank of each sample, int32), order [batch] (samples in
+    the order of work, int32), out/signal/flag_addresses [WORLD] (every rank's memory as mapped here), staging
+    [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned host), timeline
+    [n_units, 3] (start ns, end ns, bytes that left). ENTER and EXIT are off inside a sequence of launches that
+    together are one call; WAIT is off where one process plays all ranks in turn.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -310,7 +311,7 @@ def embedding_all_to_all_kernel(
         started = _now_ns(PTX)
 
     unit0 = program
-    sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, first_sample, batch)
+    sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, order)
     start0, end0, cut = _bag(offsets, slots, slot0, sample0, batch, n_values, unit0 < n_units, cut, POSITION)
     grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
     unit1 = unit0
@@ -319,7 +320,7 @@ def embedding_all_to_all_kernel(
     stop1 = stop0
     if slot1 >= stop1:
         unit1 = grabbed
-        sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, first_sample, batch)
+        sample1, slot1, stop1 = _unit_at(unit1, n_units, units, units_per_sample, order)
         grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
     start1, end1, cut = _bag(offsets, slots, slot1, sample1, batch, n_values, unit1 < n_units, cut, POSITION)
     ids = _load_ids(values, start0, end0, id_lanes)
@@ -349,7 +350,7 @@ def embedding_all_to_all_kernel(
         stop2 = stop1
         if slot2 >= stop2:
             unit2 = grabbed
-            sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, first_sample, batch)
+            sample2, slot2, stop2 = _unit_at(unit2, n_units, units, units_per_sample, order)
             grabbed = tl.atomic_add(state + _GRABBED, 1, sem="relaxed").to(tl.int32) + programs
         start2, end2, cut = _bag(offsets, slots, slot2, sample2, batch, n_values, unit2 < n_units, cut, POSITION)
 
@@ -406,11 +407,16 @@ def embedding_all_to_all_kernel(
         if STAGED:
             if slot0 + 1 >= stop0:
                 if is_local == 0:
-                    # The flag of the slice before this one: its copy has had the time of a whole slice to arrive, so the
-                    # release does not wait for it.
+                    # Memory answers in a microsecond when all programs ask, so everything that the copy will need is
+                    # asked for before the first barrier. The flag raised here is that of the slice before: its copy
+                    # has had the time of a whole slice to arrive, so the release does not wait for it.
+                    owner_batch = tl.load(batch_starts + owner + 1) - owner_start
+                    flag = (sample0 - owner_start) * units_per_sample + unit0 % units_per_sample + owner_batch * flags_before
+                    next_flag = tl.load(flag_addresses + owner) + flag * 8
                     if owed_flag != 0:
-                        _store_release(_words(owed_flag), tl.load(state + _EPOCH, volatile=True) + 1, PTX)
+                        _store_release(_words(owed_flag), epoch, PTX)
                         flags_raised += 1
+                    owed_flag = next_flag
                     tl.debug_barrier()
                     slice_row = tl.multiple_of(out_row + (column + width - staged), ALIGN * ITEM_BYTES)
                     block = tl.arange(0, 512)
@@ -421,9 +427,6 @@ def embedding_all_to_all_kernel(
                         c += 512
                     # The next slice may not overwrite the staging area before every lane has read it.
                     tl.debug_barrier()
-                    owner_batch = tl.load(batch_starts + owner + 1) - owner_start
-                    flag = (sample0 - owner_start) * units_per_sample + unit0 % units_per_sample + owner_batch * flags_before
-                    owed_flag = tl.load(flag_addresses + owner) + flag * 8
                     copies += 1
                 staged = staged * 0
         if TIMELINE:
@@ -455,7 +458,7 @@ def embedding_all_to_all_kernel(
         tl.store(state + _COPIES, tl.sum(ids.to(tl.int64), 0))
     if STAGED:
         if owed_flag != 0:
-            _store_release(_words(owed_flag), tl.load(state + _EPOCH, volatile=True) + 1, PTX)
+            _store_release(_words(owed_flag), epoch, PTX)
             flags_raised += 1
 
     # 3. Account for bad input, wait for what the peers send, and leave. What part 1 knew is read anew: in registers it

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
 from weft.errors import WeftError
@@ -79,11 +80,6 @@ def embedding_all_to_all(
     try:
         if deadline_s is not None and patience_s is None:
             raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            raise ValueError(
-                "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
-                "torch.no_grad(), or weight.requires_grad_(False)"
-            )
         if sharding.world_size != domain.world_size:
             raise ValueError(
                 f"the sharding is for {sharding.world_size} ranks and the group has {domain.world_size}: call "
@@ -92,16 +88,47 @@ def embedding_all_to_all(
         used = "direct" if transport == "auto" else transport
         plan = EmbeddingPlan(sharding, used, order, slice_size, bounds_check, hash, outputs)
         jagged = as_jagged(features)
-        checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, weights)
+        weights = list(weights)
+        known = _known(weights, plan)
+        checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, device if known else weights)
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            raise ValueError(
+                "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
+                "torch.no_grad(), or weight.requires_grad_(False)"
+            )
+        if not known:
+            _remember(weights, plan)
     except (TypeError, ValueError) as error:
         refuse(domain, str(error), deadline_s=patience_s)
     operator = compiled(plan, domain, deadline_s=deadline_s)
     if timeline is not None:
-        return operator(list(weights), jagged, checked, deadline_s=deadline_s, timeline=timeline)
+        return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
+    if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()):
+        # The dispatcher would unpack and pack a list of tensors: a microsecond per table, for nothing.
+        return operator(weights, jagged, checked, deadline_s=deadline_s)
     return torch.ops.weft.embedding_all_to_all(
-        list(weights), jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
+        weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
         operator.handle, deadline_s or 0.0,
     )  # fmt: skip
+
+
+# Checking 64 tables takes longer than launching the kernel, and they are the same at every call.
+_known_weights: dict[EmbeddingPlan, tuple[list[weakref.ref[torch.Tensor]], list[int]]] = {}
+
+
+def _known(weights: list[torch.Tensor], plan: EmbeddingPlan) -> bool:
+    """Whether these very tensors, with the memory that they have now, were checked against this plan before."""
+    known = _known_weights.get(plan)
+    if known is None or len(known[0]) != len(weights):
+        return False
+    same = all(ref() is weight for ref, weight in zip(known[0], weights, strict=True))
+    return same and [weight.data_ptr() for weight in weights] == known[1]
+
+
+def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan) -> None:
+    if plan not in _known_weights and len(_known_weights) >= 64:
+        _known_weights.clear()
+    _known_weights[plan] = [weakref.ref(weight) for weight in weights], [weight.data_ptr() for weight in weights]
 
 
 # --- compiled operators: one per (domain, plan), known to the dispatcher by a number ---

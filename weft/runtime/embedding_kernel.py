@@ -23,6 +23,7 @@ _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bflo
 _MAX_BLOCK_D = 256
 _MAX_ROWS = 16  # rows in flight per program
 _TILE = 1024  # elements in flight per program; measured on H200: 2048 costs registers, hence programs, and is slower
+_REGISTERS = {False: 168, True: 128}  # at most, by whether slices are staged; measured on H200 against 112 to 168
 _UNIT_BYTES = 16384  # what a program grabs at once: enough to hide the grab, little enough to leave no tail
 _MAX_UNIT_SLOTS = 32
 _CACHED_BATCHES = 64
@@ -142,8 +143,8 @@ class EmbeddingKernel:
         self._units[slots_per_unit] = made = (self._device_table(rows, device_code.UNIT_FIELDS), len(rows), widest)
         return made
 
-    def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """First sample of each rank (and the end), int64; rank of each sample, int32."""
+    def _batch_tables(self, batch_sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """First sample of each rank and the end (int64), rank of each sample, samples in the order of work (int32)."""
         tables = self._batches.get(batch_sizes)
         if tables is None:
             if len(self._batches) >= _CACHED_BATCHES:
@@ -151,7 +152,12 @@ class EmbeddingKernel:
             sizes = torch.tensor(batch_sizes)
             starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
             owners = torch.arange(self.world_size, dtype=torch.int32).repeat_interleave(sizes)
-            self._batches[batch_sizes] = tables = (starts.to(self.device), owners.to(self.device))
+            order = work_order(batch_sizes, self.rank, self.plan.order)
+            if not order.numel():
+                order = order.new_zeros(1)  # a program without work still reads the first unit's sample
+            self._batches[batch_sizes] = tables = (
+                starts.to(self.device), owners.to(self.device), order.to(self.device)
+            )  # fmt: skip
         return tables
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
@@ -214,18 +220,15 @@ class EmbeddingKernel:
     ) -> None:  # fmt: skip
         batch, n_values = checked.global_batch, jagged.values.numel()
         units, per_sample = self._work(jagged, checked, slot)
-        starts, owners = self._batch_tables(checked.batch_sizes)
-        first_sample = 0
-        if self.plan.order == "remote_first" and batch:
-            first_sample = sum(checked.batch_sizes[: (self.rank + 1) % self.world_size]) % batch
+        starts, owners, order = self._batch_tables(checked.batch_sizes)
         weighted, timed = jagged.weights is not None, timeline is not None
         wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
         key = _VariantKey(jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
         variant = self._variants.get(key) or self._compile(key)
         arguments = (
             slot_table, units, jagged.values, jagged.offsets, jagged.weights if weighted else self.state, starts, owners,
-            memory.outputs, memory.signals, memory.flags, variant.staging, self.state, self.record,
-            timeline if timed else self.state, batch, per_sample * batch, n_values, first_sample, out_slot,
+            order, memory.outputs, memory.signals, memory.flags, variant.staging, self.state, self.record,
+            timeline if timed else self.state, batch, per_sample * batch, n_values, out_slot,
             memory.output_bytes, self._fingerprint(checked), int(deadline_s * 1e9), max(1, per_sample),
             self._slices_before, self._slices_in_all,
         )  # fmt: skip
@@ -289,12 +292,20 @@ class EmbeddingKernel:
 
     def _compile_for_device(self, key: _VariantKey, constants: dict[str, Any]) -> Any:
         kernel = device_code.embedding_all_to_all_kernel
-        pointers = [torch.int64] * 14
-        pointers[2:5] = [key.values, key.offsets, torch.float32 if key.weighted else torch.int64]
-        pointers[6], pointers[10] = torch.int32, self.plan.sharding.dtype
+        types = {
+            "values": key.values,
+            "offsets": key.offsets,
+            "per_sample_weights": torch.float32 if key.weighted else torch.int64,
+            "owners": torch.int32,
+            "order": torch.int32,
+            "staging": self.plan.sharding.dtype,
+        }
+        pointers = [types.get(name, torch.int64) for name in kernel.arg_names[: device_code.POINTERS]]
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
+        # Told nothing, ptxas saves registers and splits the loads of a block of rows; it takes what it may if told.
+        limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
         with torch.cuda.device(self.device):
-            compiled = kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **constants)
+            compiled = kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
             compiled._init_handles()
         return compiled
 
@@ -302,3 +313,27 @@ class EmbeddingKernel:
     def occupancy(self) -> list[Occupancy]:
         """One entry per compiled variant."""
         return [variant.occupancy for variant in self._variants.values()]
+
+
+def work_order(batch_sizes: tuple[int, ...], rank: int, order: str) -> torch.Tensor:
+    """int32 [sum(batch_sizes)]: the samples of the global batch in the order in which `rank` pools them.
+
+    natural: as they come. remote_first: rotated, so that the samples of rank + 1 come first and its own last.
+    interleaved: the same remote samples, with its own spread evenly between them.
+    """
+    batch = sum(batch_sizes)
+    samples = torch.arange(batch, dtype=torch.int32)
+    if order == "natural" or batch == 0:
+        return samples
+    begin = sum(batch_sizes[:rank])
+    rotated = samples.roll(-((begin + batch_sizes[rank]) % batch))
+    if order == "remote_first":
+        return rotated
+    local = batch_sizes[rank]
+    position = torch.arange(batch + 1, dtype=torch.int64)
+    locals_before = position * local // batch
+    is_local = locals_before.diff() > 0
+    mixed = torch.empty_like(samples)
+    mixed[is_local] = rotated[batch - local :]
+    mixed[~is_local] = rotated[: batch - local]
+    return mixed

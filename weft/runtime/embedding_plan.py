@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from weft.sparse import EmbeddingSharding, Slot
 
 Transport = Literal["direct", "put"]
-Order = Literal["remote_first", "natural"]
+Order = Literal["remote_first", "interleaved", "natural"]
 BoundsCheck = Literal["fatal", "warning", "ignore"]
 
 

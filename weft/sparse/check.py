@@ -39,16 +39,16 @@ def check_jagged(
     sharding: EmbeddingSharding,
     rank: int,
     batch_sizes: Sequence[int] | None,
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor] | torch.device,
 ) -> CheckedInput:
     """Check one rank's input of the global batch, and its tables, without reading their contents.
 
     `jagged` holds a block of offsets per key, or, without keys, one per local slot in column order; keys of other
-    ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`.
-    Without `batch_sizes` the global batch is divided evenly, the first ranks get the odd samples. Raises `ValueError`.
+    ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`, or
+    their device if they were checked before. Without `batch_sizes` the global batch is divided evenly, the first ranks get the odd samples. Raises `ValueError`.
     """
     slots = sharding.local_slots(rank)
-    device = check_weights(weights, sharding, rank)
+    device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     _check_tensors(jagged, device)
     if jagged.keys is None:
         key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local features"
