@@ -48,7 +48,9 @@ class Timeline:
         if not self.spans:
             return Timeline()
         origin = min(s.start_us for s in self.spans) if origin_us is None else origin_us
-        return Timeline([Span(s.rank, s.lane, s.name, s.start_us - origin, s.end_us - origin, s.bytes) for s in self.spans])
+        return Timeline(
+            [Span(s.rank, s.lane, s.name, s.start_us - origin, s.end_us - origin, s.bytes) for s in self.spans]
+        )
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)
