@@ -50,7 +50,7 @@ class Occupancy:
     grid: int
 
 
-class _VariantKey(NamedTuple):
+class VariantKey(NamedTuple):
     """What a compiled kernel depends on beyond the plan."""
 
     values: torch.dtype
@@ -99,7 +99,7 @@ class EmbeddingKernel:
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
         self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._variants: dict[_VariantKey, _Variant] = {}
+        self._variants: dict[VariantKey, _Variant] = {}
 
     # --- tables on the device, made once per set of tables, features or batch sizes ---
 
@@ -195,7 +195,9 @@ class EmbeddingKernel:
         """
         slot_table = self._slot_table(weights, checked.key_of_slot)
         last = len(self._slots) - 1
-        parts = [(n, n == 0, n == last) for n in range(last + 1)] if launch_per_table and last > 0 else [(None, True, True)]
+        parts = (
+            [(n, n == 0, n == last) for n in range(last + 1)] if launch_per_table and last > 0 else [(None, True, True)]
+        )
         for number, enter, leave in parts:
             self._launch_part(
                 slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, number, enter, leave
@@ -223,7 +225,7 @@ class EmbeddingKernel:
         starts, owners, order = self._batch_tables(checked.batch_sizes)
         weighted, timed = jagged.weights is not None, timeline is not None
         wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
-        key = _VariantKey(jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
+        key = VariantKey(jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
         variant = self._variants.get(key) or self._compile(key)
         arguments = (
             slot_table, units, jagged.values, jagged.offsets, jagged.weights if weighted else self.state, starts, owners,
@@ -243,8 +245,8 @@ class EmbeddingKernel:
         """What ranks must agree on in a call beyond the plan."""
         return hash(checked.batch_sizes) & ((1 << 62) - 1)
 
-    def _compile(self, key: _VariantKey) -> _Variant:
-        """Compile and load a variant before anything waits for it: a load behind a waiting kernel would deadlock."""
+    def constants(self, key: VariantKey) -> dict[str, Any]:
+        """The kernel's compile-time arguments for a variant, in order."""
         sharding = self.plan.sharding
         dims = [slot.dim for slot in self._slots]
         # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
@@ -252,7 +254,7 @@ class EmbeddingKernel:
         # Row numbers travel between lanes: 32 bits do, but for tables beyond 2^31 rows.
         most_rows = max((table.num_embeddings for table in sharding.tables), default=1)
         stage_width = -(-self._unit_table(0)[2] // 8) * 8 if self._staged else 1
-        constants: dict[str, Any] = {
+        return {
             "RANK": self.rank,
             "WORLD": self.world_size,
             "WORLD_P2": triton.next_power_of_2(self.world_size),
@@ -278,19 +280,28 @@ class EmbeddingKernel:
             "TIMELINE": key.timeline,
             "PTX": self._on_nvidia,
         }
+
+    def _compile(self, key: VariantKey) -> _Variant:
+        """Compile and load a variant before anything waits for it: a load behind a waiting kernel would deadlock."""
+        constants = self.constants(key)
         compiled, occupancy = None, Occupancy(0, 0, 1, self._sms)
         if not self._interpreted:
-            compiled = self._compile_for_device(key, constants)
+            with torch.cuda.device(self.device):
+                compiled = self.compile(key, constants)
+                compiled._init_handles()
             registers, spills = int(compiled.n_regs), int(compiled.n_spills)
             # One warp each: registers come in blocks of 256 per warp, an SM holds 65536 of them and at most 32 programs.
             # Other makers' rules are not known here: 16 is a safe number.
             per_sm = min(32, 65536 // (-(-registers * 32 // 256) * 256)) if self._on_nvidia else 16
             occupancy = Occupancy(registers, spills, per_sm, per_sm * self._sms)
-        staging = torch.empty(occupancy.grid * stage_width, dtype=sharding.dtype, device=self.device)
+        staging = torch.empty(
+            occupancy.grid * constants["STAGE_WIDTH"], dtype=self.plan.sharding.dtype, device=self.device
+        )
         self._variants[key] = variant = _Variant(compiled, tuple(constants.values()), occupancy, staging)
         return variant
 
-    def _compile_for_device(self, key: _VariantKey, constants: dict[str, Any]) -> Any:
+    def compile(self, key: VariantKey, constants: dict[str, Any]) -> Any:
+        """Compile for Triton's current device, and load nothing."""
         kernel = device_code.embedding_all_to_all_kernel
         types = {
             "values": key.values,
@@ -304,10 +315,7 @@ class EmbeddingKernel:
         numbers = [1] * (len(kernel.arg_names) - len(pointers) - len(constants))
         # Told nothing, ptxas saves registers and splits the loads of a block of rows; it takes what it may if told.
         limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
-        with torch.cuda.device(self.device):
-            compiled = kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
-            compiled._init_handles()
-        return compiled
+        return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
     @property
     def occupancy(self) -> list[Occupancy]:
@@ -319,21 +327,6 @@ def work_order(batch_sizes: tuple[int, ...], rank: int, order: str) -> torch.Ten
     """int32 [sum(batch_sizes)]: the samples of the global batch in the order in which `rank` pools them.
 
     natural: as they come. remote_first: rotated, so that the samples of rank + 1 come first and its own last.
-    interleaved: the same remote samples, with its own spread evenly between them.
     """
-    batch = sum(batch_sizes)
-    samples = torch.arange(batch, dtype=torch.int32)
-    if order == "natural" or batch == 0:
-        return samples
-    begin = sum(batch_sizes[:rank])
-    rotated = samples.roll(-((begin + batch_sizes[rank]) % batch))
-    if order == "remote_first":
-        return rotated
-    local = batch_sizes[rank]
-    position = torch.arange(batch + 1, dtype=torch.int64)
-    locals_before = position * local // batch
-    is_local = locals_before.diff() > 0
-    mixed = torch.empty_like(samples)
-    mixed[is_local] = rotated[batch - local :]
-    mixed[~is_local] = rotated[: batch - local]
-    return mixed
+    samples = torch.arange(sum(batch_sizes), dtype=torch.int32)
+    return samples if order == "natural" else samples.roll(-sum(batch_sizes[: rank + 1]))
