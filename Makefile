@@ -1,34 +1,58 @@
-# Two commands: `make demo` (the main job, with a picture) and `make test`. Both make .venv first.
+# Two commands: `make demo` (the main job, with a picture) and `make test`. Both make .venv first, the only thing that
+# `make setup` changes. A machine needs Python 3.11+ (with venv), a C++20 compiler, make; all else comes from PyPI.
+# Without a GPU, torch's CPU build is the smaller download: make setup PIP_ARGS="--extra-index-url
+# https://download.pytorch.org/whl/cpu". PIP_ARGS reach every `pip install` here, and may come from the environment.
 PYTHON ?= python3
+PIP_ARGS ?=
+OUT ?= gpu-check
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
+PIP := $(BIN)/python -m pip
+INSTALL := $(PIP) install -q --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: setup build demo test lint gpu-check wheel clean
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test lint bench-cpu gpu-check wheel clean
 
-setup: $(STAMP)
+help:  ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "scikit-build-core>=0.10" "nanobind>=2.4" ninja
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[test,dev]"
+setup: $(STAMP)  ## Make .venv with everything that development needs (again after a change of csrc/ or pyproject.toml)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weft needs Python 3.11 or later: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
+	$(INSTALL) -c constraints.txt --no-build-isolation -e ".[test,dev]"
 	touch $@
 
-build:
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+build: | $(BIN)/python  ## Recompile the native module after a change of csrc/ (needs no network)
+	$(PIP) install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-demo: setup
+demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/
 	$(BIN)/weft demo
 
-test: setup
+test: setup  ## All tests that need no GPU
 	$(BIN)/python -m pytest tests
 
-lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+lint: setup  ## Style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-wheel:
-	$(PYTHON) -m pip wheel --no-deps -w dist .
+bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the README's tables up to date
+	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl
+	$(BIN)/python -m weft.bench.report README.md benchmarks/results/*.jsonl
 
-clean:
+gpu-check:  ## On a machine with GPUs, torch and Triton (no .venv, no network): build, test, measure into OUT=folder
+	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(OUT)
+
+wheel: | $(BIN)/python  ## Build dist/weft-*.whl
+	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .
+
+clean:  ## Remove .venv and everything built
 	rm -rf $(VENV) build dist
