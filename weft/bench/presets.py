@@ -68,7 +68,7 @@ class EmbeddingConfig:
     indices: Rows
     batch_sizes: tuple[int, ...]
     scale: Scale
-    slice_size: int
+    slice_size: int | None
 
     @property
     def global_batch(self) -> int:
@@ -108,7 +108,7 @@ class EmbeddingPreset:
     tables_per_rank: bool
     global_batch: int
     indices: Rows = _UNIFORM
-    slice_size: int = 32
+    slice_size: int | None = None  # the operator's own default
 
     def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
         """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
@@ -204,7 +204,7 @@ def _equal(count: int, rows: int, dim: int, bags: Bags) -> tuple[TableShape, ...
 _FUSED = EmbeddingPreset(
     "fused-inter",
     "global batch|tables per rank, D 256, bags of 70 as in the paper's scale-out model",
-    (), True, 0,
+    (), True, 0, slice_size=32,
 )  # fmt: skip
 
 _ALL = (

@@ -7,10 +7,11 @@ receive buffer, and an unpack pass. Here each vector goes to its place in the co
     out[rank of b][b, column of t] = sum or mean over i in bag(t, b) of weight[t][values[i]] (* per_sample_weights[i])
 
 Transports. `direct`: the pooled vector is stored into the peer's memory ("Accelerating Multi-GPU Embedding Retrieval with
-PGAS-Style Communication ...", III-B; "GPU-initiated Fine-grained Overlap ...", 3.3). `put` (STAGED): the vectors of one
-slice are pooled into a staging area of the program (it stays in the L2 cache), leave as one contiguous copy, then a fence
-and the slice's flag (the same paper, 3.2). A slice never leaves its program, so "the last item of the slice" is known
-from the loop and needs no bitmask.
+PGAS-Style Communication for Deep Learning Recommendation Systems", III-B; "GPU-initiated Fine-grained Overlap of
+Collective Communication with Computation", 3.3). `put` (STAGED): the vectors of one slice are pooled into a staging area
+of the program (it stays in the L2 cache), leave as one contiguous copy, then a fence and the slice's flag (the latter
+paper, 3.2). A slice never leaves its program, so "the last item of the slice" is known from the loop and needs no
+bitmask; a slice's fence and flag come when the program's next slice is pooled, by which time the copy has arrived.
 
 Protocol, per call number `epoch` (kept in device memory and advanced by the kernel, so that a launch can be replayed):
   1. The first program tells every peer "my output `slot` is free, and this is the fingerprint of my call": fingerprint,
@@ -25,9 +26,11 @@ Protocol, per call number `epoch` (kept in device memory and advanced by the ker
 Every wait ends at a deadline, or when the watchdog writes POISON, which is larger than any epoch; both leave a record in
 pinned host memory. A program that saw either stores nothing.
 
-Speed. A bag is three dependent loads (offsets, indices, rows), so one-warp programs run two bags ahead: while rows of a
-bag arrive, the indices of the next and the offsets of the one after it are already on their way. Rows are loaded
-ROWS at a time. Units are grabbed, not dealt: bags differ in length, and dealt ones leave a tail of 5-25%.
+Speed. Memory answers after a microsecond when all programs ask, so what counts is rows in flight and short chains of
+dependent loads. A bag is three (offsets, ids, rows), so one-warp programs work on three bags: while rows of one arrive,
+the ids of the next and the offsets of the one after it are on their way. Ids are read one per lane and handed to the
+lanes that load the row by a gather, and what can be read again is not kept: both leave registers for ROWS rows in flight.
+Units are grabbed, not dealt: bags differ in length, and dealt ones leave a tail of 5-25%.
 """
 
 from __future__ import annotations
@@ -236,15 +239,16 @@ def _load_rows(
     ],
 )
 def embedding_all_to_all_kernel(
-    slots, units, values, offsets, per_sample_weights, batch_starts, owners, order, out_addresses, signal_addresses, flag_addresses,
-    staging, state, record, timeline,
+    slots, units, values, offsets, per_sample_weights, batch_starts, owners, order,
+    out_addresses, signal_addresses, flag_addresses, staging, state, record, timeline,
     batch: tl.int32, n_units: tl.int32, n_values: tl.int64, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORLD_P2: tl.constexpr, OUT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM: tl.constexpr, ALIGN: tl.constexpr, DTYPE: tl.constexpr,
     ITEM_BYTES: tl.constexpr, ROW: tl.constexpr, POSITION: tl.constexpr,
-    STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr, HASH: tl.constexpr, CHECK: tl.constexpr,
+    STAGED: tl.constexpr, STAGE_WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ANY_MEAN: tl.constexpr,
+    HASH: tl.constexpr, CHECK: tl.constexpr,
     ENTER: tl.constexpr, EXIT: tl.constexpr, WAIT: tl.constexpr, COUNT: tl.constexpr, TIMELINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.

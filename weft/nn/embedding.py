@@ -63,7 +63,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         is_weighted: bool = False,
         transport: str = "auto",
         order: str = "remote_first",
-        slice_size: int = 32,
+        slice_size: int | None = None,
         bounds_check: str = "warning",
         hash: bool = False,
         outputs: int = 2,

@@ -20,7 +20,7 @@ from weft import symm
 from weft.errors import WeftError
 from weft.runtime.agreement import agree_on_new, drop_closed, refuse
 from weft.runtime.cpu import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order
+from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, default_slice_size
 from weft.sparse import EmbeddingSharding, as_jagged
 from weft.sparse.check import CheckedInput, check_jagged
 from weft.sparse.jagged import JaggedInput
@@ -36,7 +36,7 @@ def embedding_all_to_all(
     batch_sizes: Sequence[int] | None = None,
     transport: Literal["auto", "direct", "put"] = "auto",
     order: Order = "remote_first",
-    slice_size: int = 32,
+    slice_size: int | None = None,
     bounds_check: BoundsCheck = "warning",
     hash: bool = False,
     outputs: int = 2,
@@ -56,8 +56,8 @@ def embedding_all_to_all(
         Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of the bag, as FBGEMM does.
     sharding: which rank owns which table (`weft.place_tables`), equal on all ranks.
     batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
-    transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample as one
-        contiguous copy and a flag; "auto" takes "direct", which needs peer access and was never slower where it exists.
+    transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample
+        (default: 32, on GPUs about 2 KiB of them) as one contiguous copy and a flag; "auto" takes "direct".
     order: "remote_first" pools what peers wait for before this rank's own samples, "natural" follows the batch.
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call);
         "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts
@@ -86,10 +86,11 @@ def embedding_all_to_all(
                 f"place_tables(tables, {domain.world_size})"
             )
         used = "direct" if transport == "auto" else transport
-        plan = EmbeddingPlan(sharding, used, order, slice_size, bounds_check, hash, outputs)
+        vectors = default_slice_size(sharding, device) if slice_size is None else slice_size
+        plan = EmbeddingPlan(sharding, used, order, vectors, bounds_check, hash, outputs)
         jagged = as_jagged(features)
         weights = list(weights)
-        known = _known(weights, plan)
+        known = _known(weights, plan, domain.rank)
         checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, device if known else weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             raise ValueError(
@@ -97,7 +98,7 @@ def embedding_all_to_all(
                 "torch.no_grad(), or weight.requires_grad_(False)"
             )
         if not known:
-            _remember(weights, plan)
+            _remember(weights, plan, domain.rank)
     except (TypeError, ValueError) as error:
         refuse(domain, str(error), deadline_s=patience_s)
     operator = compiled(plan, domain, deadline_s=deadline_s)
@@ -113,22 +114,27 @@ def embedding_all_to_all(
 
 
 # Checking 64 tables takes longer than launching the kernel, and they are the same at every call.
-_known_weights: dict[EmbeddingPlan, tuple[list[weakref.ref[torch.Tensor]], list[int]]] = {}
+_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], list[tuple[int, ...]]]] = {}
 
 
-def _known(weights: list[torch.Tensor], plan: EmbeddingPlan) -> bool:
-    """Whether these very tensors, with the memory that they have now, were checked against this plan before."""
-    known = _known_weights.get(plan)
+def _layout(weights: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    """What an in-place change of a tensor that was checked would change."""
+    return [(weight.data_ptr(), weight.size(0), weight.stride(0)) for weight in weights]
+
+
+def _known(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> bool:
+    """Whether these very tensors, with the memory that they have now, were checked before."""
+    known = _known_weights.get((plan, rank))
     if known is None or len(known[0]) != len(weights):
         return False
     same = all(ref() is weight for ref, weight in zip(known[0], weights, strict=True))
-    return same and [weight.data_ptr() for weight in weights] == known[1]
+    return same and _layout(weights) == known[1]
 
 
-def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan) -> None:
-    if plan not in _known_weights and len(_known_weights) >= 64:
+def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> None:
+    if len(_known_weights) >= 64:
         _known_weights.clear()
-    _known_weights[plan] = [weakref.ref(weight) for weight in weights], [weight.data_ptr() for weight in weights]
+    _known_weights[plan, rank] = [weakref.ref(weight) for weight in weights], _layout(weights)
 
 
 # --- compiled operators: one per (domain, plan), known to the dispatcher by a number ---

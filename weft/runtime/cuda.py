@@ -40,7 +40,9 @@ class EmbeddingAllToAllCuda:
         self._flag_count = 1
         self._memory: Memory | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
-        self._record = self.kernel.record.numpy()  # the same memory: reading it costs nanoseconds, a tensor microseconds
+        self._record = (
+            self.kernel.record.numpy()
+        )  # the same memory: reading it costs nanoseconds, a tensor microseconds
         # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)

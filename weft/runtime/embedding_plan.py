@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+import torch
+
 from weft.sparse import EmbeddingSharding, Slot
 
 Transport = Literal["direct", "put"]
-Order = Literal["remote_first", "interleaved", "natural"]
+Order = Literal["remote_first", "natural"]
 BoundsCheck = Literal["fatal", "warning", "ignore"]
 
 
@@ -93,3 +95,14 @@ def slices_of(slots: tuple[Slot, ...], slice_size: int) -> tuple[Unit, ...]:
         else:
             units.append(Unit(number, number + 1, slot.column, slot.dim))
     return tuple(units)
+
+
+def default_slice_size(sharding: EmbeddingSharding, device: torch.device) -> int:
+    """Vectors per slice when nobody says: 32, but on GPUs, where a program has a slice to itself, about 2 KiB of them.
+
+    Measured on H200s: longer slices leave a tail, shorter ones spend their time on fences.
+    """
+    if device.type != "cuda":
+        return 32
+    mean_dim = sharding.total_dim / len(sharding.slots)
+    return max(4, min(32, round(2048 / (mean_dim * sharding.dtype.itemsize))))

@@ -45,7 +45,8 @@ def check_jagged(
 
     `jagged` holds a block of offsets per key, or, without keys, one per local slot in column order; keys of other
     ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`, or
-    their device if they were checked before. Without `batch_sizes` the global batch is divided evenly, the first ranks get the odd samples. Raises `ValueError`.
+    their device if they were checked before. Without `batch_sizes` the global batch is divided evenly, the first ranks
+    get the odd samples. Raises `ValueError`.
     """
     slots = sharding.local_slots(rank)
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
