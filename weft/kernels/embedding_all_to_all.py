@@ -229,13 +229,33 @@ def _load_rows(
     # One compiled kernel serves every call of an operator: Triton would specialise integers on 1 and on divisibility by
     # 16, and a compile behind a stream that waits for a peer never returns.
     do_not_specialize=[
-        "batch", "n_units", "n_values", "out_slot", "out_slot_bytes", "fingerprint", "deadline_ns",
-        "units_per_sample", "flags_before", "flags_total_per_sample",
+        "batch",
+        "n_units",
+        "n_values",
+        "out_slot",
+        "out_slot_bytes",
+        "fingerprint",
+        "deadline_ns",
+        "units_per_sample",
+        "flags_before",
+        "flags_total_per_sample",
     ],
     # Nor on the alignment of the user's tensors; where it matters (rows, outputs) ALIGN says it.
     do_not_specialize_on_alignment=[
-        "slots", "units", "values", "offsets", "per_sample_weights", "batch_starts", "owners", "order", "out_addresses",
-        "signal_addresses", "flag_addresses", "state", "record", "timeline",
+        "slots",
+        "units",
+        "values",
+        "offsets",
+        "per_sample_weights",
+        "batch_starts",
+        "owners",
+        "order",
+        "out_addresses",
+        "signal_addresses",
+        "flag_addresses",
+        "state",
+        "record",
+        "timeline",
     ],
 )
 def embedding_all_to_all_kernel(
@@ -343,9 +363,7 @@ def embedding_all_to_all_kernel(
         if CHECK and not UNIFORM:
             counts = tl.load(slot_entry + 7)
 
-        rows, bad, bad_at = _rows_of(
-            ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW
-        )
+        rows, bad, bad_at = _rows_of(ids, start0 + id_lanes, end0, rows_in_table, counts, bad, bad_at, HASH, CHECK, ROW)
         ids = _load_ids(values, start0 + _IDS, end0, id_lanes)
         ids_next = _load_ids(values, start1, end1, id_lanes)
         unit2 = unit1
@@ -385,7 +403,18 @@ def embedding_all_to_all_kernel(
             done = tl.full([], 0, tl.int32)
             while done < here:
                 acc += _load_rows(
-                    weight, rows, done, begin, per_sample_weights, stride, cols, width, lanes, WEIGHTED, UNIFORM, BLOCK_D
+                    weight,
+                    rows,
+                    done,
+                    begin,
+                    per_sample_weights,
+                    stride,
+                    cols,
+                    width,
+                    lanes,
+                    WEIGHTED,
+                    UNIFORM,
+                    BLOCK_D,
                 )
                 done += ROWS
             begin += _IDS
@@ -415,7 +444,11 @@ def embedding_all_to_all_kernel(
                     # asked for before the first barrier. The flag raised here is that of the slice before: its copy
                     # has had the time of a whole slice to arrive, so the release does not wait for it.
                     owner_batch = tl.load(batch_starts + owner + 1) - owner_start
-                    flag = (sample0 - owner_start) * units_per_sample + unit0 % units_per_sample + owner_batch * flags_before
+                    flag = (
+                        (sample0 - owner_start) * units_per_sample
+                        + unit0 % units_per_sample
+                        + owner_batch * flags_before
+                    )
                     next_flag = tl.load(flag_addresses + owner) + flag * 8
                     if owed_flag != 0:
                         _store_release(_words(owed_flag), epoch, PTX)

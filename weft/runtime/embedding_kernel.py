@@ -58,7 +58,7 @@ class VariantKey(NamedTuple):
     wide: bool
     weighted: bool
     wait: bool
-    count: bool
+    counted: bool
     timeline: bool
     enter: bool
     leave: bool
@@ -98,7 +98,7 @@ class EmbeddingKernel:
         self.record = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
-        self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._variants: dict[VariantKey, _Variant] = {}
 
     # --- tables on the device, made once per set of tables, features or batch sizes ---
@@ -276,7 +276,7 @@ class EmbeddingKernel:
             "ENTER": key.enter,
             "EXIT": key.leave,
             "WAIT": key.wait,
-            "COUNT": key.count,
+            "COUNT": key.counted,
             "TIMELINE": key.timeline,
             "PTX": self._on_nvidia,
         }
