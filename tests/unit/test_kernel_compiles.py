@@ -1,0 +1,167 @@
+"""Every variant of the Triton kernel that the launcher can ask for compiles, for NVIDIA and for AMD, without a GPU.
+
+Triton compiles for whatever device its driver names: here a stand-in that names one, so that the launcher's own constants
+and types are what is compiled. For NVIDIA, ptxas also says what became of it: rows of aligned tables of one width are read
+16 bytes at a time and nothing is spilled; where widths differ, masks and strides take registers, and a little may be.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import problem, tables_of
+
+from weft import env
+from weft.runtime.embedding_plan import EmbeddingPlan
+from weft.sparse import EmbeddingSharding
+
+triton = pytest.importorskip("triton", reason="Triton is not installed here: it compiles the GPU kernels")
+if env.triton_interpreted():
+    pytest.skip("TRITON_INTERPRET=1: this process interprets kernels, it compiles none", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from weft.runtime.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
+
+TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
+SPILLED_BYTES = 160  # per thread, at most, where the widths of tables differ
+UNIFORM = (64,) * 4
+MIXED = (8, 3, 16, 1, 70, 300)
+PUT = {"transport": "put", "slice_size": 3}
+
+
+class NamedDevice:
+    """What the compiler asks Triton's driver: which device is current, and what it is."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return str(self._target)
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(target: GPUTarget) -> Iterator[None]:
+    before = driver._active
+    driver.set_active(NamedDevice(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def compiled(
+    target: str, sharding: EmbeddingSharding, options: dict[str, Any], key: dict[str, Any], rank: int = 0
+) -> tuple[Any, EmbeddingKernel]:
+    kernel = EmbeddingKernel(EmbeddingPlan(sharding, **options), rank, torch.device("cpu"))
+    kernel._on_nvidia = TARGETS[target].backend == "cuda"  # which it asks the device, and there is none
+    usual = {"values": torch.int64, "offsets": torch.int64, "wait": True, "enter": True, "leave": True}
+    unusual = {"wide": False, "weighted": False, "counted": False, "timeline": False}
+    variant = VariantKey(**usual | unusual | key)
+    with compiling_for(TARGETS[target]):
+        return kernel.compile(variant, kernel.constants(variant)), kernel
+
+
+def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as the assembler wrote them down; spilled registers lie on the stack."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, timeout=60, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+INT32 = {"values": torch.int32, "offsets": torch.int32}
+# name: (world size, dims, options of the problem and of the plan, variant)
+VARIANTS: dict[str, tuple[int, tuple[int, ...], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, UNIFORM, {}, {}, {"wait": False}),
+    "one rank puts": (1, UNIFORM, {}, PUT, {}),
+    "three ranks": (3, MIXED, {}, {}, {}),
+    "three ranks put": (3, MIXED, {}, PUT, {}),
+    "eight ranks": (8, UNIFORM * 2, {}, {}, {}),
+    "eight ranks put": (8, UNIFORM * 2, {}, PUT, {}),
+    "a rank without tables": (8, UNIFORM, {}, {}, {}),
+    "a rank without tables, put": (8, UNIFORM, {}, PUT, {}),
+    "int32": (2, UNIFORM, {}, {}, INT32),
+    "int32 put": (2, MIXED, {}, PUT, INT32),
+    "int32 ids": (2, UNIFORM, {}, {}, {"values": torch.int32}),
+    "int32 offsets": (2, UNIFORM, {}, PUT, {"offsets": torch.int32}),
+    "wide positions": (2, UNIFORM, {}, {}, {"wide": True}),
+    "wide positions, put, any width": (2, MIXED, {}, PUT, {"wide": True, "weighted": True}),
+    "weighted": (2, UNIFORM, {}, {}, {"weighted": True}),
+    "weighted, any width": (2, MIXED, {}, PUT, {"weighted": True}),
+    "hashed": (2, UNIFORM, {}, {"hash": True}, {}),
+    "hashed, int32, weighted, put": (2, MIXED, {}, PUT | {"hash": True}, INT32 | {"weighted": True}),
+    "trusted ids": (2, UNIFORM, {}, {"bounds_check": "ignore"}, {}),
+    "trusted ids, any width, put": (2, MIXED, {}, PUT | {"bounds_check": "ignore"}, {}),
+    "fatal": (2, UNIFORM, {}, {"bounds_check": "fatal"}, {}),
+    "counted": (2, UNIFORM, {}, PUT, {"counted": True}),
+    "timed": (2, UNIFORM, {}, {}, {"timeline": True}),
+    "timed and counted, put, any width": (2, MIXED, {}, PUT, {"timeline": True, "counted": True}),
+    "first launch of several": (2, UNIFORM, {}, {}, {"leave": False}),
+    "middle launch of several": (2, MIXED, {}, {}, {"enter": False, "leave": False}),
+    "last launch of several": (2, UNIFORM, {}, {}, {"enter": False}),
+    "first launch of several, put": (2, UNIFORM, {}, PUT, {"leave": False}),
+    "middle launch of several, put": (2, MIXED, {}, PUT, {"enter": False, "leave": False}),
+    "last launch of several, put": (2, UNIFORM, {}, PUT, {"enter": False}),
+    "without waits": (2, UNIFORM, {}, PUT, {"wait": False}),
+    "one column": (2, (1, 1), {}, {}, {}),
+    "wider than a block": (2, (300, 513), {}, {}, {}),
+    "fp16, any width": (2, MIXED, {"dtype": torch.float16}, {}, {}),
+    "fp16, any width, put": (2, MIXED, {"dtype": torch.float16}, PUT, {"weighted": True}),
+    "bf16, any width": (2, MIXED, {"dtype": torch.bfloat16}, {}, {}),
+    "bf16, any width, put": (2, MIXED, {"dtype": torch.bfloat16}, PUT, {"weighted": True}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_compiles(name: str, tmp_path: Path) -> None:
+    world_size, dims, of_problem, of_plan, key = VARIANTS[name]
+    sharding = problem(world_size, dims, **of_problem).sharding
+    built, _ = compiled("sm_90", sharding, of_plan, key, rank=world_size - 1)
+    _, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+    assert stack <= SPILLED_BYTES
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.float32, PUT), (torch.float16, {}), (torch.bfloat16, {})],
+    ids=["fp32", "fp32 put", "fp16", "bf16"],
+)
+def test_rows_are_read_16_bytes_at_a_time_and_stay_in_registers(
+    dtype: torch.dtype, dim: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    tables = tables_of((dim,) * 4, dtype=dtype)
+    built, kernel = compiled("sm_90", EmbeddingSharding(tables, (0, 0, 1, 1), 2), options, {})
+    rows_bytes = kernel._rows * kernel._block_d * dtype.itemsize
+    loads = re.findall(r"ld\.global\S*\.v4\.b32", built.asm["ptx"])
+    assert len(loads) >= rows_bytes // (32 * 16)
+    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+    assert stack == 0
+    assert 65536 // (32 * registers) >= 12  # programs of an SM: rows in flight are what hides memory's latency
+
+
+@pytest.mark.parametrize("dims", [UNIFORM, MIXED], ids=["one width", "any width"])
+@pytest.mark.parametrize("options", [{}, PUT], ids=["direct", "put"])
+def test_compiles_for_amd(options: dict[str, Any], dims: tuple[int, ...]) -> None:
+    built, _ = compiled("gfx942", problem(2, dims).sharding, options, {})
+    assert built.asm["hsaco"]
+    if dims == UNIFORM:
+        assert "global_load_dwordx4" in built.asm["amdgcn"]
