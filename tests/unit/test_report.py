@@ -59,6 +59,8 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
     assert rewrite(new, {"cpu": _records("one")}) == new
     with pytest.raises(ValueError, match="wants results:cpu, but only gpu are given"):
         rewrite(document, {"gpu": _records("one")})
+    empty = document.replace("old\n", "")
+    assert rewrite(empty, {"gpu": _records("one")}) == empty, "a block may wait for its first recorded run"
     path, results = tmp_path / "README.md", tmp_path / "cpu.jsonl"
     path.write_text(document)
     records.append(results, _records("one"))

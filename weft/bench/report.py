@@ -3,9 +3,9 @@
     python -m weft.bench.report README.md benchmarks/results/*.jsonl
 
 rewrites, in place, what stands between `<!-- results:NAME -->` and `<!-- /results -->`, where NAME is a results file's
-name without ".jsonl". For each dtype and mode there is a table with a row per configuration: the time of every arm, the
-fused variants' speedups over each baseline, and the best fused time over the floor. A later run of a configuration
-replaces an earlier one; its arms are never mixed with another run's.
+name without ".jsonl"; a block stays empty until its results are recorded. For each dtype and mode there is a table with
+a row per configuration: the time of every arm, the fused variants' speedups over each baseline, and the best fused time
+over the floor. A later run of a configuration replaces an earlier one; its arms are never mixed with another run's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.bench import records
 from weft.bench.arms import BASELINES
 
 Record = dict[str, Any]
-_MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
 
 def markdown(found: Sequence[Record]) -> str:
@@ -45,13 +45,15 @@ def markdown(found: Sequence[Record]) -> str:
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
-    """`document` with every marked block regenerated. Raises ValueError where a block names results that are not given."""
+    """`document` with every marked block regenerated. Raises ValueError where a block shows results that are not given."""
 
     def block(found: re.Match[str]) -> str:
         name = found["name"]
         if name not in results:
+            if not found["body"].strip():
+                return found[0]
             raise ValueError(f"the document wants results:{name}, but only {', '.join(results) or 'none'} are given")
-        return f"{found[1]}{markdown(results[name])}{found[3]}"
+        return f"{found[1]}{markdown(results[name])}{found[4]}"
 
     return _MARKED.sub(block, document)
 
