@@ -1,0 +1,52 @@
+"""Imports point down, and the check that says so would notice. At run time the library needs torch and numpy alone."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+# An editable install finds weft before the working directory does.
+LINT = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+sys.path.insert(0, "")
+from importlinter.cli import lint_imports_command
+lint_imports_command(["--no-cache"])
+"""
+
+
+def _lint(folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def test_an_import_upwards_and_an_unknown_layer_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("importlinter", reason="import-linter is not installed: pip install -e '.[dev]'")
+    shutil.copytree(ROOT / "weft", tmp_path / "weft", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    kept = _lint(tmp_path)
+    assert kept.returncode == 0, kept.stdout
+    with (tmp_path / "weft" / "sparse" / "hashing.py").open("a") as file:
+        file.write("from weft import symm\n")
+    (tmp_path / "weft" / "elsewhere.py").write_text("")
+    broken = _lint(tmp_path)
+    assert broken.returncode != 0
+    assert "weft.sparse.hashing -> weft.symm" in broken.stdout
+    assert "weft.elsewhere" in broken.stdout
+
+
+def test_the_library_needs_neither_triton_nor_what_the_command_line_needs() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, weft\n"
+        "tables = [weft.EmbeddingBagConfig(4, 2, 't', ('f',))]\n"
+        "print(weft.embedding_pool([torch.ones(4, 2)], (torch.tensor([1, 3]), torch.tensor([0, 2])), tables).tolist())\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('matplotlib', 'typer', 'rich')]\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "[[2.0, 2.0]]\n"
