@@ -1,0 +1,241 @@
+"""The Triton kernel on one GPU: `embedding_pool`, and `embedding_all_to_all` in a group of one.
+
+First results against float64 (kinds of input, widths, dtypes), then inputs out of range, then results that are held, calls
+that follow each other, and the timeline. Each case costs a compilation or two, so the cases combine what they can.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Problem, assert_close, problem, tables_of
+
+import weft
+from weft import symm
+from weft.errors import PoisonedGroupError, RefusedError
+from weft.ops.embedding_all_to_all import compiled
+from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
+from weft.sparse import EmbeddingBagConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU here"),
+]
+DEVICE = torch.device("cuda", 0)
+NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    store = dist.FileStore(str(Path(tmp_path_factory.mktemp("store"), "store")), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def there(tensors: Any) -> list[torch.Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]
+
+
+def pooled(p: Problem, **options: Any) -> torch.Tensor:
+    return weft.embedding_pool(there(p.weights), tuple(there(p.whole())), p.tables, hash=p.hash, **options)
+
+
+def exchanged(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: Any) -> torch.Tensor:
+    features = tuple(there(p.tupled(0))) if features is None else features
+    weights = there(p.local_weights(0))
+    sizes = p.batch_sizes
+    return weft.embedding_all_to_all(
+        weights, features, p.sharding, group=group, batch_sizes=sizes, hash=p.hash, **options
+    )
+
+
+def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
+    """The operator that `exchanged` with these options uses, to look inside."""
+    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding, DEVICE), "hash": p.hash}
+    return compiled(EmbeddingPlan(p.sharding, **usual | options), symm.domain(group, DEVICE))
+
+
+def poison(operator: Any) -> None:
+    """NaN into every output buffer that is not lent."""
+    pool = operator.outputs
+    if pool.slot_bytes:
+        memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
+        for slot in pool._free:
+            memory[slot].fill_(NAN_BYTE)
+
+
+SHARED = (
+    EmbeddingBagConfig(50, 8, "users", ("u", "friend")),
+    EmbeddingBagConfig(9, 16, "pairs", ("i", "u"), "mean"),
+)
+# tables_of makes every other table a mean.
+CASES = {
+    "one width": problem(1, (64,) * 6, 300, longest=70, rows=5000),
+    "one width, fp16": problem(1, (64,) * 6, 300, longest=70, rows=5000, dtype=torch.float16),
+    "one width, bf16": problem(1, (64,) * 6, 300, longest=70, rows=5000, dtype=torch.bfloat16),
+    "128 wide, int32": problem(1, (128,) * 3, 64, index_dtype=torch.int32, offset_dtype=torch.int32),
+    "256 wide, int32 offsets, weighted": problem(1, (256,) * 3, 64, offset_dtype=torch.int32, weighted=True),
+    "any width, weighted": problem(1, (8, 3, 16, 1, 70, 300), 50, longest=40, weighted=True),
+    "any width, fp16, int32 ids": problem(1, (8, 3, 16, 1, 70, 513), 50, dtype=torch.float16, index_dtype=torch.int32),
+    "any width, bf16, weighted": problem(1, (8, 3, 16, 1), 50, dtype=torch.bfloat16, weighted=True),
+    "one column": problem(1, (1, 1), 33),
+    "hashed": problem(1, (8, 4, 64), 50, hash=True),
+    "hashed int32": problem(1, (8, 4, 64), 50, hash=True, index_dtype=torch.int32),
+    "shared features and tables": Problem(SHARED, (0, 0), (23,), weighted=True),
+    "empty bags": problem(1, (8, 4), 50, longest=0),
+    "one sample": problem(1, (8, 4), 1),
+    "an empty batch": problem(1, (8, 4), 0),
+    "many samples": problem(1, (16,) * 4, 20_000, longest=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(group: dist.ProcessGroup, name: str) -> None:
+    p = CASES[name]
+    alone = pooled(p)
+    assert_close(alone.cpu(), p)
+    for order in ("remote_first", "natural"):
+        assert torch.equal(exchanged(group, p, order=order), alone), f"{order}: not the bits of embedding_pool"
+    assert torch.equal(exchanged(group, p, transport="put"), alone), "put: not the bits of embedding_pool"
+
+
+def test_values_and_offsets_may_begin_anywhere(group: dist.ProcessGroup) -> None:
+    """Views whose first element lies at no multiple of 8 or 16 bytes."""
+    for index_dtype in (torch.int32, torch.int64):
+        p = problem(1, (64, 64), 40, longest=50, weighted=True, index_dtype=index_dtype, offset_dtype=index_dtype)
+        shifted = []
+        for tensor in p.tupled(0):
+            room = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=DEVICE)
+            room[1:] = tensor.to(DEVICE)
+            shifted.append(room[1:])
+        assert torch.equal(exchanged(group, p, tuple(shifted)), exchanged(group, p))
+
+
+# --- indices out of range ---
+
+
+def test_a_bad_index_is_a_zero_row_and_the_next_call_warns(group: dist.ProcessGroup) -> None:
+    p = problem(1, (4, 6), 13, weighted=True, seed=3)
+    values, offsets, weights = p.tupled(0)
+    spoiled = values.clone()
+    for at, value in {0: -1, 2: 30, 4: 2**62}.items():
+        spoiled[at] = value
+        p.bags["f0"].weights[at] = 0  # what a zero row gives
+    output = exchanged(group, p, tuple(there((spoiled, offsets, weights))))
+    assert_close(output.cpu(), p)
+    torch.cuda.synchronize()
+    first = next(sample for sample, length in enumerate(p.bags["f0"].lengths.tolist()) if length)
+    where = (
+        rf"rank 0: 3 indices .* zero rows; the first: table 't0', feature 'f0', sample {first} .*position 0: index -1 "
+    )
+    with pytest.warns(UserWarning, match=where):
+        exchanged(group, p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator_of(group, p).synchronize()
+        exchanged(group, p)
+
+
+def test_trusted_indices_do_not_warn(group: dist.ProcessGroup) -> None:
+    p = problem(1, (4, 6), 13)
+    assert_close(exchanged(group, p, bounds_check="ignore").cpu(), p)
+    assert_close(pooled(p, bounds_check="ignore").cpu(), p)
+
+
+def test_fatal_bounds_check_refuses(group: dist.ProcessGroup) -> None:
+    p = problem(1, (4, 6), 13)
+    assert_close(exchanged(group, p, bounds_check="fatal").cpu(), p)
+    values, offsets = p.tupled(0)
+    values[3] = 30
+    spoiled = tuple(there((values, offsets)))
+    said = r"'t0'.*'f0'.*index 30 is not in \[0, 30\)"
+    with pytest.raises(ValueError, match=said):
+        weft.embedding_pool(there(p.weights), spoiled, p.tables, bounds_check="fatal")
+    alone = dist.new_group([0])
+    with pytest.raises(RefusedError, match=said):
+        exchanged(alone, p, spoiled, bounds_check="fatal")
+    with pytest.raises(PoisonedGroupError, match="make a new one"):
+        exchanged(alone, p, bounds_check="fatal")
+
+
+def test_offsets_that_leave_the_values_are_cut_and_the_next_call_warns(group: dist.ProcessGroup) -> None:
+    p = problem(1, (8, 12), 13)
+    values, offsets = there(p.tupled(0))
+    offsets[-1] = 2**40
+    output = exchanged(group, p, (values, offsets))
+    torch.cuda.synchronize()
+    assert_close(output.cpu(), p)
+    with pytest.warns(UserWarning, match="1 bags had offsets that descend or leave the values"):
+        exchanged(group, p)
+
+
+# --- results held, calls in a row ---
+
+
+@pytest.mark.parametrize("outputs", [2, 3])
+def test_held_results_stay_as_they_are(group: dist.ProcessGroup, outputs: int) -> None:
+    """With all buffers held but one, a result is a copy; the buffers come back when results are dropped."""
+    problems = [problem(1, (8, 3, 16), 11, seed=seed) for seed in range(5)]
+    operator = operator_of(group, problems[0], outputs=outputs)
+    held = []
+    for p in problems:
+        poison(operator)
+        held.append(exchanged(group, p, outputs=outputs))
+    poison(operator)
+    for p, output in zip(problems, held, strict=True):
+        assert_close(output.cpu(), p)
+    assert operator.outputs.copied == len(problems) - (outputs - 1)
+    assert len(operator.outputs._free) == 1
+    held.clear()
+    del output
+    assert len(operator.outputs._free) == outputs
+
+
+def test_one_buffer_cannot_be_held(group: dist.ProcessGroup) -> None:
+    p = problem(1, (8, 4), 9)
+    held = exchanged(group, p, outputs=1)
+    with pytest.raises(weft.WeftError, match=r"outputs=1.*outputs=2"):
+        exchanged(group, p, outputs=1)
+    assert_close(held.cpu(), p)
+    del held
+    assert_close(exchanged(group, p, outputs=1).cpu(), p)
+
+
+def test_calls_in_a_row_with_other_shapes(group: dist.ProcessGroup) -> None:
+    """No synchronisation in between; each call writes into poisoned buffers, some of which have grown."""
+    sizes = (700, 3, 0, 64, 1500, 1, 700, 31, 2, 1400)
+    first = problem(1, (64,) * 3, 1, longest=9)
+    problems = [replace(first, batch_sizes=(size,), seed=seed) for seed, size in enumerate(sizes)]
+    outputs = []
+    for p in problems:
+        poison(operator_of(group, p))
+        outputs.append(exchanged(group, p).clone())
+    for p, output in zip(problems, outputs, strict=True):
+        assert_close(output.cpu(), p)
+
+
+def test_a_pool_writes_all_of_its_output() -> None:
+    """The allocator hands out the poisoned memory again."""
+    p = Problem(tables_of((8, 3, 16)), (0, 0, 0), (500,))
+    pooled(p).fill_(torch.nan)
+    assert_close(pooled(p).cpu(), p)
+
+
+def test_timeline(group: dist.ProcessGroup) -> None:
+    p = problem(1, (64,) * 4, 200, longest=30)
+    timeline = weft.Timeline()
+    output = exchanged(group, p, timeline=timeline)
+    assert_close(output.cpu(), p)
+    assert len(timeline) >= 200  # a unit is at most a sample
+    assert {(span.lane, span.bytes) for span in timeline} == {("local", 0)}
+    assert all(0 < span.start_us <= span.end_us for span in timeline)
+    assert max(span.end_us for span in timeline) - min(span.start_us for span in timeline) < 60e6
