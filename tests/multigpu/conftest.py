@@ -1,0 +1,26 @@
+"""Pools of ranks on GPUs that stay up between tests: starting one costs seconds. Deadlines are short here: nothing may hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from weft.launch import Pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def deadline() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_DEADLINE_S", "10")
+        yield
+
+
+@pytest.fixture(scope="session")
+def pair(deadline: None) -> Iterator[Pool]:
+    """Two ranks on two GPUs. A test that kills ranks makes its own pool."""
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("GPU 0 cannot reach GPU 1's memory: weft doctor says more")
+    with Pool(2, backend="nccl") as workers:
+        yield workers

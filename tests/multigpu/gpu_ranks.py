@@ -1,0 +1,92 @@
+"""What the tests of embedding_all_to_all on several GPUs have in common; most of it runs on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Problem, assert_close
+
+from weft import symm
+from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.ops.embedding_pool import embedding_pool
+from weft.runtime.embedding_plan import EmbeddingPlan, Order, Transport, default_slice_size
+from weft.sparse import as_jagged
+from weft.sparse.check import check_jagged
+
+TRANSPORTS, ORDERS = get_args(Transport), get_args(Order)
+NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
+MARKS = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2, reason=f"torch sees {torch.cuda.device_count()} GPUs, 2 are needed"
+    ),
+]
+
+
+def device() -> torch.device:
+    """This rank's."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.to(device()) for tensor in tensors]
+
+
+def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: Any) -> torch.Tensor:
+    """This rank's part of `p`, as a tuple of tensors unless `features` says otherwise."""
+    rank = group.rank()
+    features = tuple(here(p.tupled(rank))) if features is None else features
+    weights = here(p.local_weights(rank))
+    batch_sizes = options.pop("batch_sizes", p.batch_sizes)
+    return embedding_all_to_all(
+        weights, features, p.sharding, group=group, batch_sizes=batch_sizes, hash=p.hash, **options
+    )
+
+
+def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
+    """The operator that `call` with these options uses, to look inside."""
+    options.pop("deadline_s", None)
+    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding, device()), "hash": p.hash}
+    return compiled(EmbeddingPlan(p.sharding, **usual | options), symm.domain(group, device()))
+
+
+def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torch.Tensor:
+    """A call past the public function, for what only the operator takes (`count`, `launch_per_table`)."""
+    rank = group.rank()
+    weights, jagged = here(p.local_weights(rank)), as_jagged(tuple(here(p.tupled(rank))))
+    return operator(weights, jagged, check_jagged(jagged, p.sharding, rank, p.batch_sizes, weights), **how)
+
+
+def poison(operator: Any) -> None:
+    """NaN into every output buffer of this rank that is not lent, in stream order: peers write only after it."""
+    pool = operator.outputs
+    if pool.slot_bytes:
+        memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
+        for slot in pool._free:
+            memory[slot].fill_(NAN_BYTE)
+
+
+def error_of(doing: Callable[[], Any]) -> tuple[str, str]:
+    """The type and text of the error that `doing` must raise."""
+    try:
+        doing()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def pooled_alone(p: Problem) -> torch.Tensor:
+    """All of `p` on this rank's GPU with no other rank: [global batch, total_dim]."""
+    return embedding_pool(here(p.weights), tuple(here(p.whole())), p.tables, hash=p.hash)
+
+
+def assert_right(group: dist.ProcessGroup, p: Problem, output: torch.Tensor, what: str = "") -> None:
+    """This rank's output is what one GPU computes, bit for bit, and that is right."""
+    rows = p.rows_of(group.rank())
+    assert_close(output.cpu(), p, rows)
+    differs = output != pooled_alone(p)[rows]
+    assert not differs.any(), f"{what}: {int(differs.sum())} elements are not the bits that one GPU computes"

@@ -1,0 +1,183 @@
+"""embedding_all_to_all on two GPUs when a rank does not do its part: kernels that wait return, and say who, what, when.
+
+The host does not wait for peers, so errors appear at `synchronize()` or at the next call. Deadlines are short where one
+is meant to be missed; a rank that is told of a failure must not wait for its deadline, which then says so by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import TRANSPORTS, assert_right, error_of
+from reference import Problem, problem
+
+from weft import symm
+from weft.errors import WeftError
+from weft.launch import Pool, RankDiedError
+
+pytestmark = ranks.MARKS
+PROBLEM = problem(2, (64,) * 4, 64, longest=20)
+BAD_RANK = 1
+
+
+def wait_for_failure(group: dist.ProcessGroup) -> None:
+    """Do nothing until this rank has heard that its group failed."""
+    until = time.monotonic() + 15
+    with contextlib.suppress(WeftError):
+        while time.monotonic() < until:
+            symm.domain(group, ranks.device()).check()
+            time.sleep(0.01)
+        raise AssertionError("the group did not fail")
+
+
+def call_and_synchronize(group: dist.ProcessGroup, p: Problem, operator: Any, **options: Any) -> None:
+    output = ranks.call(group, p, **options)
+    operator.synchronize()
+    del output
+
+
+def then(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[str, str]:
+    """What the next call on a failed group raises; a new group works."""
+    again = error_of(lambda: ranks.call(group, p, **options))
+    fresh = dist.new_group([0, 1])
+    assert_right(fresh, p, ranks.call(fresh, p, **options), "a new group after a failure")
+    return again
+
+
+def assert_over(again: tuple[str, str]) -> None:
+    kind, text = again
+    assert kind == "PoisonedGroupError"
+    assert "make a new one" in text
+
+
+def absent(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Rank 1 never makes its second call."""
+    own = dist.new_group([0, 1])
+    assert_right(own, p, ranks.call(own, p, **options))
+    operator = ranks.operator_of(own, p, **options)
+    error = ("", "")
+    if group.rank() == BAD_RANK:
+        wait_for_failure(own)
+    else:
+        error = error_of(lambda: call_and_synchronize(own, p, operator, deadline_s=1.0, **options))
+    return error, then(own, p, options)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_never_calls(pair: Pool, transport: str) -> None:
+    answers = pair.run(absent, PROBLEM, {"transport": transport}, timeout_s=30)
+    kind, text = answers[0][0]
+    assert kind == "DeadlineError"
+    assert re.search(r"rank 0: .*signal 'ready' of rank 1 in call 2 .*wanted 2, found 1", text), text
+    for _, again in answers:
+        assert_over(again)
+
+
+def stuck(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Rank 1 says that it is ready and then stores nothing: its part of the second call stays away."""
+    own = dist.new_group([0, 1])
+    assert_right(own, p, ranks.call(own, p, **options))
+    operator = ranks.operator_of(own, p, **options)
+    error = ("", "")
+    if group.rank() == BAD_RANK:
+        words = operator._signals.tensor(0, (6,), torch.int64)  # as rank 0 sees them: (fingerprint, ready) of each rank
+        words[2 * BAD_RANK + 1] = (2 << 8) + operator.outputs._free[-1]
+        torch.cuda.synchronize()
+        wait_for_failure(own)
+    else:
+        error = error_of(lambda: call_and_synchronize(own, p, operator, deadline_s=1.0, **options))
+    return error, then(own, p, options)
+
+
+@pytest.mark.parametrize(
+    ("transport", "said"), [("direct", "signal 'done' of rank 1"), ("put", r"signal 'slice flag' number \d+")]
+)
+def test_a_rank_that_stores_nothing(pair: Pool, transport: str, said: str) -> None:
+    answers = pair.run(stuck, PROBLEM, {"transport": transport}, timeout_s=30)
+    kind, text = answers[0][0]
+    assert kind == "DeadlineError"
+    assert re.search(rf"rank 0: .*{said} in call 2 .*wanted 2, found 1", text), text
+    for _, again in answers:
+        assert_over(again)
+
+
+def refused(group: dist.ProcessGroup, p: Problem, bad: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Rank 1 comes with input that cannot be; rank 0 waits for it with a deadline that it need not reach."""
+    own = dist.new_group([0, 1])
+    options = {"bounds_check": "fatal" if bad == "index" else "warning"}
+    assert_right(own, p, ranks.call(own, p, **options))
+    operator = ranks.operator_of(own, p, **options)
+    values, offsets = ranks.here(p.tupled(group.rank()))
+    if group.rank() == BAD_RANK and bad == "dtype":
+        values = values.float()
+    elif group.rank() == BAD_RANK:
+        values[0] = 10**6
+    error = error_of(lambda: call_and_synchronize(own, p, operator, features=(values, offsets), **options))
+    return error, then(own, p, options)
+
+
+@pytest.mark.parametrize(("bad", "said"), [("dtype", "values is torch.float32"), ("index", "index 1000000 is not in")])
+def test_bad_input_on_one_rank(pair: Pool, bad: str, said: str) -> None:
+    answers = pair.run(refused, PROBLEM, bad, timeout_s=30)
+    kinds = [error[0] for error, _ in answers]
+    assert kinds == ["PoisonedGroupError", "RefusedError"]
+    for (_, text), again in answers:
+        assert said in text
+        assert "rank 1" in text
+        assert_over(again)
+
+
+def disagree(group: dist.ProcessGroup, p: Problem) -> tuple[tuple[str, str], tuple[str, str]]:
+    """The ranks split the same global batch differently."""
+    own = dist.new_group([0, 1])
+    assert_right(own, p, ranks.call(own, p))
+    operator = ranks.operator_of(own, p)
+    sizes = (30, 34) if group.rank() else (34, 30)
+    error = error_of(lambda: call_and_synchronize(own, p, operator, batch_sizes=sizes))
+    return error, then(own, p, {})
+
+
+def test_other_batch_sizes_on_one_rank(pair: Pool) -> None:
+    answers = pair.run(disagree, PROBLEM, timeout_s=30)
+    kinds = [error[0] for error, _ in answers]
+    assert "DisagreementError" in kinds  # who sees it first tells the other
+    assert set(kinds) <= {"DisagreementError", "PoisonedGroupError"}
+    for (_, text), again in answers:
+        assert "other batch_sizes" in text
+        assert_over(again)
+
+
+def killed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Rank 1 is killed while rank 0's kernel waits for it; the deadline is far away."""
+    assert_right(group, p, ranks.call(group, p, **options))
+    operator = ranks.operator_of(group, p, **options)
+    if group.rank() == BAD_RANK:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(lambda: call_and_synchronize(group, p, operator, deadline_s=25.0, **options))
+    again = error_of(lambda: ranks.call(group, p, **options))
+    everything = ranks.pooled_alone(p)  # this GPU still works
+    assert not everything.isnan().any()
+    return error, again
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_killed(pair: Pool, transport: str) -> None:
+    with Pool(2, backend="nccl") as mortals:
+        answers = mortals.run(killed, PROBLEM, {"transport": transport}, return_exceptions=True, timeout_s=40)
+    assert isinstance(answers[BAD_RANK], RankDiedError)
+    assert not isinstance(answers[0], BaseException), answers[0]
+    (kind, text), (kind_again, text_again) = answers[0]
+    assert kind == "PeerLostError"
+    assert kind_again == "PoisonedGroupError"
+    for said in (text, text_again):
+        assert re.search(r"rank 1 \(pid \d+\) died", said), said

@@ -1,0 +1,229 @@
+"""embedding_all_to_all on two GPUs: results, what leaves as slices, stragglers; and four ranks on two GPUs.
+
+Results are compared on the ranks: with float64, and bit for bit with what one GPU computes alone. A call writes into
+poisoned buffers, so a result that is right has waited for what peers store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import ORDERS, TRANSPORTS, assert_right
+from reference import Problem, assert_close, problem, tables_of
+
+import weft
+from weft.kernels.embedding_all_to_all import COPIES, FLAGS
+from weft.launch import Pool
+from weft.sparse import KeyedJaggedTensor
+
+pytestmark = ranks.MARKS
+VARIANTS = [{"transport": t, "order": o, "slice_size": 3} for t in TRANSPORTS for o in ORDERS]
+ONE_WIDTH = problem(2, (64,) * 6, 301, longest=70, rows=5000)
+ANY_WIDTH = problem(2, (8, 3, 16, 1, 70, 300), 57, longest=40, weighted=True)
+CASES = {
+    "one width": ONE_WIDTH,
+    "any width, weighted": ANY_WIDTH,
+    "any width, adjacent": Problem(tables_of((8, 3, 16, 1, 70)), (0, 0, 0, 1, 1), (20, 11), longest=40),
+    "fp16, int32": problem(2, (64,) * 5, 99, dtype=torch.float16, index_dtype=torch.int32, offset_dtype=torch.int32),
+    "bf16, hashed": problem(2, (128,) * 4, 99, dtype=torch.bfloat16, hash=True),
+    "uneven batches": Problem(tables_of((8, 12, 16)), (0, 1, 1), (0, 41)),
+    "a rank without tables": Problem(tables_of((8, 12)), (1, 1), (21, 10)),
+    "an empty batch": problem(2, (8, 4), 0),
+}
+
+
+def every_variant(group: dist.ProcessGroup, p: Problem, variants: list[dict[str, Any]]) -> None:
+    """Each variant twice, the second time into poisoned buffers."""
+    for options in variants:
+        ranks.call(group, p, **options)
+        ranks.poison(ranks.operator_of(group, p, **options))
+        output = ranks.call(group, p, **options)
+        ranks.operator_of(group, p, **options).synchronize()
+        assert_right(group, p, output, str(options))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_transport_and_order_gives_the_bits_of_one_gpu(pair: Pool, name: str) -> None:
+    pair.run(every_variant, CASES[name], VARIANTS, timeout_s=60)
+
+
+def many_shapes(group: dist.ProcessGroup, problems: list[Problem], options: dict[str, Any]) -> None:
+    """Calls in a row with nothing between them, compared only afterwards, each into poisoned buffers."""
+    outputs = []
+    for p in problems:
+        ranks.poison(ranks.operator_of(group, p, **options))
+        outputs.append(ranks.call(group, p, **options).clone())
+    for number, (p, output) in enumerate(zip(problems, outputs, strict=True)):
+        assert_right(group, p, output, f"{options}, call {number}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ten_calls_in_a_row_with_other_shapes(pair: Pool, transport: str) -> None:
+    sizes = ((7, 8), (1, 0), (0, 0), (300, 40), (33, 700), (0, 1), (700, 700), (2, 3), (64, 1), (1, 900))
+    first = problem(2, (64,) * 6, 1, longest=20)
+    problems = [replace(first, batch_sizes=size, seed=seed) for seed, size in enumerate(sizes)]
+    pair.run(many_shapes, problems, {"transport": transport, "slice_size": 2}, timeout_s=60)
+
+
+def many_operators(group: dist.ProcessGroup, problems: list[Problem]) -> None:
+    """Operators of one group take turns; results are held across the calls of others."""
+    pairs = [(p, {"transport": transport, "outputs": 3}) for p in problems for transport in TRANSPORTS]
+    held: list[torch.Tensor] = []
+    for _ in range(3):
+        held = []
+        for p, options in pairs:
+            ranks.poison(ranks.operator_of(group, p, **options))
+            held.append(ranks.call(group, p, **options))
+    for (p, options), output in zip(pairs, held, strict=True):
+        assert_right(group, p, output, str(options))
+
+
+def test_operators_take_turns(pair: Pool) -> None:
+    pair.run(many_operators, [ONE_WIDTH, CASES["any width, adjacent"]], timeout_s=60)
+
+
+def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple[int, int]]:
+    """Copies and flags of two calls."""
+    operator = ranks.operator_of(group, p, transport="put", slice_size=slice_size)
+    counts, before = [], (0, 0)
+    for _ in range(2):
+        assert_right(group, p, ranks.run(group, p, operator, count=True))
+        operator.synchronize()
+        after = int(operator.kernel.state[COPIES]), int(operator.kernel.state[FLAGS])
+        counts.append((after[0] - before[0], after[1] - before[1]))
+        before = after
+    return counts
+
+
+@pytest.mark.parametrize(("slice_size", "slices_of_rank"), [(1, (5, 3)), (2, (3, 2)), (32, (2, 2))])
+def test_put_sends_one_copy_and_one_flag_per_slice(
+    pair: Pool, slice_size: int, slices_of_rank: tuple[int, int]
+) -> None:
+    """Rank 0 owns runs of four tables and of one, rank 1 runs of two and of one."""
+    p = Problem(tables_of((8, 3, 16, 1, 5, 4, 2, 9)), (0, 0, 0, 0, 1, 1, 0, 1), (40, 70))
+    for rank, counts in enumerate(pair.run(counted, p, slice_size, timeout_s=60)):
+        remote = 110 - p.batch_sizes[rank]
+        assert counts == [(remote * slices_of_rank[rank],) * 2] * 2, f"rank {rank}"
+
+
+def per_table(group: dist.ProcessGroup, p: Problem) -> None:
+    operator = ranks.operator_of(group, p)
+    for _ in range(2):
+        ranks.poison(operator)
+        assert_right(group, p, ranks.run(group, p, operator, launch_per_table=True))
+    assert_right(group, p, ranks.call(group, p))
+
+
+@pytest.mark.parametrize("p", [ONE_WIDTH, ANY_WIDTH], ids=["one width", "any width"])
+def test_a_launch_per_table_gives_the_same(pair: Pool, p: Problem) -> None:
+    pair.run(per_table, p, timeout_s=60)
+
+
+def timed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> weft.Timeline:
+    timeline = weft.Timeline()
+    assert_right(group, p, ranks.call(group, p, timeline=timeline, **options))
+    return timeline
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_timeline_has_the_bytes_that_leave(pair: Pool, transport: str) -> None:
+    p = ONE_WIDTH
+    for rank, timeline in enumerate(pair.run(timed, p, {"transport": transport}, timeout_s=60)):
+        width = sum(slot.dim for slot in p.sharding.local_slots(rank))
+        assert sum(span.bytes for span in timeline) == (301 - p.batch_sizes[rank]) * width * 4
+        assert {span.lane for span in timeline} == {"remote", "local"}
+        assert all(span.start_us <= span.end_us for span in timeline)
+
+
+def straggle(group: dist.ProcessGroup, p: Problem, options: dict[str, Any], who: str) -> None:
+    """Rank 1's host comes late, or its stream does: rank 0's result is right all the same."""
+    ranks.call(group, p, **options)
+    ranks.poison(ranks.operator_of(group, p, **options))
+    if group.rank() == 1 and who == "host":
+        time.sleep(0.5)
+    elif group.rank() == 1:
+        torch.cuda._sleep(1_000_000_000)  # half a second of clock cycles
+    output = ranks.call(group, p, **options)
+    assert_right(group, p, output, who)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("who", ["host", "stream"])
+def test_nobody_reads_before_a_straggler_has_stored(pair: Pool, transport: str, who: str) -> None:
+    pair.run(straggle, ONE_WIDTH, {"transport": transport, "slice_size": 3}, who, timeout_s=30)
+
+
+def of_own_samples(p: Problem, rank: int) -> KeyedJaggedTensor:
+    """All features of the rank's samples."""
+    rows, values, lengths = p.rows_of(rank), [], []
+    for bags in p.bags.values():
+        begin, end = (int(bags.lengths[:sample].sum()) for sample in (rows.start, rows.stop))
+        values.append(bags.values[begin:end])
+        lengths.append(bags.lengths[rows])
+    joined = ranks.here([torch.cat(values), torch.cat(lengths)])
+    return KeyedJaggedTensor(list(p.bags), joined[0], lengths=joined[1])
+
+
+def in_a_module(group: dist.ProcessGroup, p: Problem) -> None:
+    rank = group.rank()
+    module = weft.nn.ShardedEmbeddingBagCollection(
+        p.tables, group=group, placement=list(p.rank_of_table), transport="put"
+    )
+    assert module.device == ranks.device()
+    module.load_full_weights({table.name: weight for table, weight in zip(p.tables, p.weights, strict=True)})
+    for _ in range(2):
+        output = module(of_own_samples(p, rank))
+        assert_close(output.values().cpu(), p, p.rows_of(rank))
+    assert list(output.keys()) == [slot.key for slot in p.sharding.slots]
+
+
+def test_module_distributes_a_local_batch(pair: Pool) -> None:
+    p = Problem(tables_of((8, 3, 16, 64)), (0, 1, 1, 0), (20, 33))
+    pair.run(in_a_module, p, timeout_s=60)
+
+
+# --- other worlds ---
+
+
+def one_connection(group: dist.ProcessGroup, p: Problem) -> None:
+    """All streams share a hardware queue; another stream is busy beside the calls."""
+    aside = torch.cuda.Stream()
+    for options in VARIANTS:
+        with torch.cuda.stream(aside):
+            torch.cuda._sleep(1_000_000)
+        ranks.call(group, p, **options)
+        ranks.poison(ranks.operator_of(group, p, **options))
+        assert_right(group, p, ranks.call(group, p, **options), str(options))
+
+
+def test_one_hardware_queue(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with Pool(2, backend="nccl") as workers:
+        workers.run(one_connection, ONE_WIDTH, timeout_s=60)
+
+
+@pytest.fixture
+def four(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """Four ranks on two GPUs: what they compute, not how fast. NCCL wants a GPU per rank, so gloo starts them."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    with Pool(4, backend="gloo") as workers:
+        yield workers
+
+
+def of_four(group: dist.ProcessGroup, problems: list[Problem], variants: list[dict[str, Any]]) -> None:
+    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
+    for p in problems:
+        every_variant(group, p, variants)
+
+
+def test_four_ranks_on_two_gpus(four: Pool) -> None:
+    tables = Problem(tables_of((8, 3, 16, 1, 70)), (3, 0, 0, 2, 1), (20, 0, 33, 7), longest=40)
+    variants = [{"transport": "direct"}, {"transport": "put", "slice_size": 2}]
+    four.run(of_four, [problem(4, (64,) * 8, 99, longest=20), tables], variants, timeout_s=90)
