@@ -69,7 +69,8 @@ def embedding_all_to_all(
     timeline: filled with what ran when (profiling: on GPUs it waits for the device).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
-    Memory: `outputs` result buffers; `put` also stages one slice per thread or program and holds 8 bytes per slice.
+    Memory: `outputs` result buffers; `put` also stages what it is about to send (on CPU at most 4 MiB a thread, on GPUs a
+        slice or two a program) and holds 8 bytes per slice.
 
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
