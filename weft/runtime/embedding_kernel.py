@@ -84,8 +84,10 @@ class EmbeddingKernel:
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
         self._staged = plan.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
-        dims = [slot.dim for slot in self._slots] or [1]
-        self._mean_dim = sum(dims) / len(dims)
+        # All ranks' slots shape the kernel, not only its own: in which order a bag is added up must depend on neither who
+        # owns the table nor on how many ranks there are.
+        dims = [slot.dim for slot in sharding.slots] or [1]
+        self._mean_dim = sum(slot.dim for slot in self._slots) / max(1, len(self._slots))
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
         self._rows = max(1, min(_MAX_ROWS, _TILE // self._block_d))
         self._interpreted = env.triton_interpreted()
@@ -248,9 +250,9 @@ class EmbeddingKernel:
     def constants(self, key: VariantKey) -> dict[str, Any]:
         """The kernel's compile-time arguments for a variant, in order."""
         sharding = self.plan.sharding
-        dims = [slot.dim for slot in self._slots]
+        dims = [slot.dim for slot in sharding.slots]
         # Every address that the kernel forms is a multiple of this many elements, up to 16 bytes.
-        steps = [*dims, *(slot.column for slot in self._slots), sharding.total_dim, 16 // self._item_bytes]
+        steps = [*dims, *(slot.column for slot in sharding.slots), sharding.total_dim, 16 // self._item_bytes]
         # Row numbers travel between lanes: 32 bits do, but for tables beyond 2^31 rows.
         most_rows = max((table.num_embeddings for table in sharding.tables), default=1)
         stage_width = -(-self._unit_table(0)[2] // 8) * 8 if self._staged else 1
