@@ -13,18 +13,21 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from weft.bench.workload import Workload
-from weft.ops.embedding_all_to_all import embedding_all_to_all
+from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
-from weft.sparse import EmbeddingSharding
+from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
+from weft.sparse import EmbeddingSharding, as_jagged
+from weft.sparse.check import check_jagged
+from weft.symm import domain
 from weft.timeline import Timeline
 
 BASELINE = "embedding_bag"
@@ -211,7 +214,8 @@ class FusedArm(Arm):
     def __init__(self, work: Workload, variant: Variant):
         super().__init__(work)
         self.variant = variant
-        self.slice_size = variant.slice_size or work.config.slice_size
+        sharding, device = work.config.sharding, work.ranks.device
+        self.slice_size = variant.slice_size or work.config.slice_size or default_slice_size(sharding, device)
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         return embedding_all_to_all(
@@ -233,8 +237,59 @@ class FusedArm(Arm):
     def traced(self, which: int, timeline: Timeline) -> None:
         self(which, timeline)
 
+    def operator(self) -> Any:
+        """What runs the calls. Collective where there has been no call yet."""
+        variant, ranks = self.variant, self.work.ranks
+        plan = EmbeddingPlan(
+            self.work.config.sharding, variant.transport, variant.order, self.slice_size, outputs=_OUTPUT_BUFFERS
+        )
+        return compiled(plan, domain(ranks.group, ranks.device))
 
-ARMS: dict[str, type[Arm]] = {BASELINE: EmbeddingBagArm, "batched": BatchedArm, "fbgemm": FbgemmArm}
+    def kernel(self) -> dict[str, int] | None:
+        """GPU: what the compiler made of the kernel that the calls launch, and how many programs of it are resident."""
+        if self.work.ranks.device.type != "cuda":
+            return None
+        used = (o for key, o in self.operator().kernel.occupancy.items() if self._launches(key.enter, key.leave))
+        return asdict(next(used))
+
+    def _launches(self, enter: bool, leave: bool) -> bool:
+        """Whether its calls have launches that open (`enter`) and close the call as given."""
+        return enter and leave
+
+    def slices_sent(self) -> int:
+        """Slices that this rank puts to its peers in a call."""
+        if self.variant.transport == "direct":
+            return 0
+        per_sample: int = self.operator().plan.slices_per_sample[self.work.ranks.rank]
+        return (self.work.config.global_batch - self.work.local_batch) * per_sample
+
+
+class PerTableArm(FusedArm):
+    """weft's kernel launched once for each table instead of once for all: the fused paper's intra-node variant."""
+
+    def __init__(self, work: Workload):
+        super().__init__(work, Variant("direct"))
+        config, rank = work.config, work.ranks.rank
+        self.inputs = [as_jagged(features) for features in work.inputs]
+        self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
+        self.launching = self.operator()
+
+    def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.launching(
+            self.work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
+        )
+        return output
+
+    def _launches(self, enter: bool, leave: bool) -> bool:
+        return enter and leave == (len(self.work.slots) == 1)
+
+
+ARMS: dict[str, type[Arm]] = {
+    BASELINE: EmbeddingBagArm,
+    "batched": BatchedArm,
+    "fbgemm": FbgemmArm,
+    "per-table": PerTableArm,
+}
 BASELINES = tuple(name for name, arm in ARMS.items() if issubclass(arm, SerialArm))
 DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
 
@@ -246,6 +301,8 @@ def why_not(name: str, device: torch.device) -> str | None:
             f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -sliceN, "
             f"such as put-natural-slice8"
         )
+    if name == "per-table" and device.type != "cuda":
+        return "only GPU kernels are launched"
     if name == "fbgemm":
         if device.type != "cuda":
             return "it is compared on GPUs"

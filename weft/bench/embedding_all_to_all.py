@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.bench import records
-from weft.bench.arms import BASELINE, DEFAULT_VARIANTS, Arm, SerialArm, make_arm, why_not
+from weft.bench.arms import BASELINE, DEFAULT_VARIANTS, Arm, FusedArm, SerialArm, make_arm, why_not
 from weft.bench.ceilings import measure_ceilings
 from weft.bench.console import progress
 from weft.bench.harness import Mode, Ranks, Timing, time_arms
@@ -131,7 +131,9 @@ def measure(
     mine = work.traffic()
     fields = list(Traffic.__dataclass_fields__)
     traffic = [Traffic(*values) for values in ranks.gather([getattr(mine, field) for field in fields])]
-    return Measured(work, timings, errors, arms, traffic, ceilings, memory)
+    kernels = {name: arm.kernel() for name, arm in arms.items() if isinstance(arm, FusedArm)}
+    compiled = {name: kernel for name, kernel in kernels.items() if kernel is not None}
+    return Measured(work, timings, errors, arms, traffic, ceilings, memory, compiled)
 
 
 def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:

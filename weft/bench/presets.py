@@ -245,10 +245,12 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _ALL}
 
 
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
-    """All presets, the one called `name`, or the family before a slash: "fused-inter" is five configurations."""
-    found = tuple(p for p in _ALL if name is None or p.name == name or p.name.split("/")[0] == name)
-    if not found:
+    """All presets, or those called `name` (several with commas), or the family before a slash: "fused-inter" is five."""
+    names = [part.strip() for part in name.split(",")] if name is not None else []
+    known = {label for p in _ALL for label in (p.name, p.name.split("/")[0])}
+    found = tuple(p for p in _ALL if name is None or p.name in names or p.name.split("/")[0] in names)
+    if unknown := [part for part in names if part not in known]:
         raise ValueError(
-            f"no preset {name!r}: give one of {', '.join(dict.fromkeys(p.name.split('/')[0] for p in _ALL))}"
+            f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(p.name.split('/')[0] for p in _ALL))}"
         )
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.bench import records
-from weft.bench.arms import BASELINE, BASELINES, Arm
+from weft.bench.arms import BASELINE, BASELINES, Arm, FusedArm
 from weft.bench.ceilings import Ceilings
 from weft.bench.console import print_table
 from weft.bench.harness import Mode, Timing
@@ -33,6 +33,7 @@ class Measured:
     traffic: list[Traffic]
     ceilings: list[Ceilings]
     memory: dict[str, tuple[int, str]]
+    kernels: dict[str, dict[str, int]]  # of fused arms on GPUs, on this rank
 
     @property
     def floor_ms(self) -> float:
@@ -40,6 +41,18 @@ class Measured:
 
     def speedup(self, mode: Mode, name: str, over: str) -> float:
         return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
+
+    def put_us_per_slice(self, mode: Mode, name: str) -> float | None:
+        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
+
+        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
+        """
+        arm, direct = self.arms[name], next((n for n in self.arms if n == name.replace("put", "direct", 1)), "direct")
+        if not isinstance(arm, FusedArm) or name not in self.kernels or direct not in self.arms:
+            return None
+        slices = arm.slices_sent()
+        longer_ms = self.timings[mode, name].p50_ms - self.timings[mode, direct].p50_ms
+        return 1e3 * longer_ms * self.kernels[name]["grid"] / slices if slices else None
 
 
 def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict[str, Any]]:
@@ -91,6 +104,8 @@ def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict
                     "error": measured.errors[name],
                     "extra_bytes": extra_bytes,
                     "extra_bytes_how": how,
+                    "kernel": measured.kernels.get(name),
+                    "put_us_per_slice": measured.put_us_per_slice(mode, name),
                 }
             )
     return rows
@@ -127,10 +142,25 @@ def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOp
         (
             f"{config.describe()}; {config.scale}",
             f"floor {measured.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
+            *kernel_notes(measured, options.modes),
         ),
         section=1,
         optional=("pool\nms", "p20 - p80", "skew", "extra\nMB", "error"),
     )
+
+
+def kernel_notes(measured: Measured, modes: tuple[Mode, ...]) -> list[str]:
+    """A line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
+    notes = []
+    for name, kernel in measured.kernels.items():
+        line = (
+            f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, {kernel['programs_per_sm']} programs on "
+            f"an SM, {kernel['grid']} in all"
+        )
+        costs = [(mode, measured.put_us_per_slice(mode, name)) for mode in modes]
+        said = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
+        notes.append(f"{line}; put, fence and flag of a slice: {said}" if said else line)
+    return notes
 
 
 def print_means(written: list[dict[str, Any]], options: BenchOptions) -> None:

@@ -145,13 +145,11 @@ def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Te
     """Sums of bags in float64: `values[offsets[b]:offsets[b + 1]]` name the rows of bag b. [len(offsets) - 1, D]."""
     bags, dim = offsets.numel() - 1, weight.shape[1]
     pooled = torch.zeros(bags, dim, dtype=torch.float64, device=weight.device)
-    ends = offsets.tolist()
+    ends = offsets.cpu()
     limit = max(1, _CHUNK_BYTES // (8 * dim))
     first = 0
     while first < bags:
-        last = first + 1
-        while last < bags and ends[last + 1] - ends[first] <= limit:
-            last += 1
+        last = min(bags, max(first + 1, int(torch.searchsorted(ends, ends[first] + limit, right=True)) - 1))
         rows = weight[values[ends[first] : ends[last]]].double()
         pooled[first:last] = F.embedding_bag(
             torch.arange(rows.shape[0], device=weight.device),

@@ -320,9 +320,9 @@ class EmbeddingKernel:
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
 
     @property
-    def occupancy(self) -> list[Occupancy]:
-        """One entry per compiled variant."""
-        return [variant.occupancy for variant in self._variants.values()]
+    def occupancy(self) -> dict[VariantKey, Occupancy]:
+        """Of every variant that has been compiled."""
+        return {key: variant.occupancy for key, variant in self._variants.items()}
 
 
 def work_order(batch_sizes: tuple[int, ...], rank: int, order: str) -> torch.Tensor:

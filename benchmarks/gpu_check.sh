@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Build, test and measure weft on a machine with GPUs: bash benchmarks/gpu_check.sh OUT [--tests-only|--bench-only]
+#
+# Needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. No
+# network, no .venv. Writes OUT/doctor.txt, OUT/tests.txt, OUT/bench.txt and OUT/*.jsonl; goes on after a failure and exits
+# with 1 if there was one. WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
+# WEFT_BENCH_S (default 110): seconds that each piece of the benchmark may take at most; records of what it has finished stay.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+out=${1:?usage: gpu_check.sh OUT [--tests-only|--bench-only]}
+what=${2:-}
+case $what in "" | --tests-only | --bench-only) ;; *) echo "unknown option $what" >&2; exit 2 ;; esac
+python=${PYTHON:-python3}
+piece_s=${WEFT_BENCH_S:-110}
+failed=0
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# A fault in NVLink multicast on a shared host is everybody's; nothing here needs it.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+fail() {
+  echo "FAILED: $*" >&2
+  failed=1
+}
+
+build() {
+  "$python" -c "import weft._core" 2>/dev/null && return
+  cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
+    >"$out/build.txt" 2>&1 &&
+    cmake --build build/gpu --target _core >>"$out/build.txt" 2>&1 &&
+    cp build/gpu/_core*.so weft/ && "$python" -c "import weft._core" && return
+  cat "$out/build.txt"
+  echo "the native module could not be built: nothing else can run" >&2
+  exit 1
+}
+
+tests() {
+  timeout -k 10 240 "$python" -m pytest -p no:cacheprovider -q --durations=8 tests/gpu tests/multigpu 2>&1 | tee "$out/tests.txt"
+  [ "${PIPESTATUS[0]}" -eq 0 ] || fail "tests/gpu tests/multigpu"
+}
+
+unpack_fbgemm() {
+  local packed=${WEFT_FBGEMM:-}
+  [ -n "$packed" ] && [ -f "$packed/so.tar.xz" ] && [ -f "$packed/py.zip" ] || return 0
+  "$python" -c "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])" "$packed/py.zip" "$scratch/site" &&
+    xz -dc --memlimit=4GiB "$packed/so.tar.xz" | tar xf - -C "$scratch/site" || fail "unpacking $packed"
+}
+
+bench() { # bench NAME.jsonl arguments ...
+  local file=$1 status
+  shift
+  timeout -k 10 "$piece_s" "$python" -m weft.bench embedding_all_to_all --device cuda --json "$out/$file" "$@" 2>&1 |
+    tee -a "$out/bench.txt"
+  status=${PIPESTATUS[0]}
+  [ "$status" -eq 0 ] && return
+  fail "bench $file: $* (exit code $status; 124 is the time limit)"
+  # Somebody else's library must not cost the rest.
+  if [ "$status" -ne 124 ] && [[ "$*" == *,fbgemm* ]]; then bench "$file" "${@//,fbgemm/}"; fi
+}
+
+benchmarks() {
+  unpack_fbgemm
+  [ -d "$scratch/site" ] && export PYTHONPATH="$PYTHONPATH:$scratch/site"
+  local fbgemm=""
+  if "$python" -c "import fbgemm_gpu" >"$out/fbgemm.txt" 2>&1; then fbgemm=,fbgemm; else echo "without FBGEMM: $out/fbgemm.txt"; fi
+  local ranks
+  ranks=$("$python" -c "import torch; print(torch.cuda.device_count())")
+  local dense=pgas-weak,pgas-strong,grid-64x200k-d256-b4096-l32,grid-128x100k-d128-b1024-l20
+  local every=embedding_bag,batched$fbgemm,direct,direct-natural,put,per-table
+  local few=embedding_bag,batched$fbgemm,direct
+  bench gpu-fp32.jsonl --ranks "$ranks" --preset $dense --mode single --mode queued --variants $every
+  bench gpu-fp16.jsonl --ranks "$ranks" --preset $dense --mode queued --dtype fp16 --variants $few
+  bench gpu-fp32.jsonl --ranks "$ranks" --preset dcnv2,criteo-kaggle --mode queued --variants $few,put
+}
+
+build
+"$python" -m weft.cli doctor 2>&1 | tee "$out/doctor.txt"
+[ "$what" = --bench-only ] || tests
+[ "$what" = --tests-only ] || benchmarks
+exit $failed
