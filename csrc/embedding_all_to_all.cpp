@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -67,6 +68,7 @@ Buffer aligned_buffer(int64_t bytes) {
 
 struct Block {
     int64_t destination, first, count;
+    int64_t in_group;  // samples of its group that come before
 };
 
 // What is fixed for the whole call, shared by its threads.
@@ -76,13 +78,14 @@ struct Plan {
     int64_t batch, stride_bytes;
     std::vector<Slice> slices;
     std::vector<Block> blocks;  // in working order
+    std::vector<int64_t> group_ends;  // blocks are worked on in groups, each up to here, which together are a block's size
     std::vector<Pool> pools;    // per slot
     FindRows find_rows;
     bool checked;
     int64_t block_samples;  // most samples of a block
     int64_t written = 0, widest_row = 0, widest_slice = 0, most_ahead = 0;
     std::vector<bool> streams;  // per destination: its rows are line-aligned and the call writes much
-    std::atomic<int64_t> next_block{0}, next_event{0};
+    std::atomic<int64_t> next_group{0}, next_event{0};
 
     explicit Plan(const EmbeddingCall &c)
         : call(c), size(bytes_of(c.dtype)), batch(c.batch_starts.back()), stride_bytes(c.output_stride * size),
@@ -105,11 +108,19 @@ struct Plan {
         if (c.transport == Transport::put && widest_slice > 0)
             block_samples = std::min(block_samples, staging_bytes / widest_slice);
         block_samples = std::max<int64_t>(block_samples, 1);
+        int64_t room = block_samples;
         for (int64_t i = 0; i < world; ++i) {
             const int64_t d = c.remote_first ? (c.rank + 1 + i) % world : i;
-            for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1]; first += block_samples)
-                blocks.push_back({d, first, std::min(block_samples, c.batch_starts[d + 1] - first)});
+            for (int64_t first = c.batch_starts[d]; first < c.batch_starts[d + 1];) {
+                const int64_t count = std::min(room, c.batch_starts[d + 1] - first);
+                blocks.push_back({d, first, count, block_samples - room});
+                first += count;
+                if ((room -= count) > 0) continue;
+                group_ends.push_back(int64_t(blocks.size()));
+                room = block_samples;
+            }
         }
+        if (room < block_samples) group_ends.push_back(int64_t(blocks.size()));
     }
 
     int64_t ahead(const Slot &slot) const {
@@ -131,9 +142,10 @@ class Worker {
     }
 
     void work() {
-        const int64_t blocks = int64_t(plan_.blocks.size());
-        for (int64_t b; (b = plan_.next_block.fetch_add(1, std::memory_order_relaxed)) < blocks;)
-            work_on(plan_.blocks[b]);
+        const int64_t groups = int64_t(plan_.group_ends.size());
+        for (int64_t g; (g = plan_.next_group.fetch_add(1, std::memory_order_relaxed)) < groups;)
+            work_on({plan_.blocks.data() + (g > 0 ? plan_.group_ends[g - 1] : 0),
+                     plan_.blocks.data() + plan_.group_ends[g]});
         flush();
         release_fence();
     }
@@ -153,29 +165,43 @@ class Worker {
 
     int64_t staged_stride() const { return (plan_.widest_slice + line - 1) / line * line; }
 
-    void work_on(const Block &block) {
-        const bool remote = block.destination != call_.rank, put = call_.transport == Transport::put;
-        char *rows = call_.outputs[block.destination] +
-                     (block.first - call_.batch_starts[block.destination]) * plan_.stride_bytes;
+    // The blocks of a group are taken together slot by slot, so that a table is visited once.
+    void work_on(std::span<const Block> group) {
+        const bool put = call_.transport == Transport::put;
+        int64_t leaving = 0;  // samples for other ranks
+        for (const Block &block : group) leaving += block.destination != call_.rank ? block.count : 0;
         for (int64_t j = 0; j < int64_t(plan_.slices.size()); ++j) {
             const Slice &slice = plan_.slices[j];
             const int64_t start = call_.events ? now_ns() : 0, bytes = slice.width * plan_.size;
-            char *target = rows + slice.column * plan_.size;
-            const bool staged = put && remote;
             for (int64_t s = slice.first_slot; s < slice.first_slot + slice.slots; ++s) {
                 const int64_t column = (call_.slots[s].column - slice.column) * plan_.size;
-                if (staged) find(s, block, staging_.get() + column, staged_stride(), false);
-                else find(s, block, target + column, plan_.stride_bytes, plan_.streams[block.destination]);
+                for (const Block &block : group) {
+                    if (put && block.destination != call_.rank)
+                        find(s, block, staged(block) + column, staged_stride(), false);
+                    else
+                        find(s, block, target(block, slice) + column, plan_.stride_bytes, plan_.streams[block.destination]);
+                }
             }
             if (put || call_.events) flush();
-            const int64_t summed = call_.events ? now_ns() : 0;
-            if (call_.events) record(remote && !put, start, summed, bytes * block.count);
+            if (call_.events) record(leaving > 0 && !put, start, now_ns(), bytes * leaving);
             if (!put) continue;
-            if (staged) copy_out(target, bytes, block.count, plan_.streams[block.destination]);
-            raise_flags(block, j);
-            if (call_.events && staged) record(true, summed, now_ns(), bytes * block.count);
+            for (const Block &block : group) {
+                const bool remote = block.destination != call_.rank;
+                const int64_t summed = call_.events ? now_ns() : 0;
+                if (remote)
+                    copy_out(target(block, slice), staged(block), bytes, block.count, plan_.streams[block.destination]);
+                raise_flags(block, j);
+                if (call_.events && remote) record(true, summed, now_ns(), bytes * block.count);
+            }
         }
     }
+
+    // Where the block's first sample has the slice: at its destination, and while it is pooled for another rank.
+    char *target(const Block &block, const Slice &slice) const {
+        return call_.outputs[block.destination] +
+               (block.first - call_.batch_starts[block.destination]) * plan_.stride_bytes + slice.column * plan_.size;
+    }
+    char *staged(const Block &block) const { return staging_.get() + block.in_group * staged_stride(); }
 
     void find(int64_t s, const Block &block, char *out, int64_t out_stride, bool stream) {
         const Slot &slot = call_.slots[s];
@@ -231,10 +257,10 @@ class Worker {
         pending_ = bags_ = 0;
     }
 
-    void copy_out(char *target, int64_t bytes, int64_t samples, bool stream) {
+    void copy_out(char *target, const char *staged, int64_t bytes, int64_t samples, bool stream) {
         stream = stream && bytes % line == 0 && aligned(target);
         for (int64_t i = 0; i < samples; ++i) {
-            const char *from = staging_.get() + i * staged_stride();
+            const char *from = staged + i * staged_stride();
             if (stream) call_.isa->stream_copy(target + i * plan_.stride_bytes, from, bytes);
             else std::memcpy(target + i * plan_.stride_bytes, from, size_t(bytes));
         }

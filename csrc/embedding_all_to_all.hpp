@@ -6,8 +6,9 @@
 //
 // Words. A *slot* is one block of output columns (a feature pooled from a table of this rank). A *slice* is a run of up
 // to `slice_size` slots, adjacent in the output, of one sample: contiguous bytes in a row of the destination. Every
-// sample has the same slices. A *block* is a run of samples of one destination, worked on slot by slot, so that the
-// indices of a slot are read as a stream and a small table stays in the cache.
+// sample has the same slices. A *block* is a run of samples of one destination. Blocks are worked on in groups
+// of at most some thousand samples, slot by slot, so that a group visits each table once: the indices of a slot are read
+// as a stream, a small table stays in the cache, and so do a large table's page table entries.
 //
 // Transports. `direct`: vectors are stored at their destination as they are summed; whoever orders them for the reader
 // does so after the call (all stores, the cache-bypassing ones too, are fenced before it returns). `put`: vectors for
