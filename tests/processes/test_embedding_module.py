@@ -344,7 +344,7 @@ def make(group, options_of_rank: list[dict]) -> str:
         ({"placement": [1, 1, 0, 0]}, ["'users'", "rank 0", "rank 1"]),
         ({"input": "global_batch"}, ["input='local_batch'", "'global_batch'"]),
         ({"is_weighted": True}, ["is_weighted=False", "True"]),
-        ({"slice_size": 8}, ["slice_size=32", "8"]),
+        ({"slice_size": 8}, ["slice_size=None", "8"]),
     ],
 )
 def test_ranks_that_disagree_all_learn_it_when_the_module_is_made(pool, options, words):
