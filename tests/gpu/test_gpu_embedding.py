@@ -19,7 +19,7 @@ from reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm
-from weft.errors import PoisonedGroupError, RefusedError
+from weft.errors import PoisonedGroupError, RefusedError, WeftError
 from weft.ops.embedding_all_to_all import compiled
 from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
 from weft.sparse import EmbeddingBagConfig
@@ -203,7 +203,7 @@ def test_held_results_stay_as_they_are(group: dist.ProcessGroup, outputs: int) -
 def test_one_buffer_cannot_be_held(group: dist.ProcessGroup) -> None:
     p = problem(1, (8, 4), 9)
     held = exchanged(group, p, outputs=1)
-    with pytest.raises(weft.WeftError, match=r"outputs=1.*outputs=2"):
+    with pytest.raises(WeftError, match=r"outputs=1.*outputs=2"):
         exchanged(group, p, outputs=1)
     assert_close(held.cpu(), p)
     del held

@@ -48,7 +48,8 @@ def test_names_of_variants() -> None:
     assert Variant.parse("put-slice0") is None
     assert why_not("put-natural", CPU) is None
     assert why_not("fbgemm", CPU) == "it is compared on GPUs"
-    with pytest.raises(ValueError, match="no variant 'fast': give embedding_bag, batched, fbgemm, or direct or put"):
+    assert why_not("per-table", CPU) == "only GPU kernels are launched"
+    with pytest.raises(ValueError, match="no variant 'fast': give embedding_bag, batched, fbgemm, per-table, or direct or put"):
         why_not("fast", CPU)
 
 
