@@ -114,8 +114,8 @@ def refused(group: dist.ProcessGroup, p: Problem, bad: str) -> tuple[tuple[str, 
     """Rank 1 comes with input that cannot be; rank 0 waits for it with a deadline that it need not reach."""
     own = dist.new_group([0, 1])
     options = {"bounds_check": "fatal" if bad == "index" else "warning"}
+    operator = ranks.operator_of(own, p, **options)  # later the group may have failed already
     assert_right(own, p, ranks.call(own, p, **options))
-    operator = ranks.operator_of(own, p, **options)
     values, offsets = ranks.here(p.tupled(group.rank()))
     if group.rank() == BAD_RANK and bad == "dtype":
         values = values.float()
