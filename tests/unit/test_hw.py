@@ -16,7 +16,7 @@ def test_every_shipped_machine_loads_and_prints_each_number(name: str) -> None:
 
 def test_units_become_bytes_and_seconds() -> None:
     h200 = load_machine("h200")
-    assert h200["memory.copy_bandwidth"].si == pytest.approx(4.2e12)
+    assert h200["memory.copy_bandwidth"].si == pytest.approx(4.27e12)
     assert h200["memory.copy_bandwidth"].source == "measured"
     assert h200["memory.l2"].si == 60 * 1024 * 1024
     assert Quantity(7, "us", "paper").si == pytest.approx(7e-6)

@@ -9,6 +9,7 @@ kernels that wait for them return.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -101,8 +102,7 @@ class EmbeddingAllToAllCuda:
     def check(self) -> None:
         """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""
         record = self._record
-        if int(record[device_code.R_BAD_INDICES]) or int(record[device_code.R_BAD_OFFSETS]):
-            self._warn_of_bad_input()
+        _warn_of_bad_input(self.kernel, record, self._last_input)
         status = int(record[device_code.R_STATUS])
         if status == 0:
             self.domain.check()
@@ -131,36 +131,6 @@ class EmbeddingAllToAllCuda:
         """Wait for this rank's device, then `check()`."""
         torch.cuda.synchronize(self.domain.device)
         self.check()
-
-    def _warn_of_bad_input(self) -> None:
-        record = self._record
-        bad, at, bad_offsets = (int(record[i]) for i in range(device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS + 1))
-        record[device_code.R_BAD_INDICES] = 0
-        record[device_code.R_BAD_OFFSETS] = 0
-        if bad_offsets:
-            warnings.warn(
-                f"rank {self.domain.rank}: {bad_offsets} bags had offsets that descend or leave the values; they were cut to "
-                f"fit. Check the offsets on the host, or pass bounds_check='fatal'",
-                stacklevel=4,
-            )
-        if bad:
-            where = f"the first at position {at} of values"
-            if self._last_input is not None:
-                jagged, checked = self._last_input
-                batch = max(1, checked.global_batch)
-                if at < jagged.values.numel():
-                    bag = int(torch.searchsorted(jagged.offsets, at, right=True)) - 1
-                    block, sample = divmod(bag, batch)
-                    for number, key in enumerate(checked.key_of_slot):
-                        if key == block:
-                            place, value = at - int(jagged.offsets[bag]), int(jagged.values[at])
-                            where = "the first: " + bad_index_message(
-                                self.plan.sharding, self.domain.rank, number, sample, place, value
-                            )
-                            break
-            warnings.warn(
-                f"rank {self.domain.rank}: {bad} indices were out of range and read as zero rows; {where}", stacklevel=4
-            )
 
     def _map(self) -> Memory:
         world, device = self.domain.world_size, self.domain.device
@@ -201,19 +171,64 @@ class EmbeddingAllToAllCuda:
             raise WeftError("the device recorded no unit: the call had no work on this rank")
 
 
-_local_kernels: dict[tuple[EmbeddingPlan, torch.device], tuple[EmbeddingKernel, torch.Tensor]] = {}
+def _warn_of_bad_input(
+    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, stacklevel: int = 4
+) -> None:
+    """Warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
+    bad, at, bad_offsets = (int(record[i]) for i in range(device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS + 1))
+    if not (bad or bad_offsets):
+        return
+    record[device_code.R_BAD_INDICES] = 0
+    record[device_code.R_BAD_OFFSETS] = 0
+    if bad_offsets:
+        warnings.warn(
+            f"rank {kernel.rank}: {bad_offsets} bags had offsets that descend or leave the values; they were cut to fit. "
+            f"Check the offsets on the host, or pass bounds_check='fatal'",
+            stacklevel=stacklevel,
+        )
+    if bad:
+        where = f"the first at position {at} of values"
+        if last_input is not None and at < last_input[0].values.numel():
+            jagged, checked = last_input
+            bag = int(torch.searchsorted(jagged.offsets, at, right=True)) - 1
+            block, sample = divmod(bag, max(1, checked.global_batch))
+            if block in checked.key_of_slot:
+                place, value = at - int(jagged.offsets[bag]), int(jagged.values[at])
+                where = "the first: " + bad_index_message(
+                    kernel.plan.sharding, kernel.rank, checked.key_of_slot.index(block), sample, place, value
+                )
+        warnings.warn(
+            f"rank {kernel.rank}: {bad} indices were out of range and read as zero rows; {where}", stacklevel=stacklevel
+        )
+
+
+class _LocalPool:
+    """The kernel in a world of one, and what it was last given."""
+
+    def __init__(self, plan: EmbeddingPlan, device: torch.device) -> None:
+        self.kernel = EmbeddingKernel(plan, 0, device)
+        self.record = self.kernel.record.numpy()
+        self.words = torch.zeros(4, dtype=torch.int64, device=device)  # stand in for signals and flags
+        self.last_input: tuple[JaggedInput, CheckedInput] | None = None
+
+
+_local_pools: dict[tuple[EmbeddingPlan, torch.device], _LocalPool] = {}
 
 
 def pool_on_gpu(
     plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor
 ) -> None:
-    """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one."""
+    """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one.
+
+    Warns of bad input that earlier calls met.
+    """
     key = (plan, out.device)
-    made = _local_kernels.get(key)
-    if made is None:
-        made = (EmbeddingKernel(plan, 0, out.device), torch.zeros(4, dtype=torch.int64, device=out.device))
-        _local_kernels[key] = made
-    kernel, words = made
+    pool = _local_pools.get(key)
+    if pool is None:
+        pool = _local_pools[key] = _LocalPool(plan, out.device)
+    _warn_of_bad_input(pool.kernel, pool.record, pool.last_input)
     # The address of `out` travels by the stream, because the host runs ahead of it.
     address = torch.tensor([out.data_ptr()], dtype=torch.int64, pin_memory=True).to(out.device, non_blocking=True)
-    kernel.launch(weights, jagged, checked, Memory(address, words[:1], words[1:2], 0), 0, 60.0, wait=False)
+    memory = Memory(address, pool.words[:1], pool.words[1:2], 0)
+    pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False)
+    pool.last_input = (jagged, checked)

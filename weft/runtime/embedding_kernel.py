@@ -195,6 +195,8 @@ class EmbeddingKernel:
         `launch_per_table` makes one launch per feature instead of one for all; `timeline`, int64 [n_units(...), 3],
         gets a line per unit.
         """
+        if launch_per_table and self._staged:
+            raise ValueError("launch_per_table goes with transport='direct': a slice of 'put' spans tables")
         slot_table = self._slot_table(weights, checked.key_of_slot)
         last = len(self._slots) - 1
         parts = (

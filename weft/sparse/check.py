@@ -91,6 +91,11 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             raise ValueError(
                 f"table {table.name!r}: the weight has strides {weight.stride()}: pass weight.contiguous()"
             )
+        if weight.is_cuda and weight.data_ptr() % 16:
+            raise ValueError(
+                f"table {table.name!r}: the weight begins at address {weight.data_ptr():#x}, and GPUs read rows 16 bytes at "
+                f"a time: pass weight.clone()"
+            )
         if weight.device != weights[0].device:
             raise ValueError(
                 f"table {table.name!r} is on {weight.device} but table {sharding.tables[local[0]].name!r} is on "
