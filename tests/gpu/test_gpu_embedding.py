@@ -60,7 +60,7 @@ def exchanged(group: dist.ProcessGroup, p: Problem, features: Any = None, **opti
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
     """The operator that `exchanged` with these options uses, to look inside."""
-    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding, DEVICE), "hash": p.hash}
+    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding), "hash": p.hash}
     return compiled(EmbeddingPlan(p.sharding, **usual | options), symm.domain(group, DEVICE))
 
 

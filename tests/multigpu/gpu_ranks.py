@@ -50,7 +50,7 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
     """The operator that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
-    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding, device()), "hash": p.hash}
+    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding), "hash": p.hash}
     return compiled(EmbeddingPlan(p.sharding, **usual | options), symm.domain(group, device()))
 
 

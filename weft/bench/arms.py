@@ -214,8 +214,8 @@ class FusedArm(Arm):
     def __init__(self, work: Workload, variant: Variant):
         super().__init__(work)
         self.variant = variant
-        sharding, device = work.config.sharding, work.ranks.device
-        self.slice_size = variant.slice_size or work.config.slice_size or default_slice_size(sharding, device)
+        preset = work.config
+        self.slice_size = variant.slice_size or preset.slice_size or default_slice_size(preset.sharding)
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         return embedding_all_to_all(

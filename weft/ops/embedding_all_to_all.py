@@ -57,7 +57,7 @@ def embedding_all_to_all(
     sharding: which rank owns which table (`weft.place_tables`), equal on all ranks.
     batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
     transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample
-        (default: 32, on GPUs about 2 KiB of them) as one contiguous copy and a flag; "auto" takes "direct".
+        (default: about 2 KiB of them) as one contiguous copy and a flag; "auto" takes "direct".
     order: "remote_first" pools what peers wait for before this rank's own samples, "natural" follows the batch.
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call);
         "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts
@@ -87,7 +87,7 @@ def embedding_all_to_all(
                 f"place_tables(tables, {domain.world_size})"
             )
         used = "direct" if transport == "auto" else transport
-        vectors = default_slice_size(sharding, device) if slice_size is None else slice_size
+        vectors = default_slice_size(sharding) if slice_size is None else slice_size
         plan = EmbeddingPlan(sharding, used, order, vectors, bounds_check, hash, outputs)
         jagged = as_jagged(features)
         weights = list(weights)

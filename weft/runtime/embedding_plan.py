@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-import torch
-
 from weft.sparse import EmbeddingSharding, Slot
 
 Transport = Literal["direct", "put"]
@@ -97,12 +95,11 @@ def slices_of(slots: tuple[Slot, ...], slice_size: int) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def default_slice_size(sharding: EmbeddingSharding, device: torch.device) -> int:
-    """Vectors per slice when nobody says: 32, but on GPUs, where a program has a slice to itself, about 2 KiB of them.
+def default_slice_size(sharding: EmbeddingSharding) -> int:
+    """Vectors per slice when nobody says: about 2 KiB of them, 4 to 32.
 
-    Measured on H200s: longer slices leave a tail, shorter ones spend their time on fences.
+    Measured: on H200s longer slices leave a tail and shorter ones spend their time on fences; on CPUs longer ones leave
+    room for few samples in the staging area, so that tables are left and visited again more often.
     """
-    if device.type != "cuda":
-        return 32
     mean_dim = sharding.total_dim / len(sharding.slots)
     return max(4, min(32, round(2048 / (mean_dim * sharding.dtype.itemsize))))
