@@ -38,6 +38,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
+
 # Columns of the slot table (int64). A slot wider than BLOCK_D is several entries, each with its own columns.
 SLOT_FIELDS = 8
 ADDRESS, ROWS_IN_TABLE, STRIDE, KEY, COLUMN, WIDTH, MEAN, FIRST_PIECE = range(SLOT_FIELDS)
@@ -54,7 +56,6 @@ R_STATUS, R_EPOCH, R_PEER, R_WANTED, R_FOUND, R_BAD_INDICES, R_BAD_POSITION, R_B
 WAIT_READY, WAIT_DONE, WAIT_FLAG, DISAGREE = 1, 2, 3, 4
 # Words of the signal area of a rank: for each peer (fingerprint, ready), then done.
 SLOT_BITS = 8
-POISON = 1 << 62
 NO_POSITION = (1 << 62) - 1
 # Ids of a bag are read this many at a time, one per lane.
 IDS = 32
@@ -89,55 +90,6 @@ _NO_POSITION = tl.constexpr(NO_POSITION)
 _IDS = tl.constexpr(IDS)
 _SLOT_FIELDS = tl.constexpr(SLOT_FIELDS)
 _UNIT_FIELDS = tl.constexpr(UNIT_FIELDS)
-
-
-@triton.jit
-def _words(address):
-    return address.to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _now_ns(PTX: tl.constexpr):
-    """The device's clock in nanoseconds; 0 where there is no PTX (then deadlines are the watchdog's alone)."""
-    if PTX:
-        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    return tl.full([], 0, tl.int64)
-
-
-@triton.jit
-def _load_acquire(pointer, PTX: tl.constexpr):
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
-        )
-    return tl.load(pointer, volatile=True)
-
-
-@triton.jit
-def _store_release(pointer, value, PTX: tl.constexpr):
-    """System-scope release by every lane of a one-warp program: what the warp stored before is visible first."""
-    if PTX:
-        tl.inline_asm_elementwise(
-            "st.release.sys.global.b64 [$1], $2; mov.u64 $0, $2;",
-            "=l,l,l",
-            [pointer.to(tl.int64), value],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(pointer, value)
-
-
-@triton.jit
-def _wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
-    """Poll a vector of words until all are at least `wanted`, or the deadline passes: the words last found."""
-    found = _load_acquire(pointer, PTX)
-    if tl.min(found, 0) < wanted:
-        start = _now_ns(PTX)
-        while (tl.min(found, 0) < wanted) & (_now_ns(PTX) - start < deadline_ns):
-            found = _load_acquire(pointer, PTX)
-    return found
 
 
 @triton.jit
@@ -296,14 +248,14 @@ def embedding_all_to_all_kernel(
         if ENTER:
             if program == 0:
                 word = theirs + 16 * RANK
-                tl.store(_words(word), tl.full([WORLD_P2], 0, tl.int64) + fingerprint, mask=peer)
+                tl.store(words(word), tl.full([WORLD_P2], 0, tl.int64) + fingerprint, mask=peer)
                 at = tl.where(peer, word + 8, mine + 16 * RANK + 8)
-                _store_release(_words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
-        ready_at = _words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
+                store_release(words(at), tl.full([WORLD_P2], 0, tl.int64) + (wanted + out_slot), PTX)
+        ready_at = words(tl.where(peer, mine + 16 * ranks + 8, mine + 16 * RANK + 8))
         if WAIT:
             # Our own word stands in for the lanes that are no peer: it is set like the peers' and so never holds us up
             # for longer than it takes the first program to start.
-            found = _wait_at_least(ready_at, wanted, deadline_ns, PTX)
+            found = wait_at_least(ready_at, wanted, deadline_ns, PTX)
             lowest = tl.min(found, 0)
             if (lowest < wanted) | (tl.max(found, 0) >= _POISON):
                 late = tl.argmin(found, 0).to(tl.int64)
@@ -311,7 +263,7 @@ def embedding_all_to_all_kernel(
                 tl.atomic_add(state + _FAILED, 1, sem="relaxed")
                 n_units = n_units * 0
             else:
-                prints = tl.load(_words(mine + 16 * safe_rank), mask=peer, other=fingerprint, volatile=True)
+                prints = tl.load(words(mine + 16 * safe_rank), mask=peer, other=fingerprint, volatile=True)
                 differ = (prints != fingerprint).to(tl.int32)
                 if tl.max(differ, 0) != 0:
                     other = tl.max(tl.where(differ != 0, prints, 0), 0)
@@ -332,7 +284,7 @@ def embedding_all_to_all_kernel(
     owed_flag = tl.full([], 0, tl.int64)
     staged = tl.full([], 0, tl.int32)
     if TIMELINE:
-        started = _now_ns(PTX)
+        started = now_ns(PTX)
 
     unit0 = program
     sample0, slot0, stop0 = _unit_at(unit0, n_units, units, units_per_sample, order)
@@ -381,7 +333,7 @@ def embedding_all_to_all_kernel(
         if WORLD > 1:
             owner = tl.load(owners + sample0)
             owner_start = tl.load(batch_starts + owner)
-            ready_word = tl.load(_words(mine + 16 * owner + 8))
+            ready_word = tl.load(words(mine + 16 * owner + 8))
             out_address = tl.load(out_addresses + owner) + (ready_word & _SLOT_MASK) * out_slot_bytes
             is_local = owner == RANK
         else:
@@ -451,7 +403,7 @@ def embedding_all_to_all_kernel(
                     )
                     next_flag = tl.load(flag_addresses + owner) + flag * 8
                     if owed_flag != 0:
-                        _store_release(_words(owed_flag), epoch, PTX)
+                        store_release(words(owed_flag), epoch, PTX)
                         flags_raised += 1
                     owed_flag = next_flag
                     tl.debug_barrier()
@@ -468,7 +420,7 @@ def embedding_all_to_all_kernel(
                 staged = staged * 0
         if TIMELINE:
             if slot0 + 1 >= stop0:
-                now = _now_ns(PTX)
+                now = now_ns(PTX)
                 unit_bytes = tl.load(units + (unit0 % units_per_sample) * _UNIT_FIELDS + 3) * ITEM_BYTES
                 line = timeline + unit0.to(tl.int64) * 3
                 tl.store(line, started)
@@ -495,7 +447,7 @@ def embedding_all_to_all_kernel(
         tl.store(state + _COPIES, tl.sum(ids.to(tl.int64), 0))
     if STAGED:
         if owed_flag != 0:
-            _store_release(_words(owed_flag), epoch, PTX)
+            store_release(words(owed_flag), epoch, PTX)
             flags_raised += 1
 
     # 3. Account for bad input, wait for what the peers send, and leave. What part 1 knew is read anew: in registers it
@@ -519,7 +471,7 @@ def embedding_all_to_all_kernel(
         own = my_batch * flags_before
         own_end = own + my_batch * units_per_sample
         total = my_batch * flags_total_per_sample
-        my_flags = _words(tl.load(flag_addresses + RANK))
+        my_flags = words(tl.load(flag_addresses + RANK))
         thirty_two = tl.arange(0, 32)
         first = program.to(tl.int64) * 32
         any_failed = tl.load(state + _FAILED, volatile=True)
@@ -528,9 +480,9 @@ def embedding_all_to_all_kernel(
             outside = (i >= total) | ((i >= own) & (i < own_end))
             pointer = tl.where(outside, (state + _EPOCH).to(tl.int64), (my_flags + i).to(tl.int64))
             arrived_flags = tl.where(outside, epoch, tl.full([32], 0, tl.int64))
-            clock = _now_ns(PTX)
-            while (tl.min(arrived_flags, 0) < epoch) & (_now_ns(PTX) - clock < deadline_ns):
-                arrived_flags = tl.where(outside, epoch, _load_acquire(_words(pointer), PTX))
+            clock = now_ns(PTX)
+            while (tl.min(arrived_flags, 0) < epoch) & (now_ns(PTX) - clock < deadline_ns):
+                arrived_flags = tl.where(outside, epoch, load_acquire(words(pointer), PTX))
             lowest_flag = tl.min(arrived_flags, 0)
             if (lowest_flag < epoch) | (tl.max(arrived_flags, 0) >= _POISON):
                 _report(record, _WAIT_FLAG, epoch, first + tl.argmin(arrived_flags, 0), epoch, lowest_flag)
@@ -545,10 +497,10 @@ def embedding_all_to_all_kernel(
             if tl.load(state + _FAILED, volatile=True) == 0:
                 theirs = tl.load(signal_addresses + safe_rank, volatile=True)
                 done_at = tl.where(peer, theirs + 16 * WORLD + 8 * RANK, mine + 16 * WORLD + 8 * RANK)
-                _store_release(_words(done_at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
+                store_release(words(done_at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
                 if WAIT:
-                    done_words = _words(mine + 16 * WORLD + 8 * safe_rank)
-                    found = _wait_at_least(done_words, epoch, deadline_ns, PTX)
+                    done_words = words(mine + 16 * WORLD + 8 * safe_rank)
+                    found = wait_at_least(done_words, epoch, deadline_ns, PTX)
                     lowest = tl.min(found, 0)
                     if (lowest < epoch) | (tl.max(found, 0) >= _POISON):
                         _report(record, _WAIT_DONE, epoch, tl.argmin(found, 0).to(tl.int64), epoch, lowest)

@@ -1,0 +1,68 @@
+"""Signals between GPUs, as device code: 64-bit words in symmetric memory that only grow, set with release, read with acquire.
+
+Order. Whatever the lanes of a program stored before a barrier and `store_release` is visible to whoever has read the new
+value with `load_acquire`, on this GPU or another (system scope). On NVIDIA these are the PTX instructions of that name;
+elsewhere, and under Triton's interpreter, atomics that are stronger than needed. `PTX` says which.
+
+Waiting. `wait_at_least` looks until all words of a vector are there or a deadline passes. Where there is no PTX there is no
+clock either, and the deadline is the watchdog's: it writes POISON, larger than any value that is waited for, over the words
+of a rank whose group has failed, so that its kernels return.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+POISON = 1 << 62
+
+
+@triton.jit
+def words(address):
+    """An address, or a vector of them, as a pointer to 64-bit words."""
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def now_ns(PTX: tl.constexpr):
+    """The device's clock in nanoseconds; 0 where there is no PTX (then deadlines are the watchdog's alone)."""
+    if PTX:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    return tl.full([], 0, tl.int64)
+
+
+@triton.jit
+def load_acquire(pointer, PTX: tl.constexpr):
+    """The word, or vector of words, now; what was stored before it was set is visible afterwards."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointer.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def store_release(pointer, value, PTX: tl.constexpr):
+    """Store `value` to a word, or a vector of words, after all that this program's lanes stored before the last barrier."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.b64 [$1], $2; mov.u64 $0, $2;",
+            "=l,l,l",
+            [pointer.to(tl.int64), value],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(pointer, value, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
+    """Poll a vector of words until all are at least `wanted`, or the deadline passes: the words last found."""
+    found = load_acquire(pointer, PTX)
+    if tl.min(found, 0) < wanted:
+        start = now_ns(PTX)
+        while (tl.min(found, 0) < wanted) & (now_ns(PTX) - start < deadline_ns):
+            found = load_acquire(pointer, PTX)
+    return found
