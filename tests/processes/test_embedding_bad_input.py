@@ -88,6 +88,9 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
         lambda a: a["weights"].__setitem__(1, a["weights"][1].t().contiguous().t()),
         ["'t2'", "strides (1, 32)", "contiguous()"],
     ),
+    "no list of tables": (replace("weights", lambda _: None), ["weights is a NoneType", "one tensor per table"]),
+    "tables by name": (replace("weights", lambda w: dict(enumerate(w))), ["weights is a dict", "one tensor per table"]),
+    "a table that is no tensor": (lambda a: a["weights"].__setitem__(0, None), ["weights holds a NoneType", "torch.Tensor"]),
     "a table too few": (lambda a: a["weights"].pop(), ["1 weights", "owns 2 tables (t1, t2)"]),
     "a table that learns": (
         lambda a: a["weights"].__setitem__(0, a["weights"][0].clone().requires_grad_()),
@@ -104,6 +107,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "an unknown transport": (replace("transport", lambda _: "pigeon"), ["transport='pigeon'", "'direct', 'put'"]),
     "an unknown order": (replace("order", lambda _: "random"), ["order='random'", "'remote_first'", "'natural'"]),
     "an unknown bounds check": (replace("bounds_check", lambda _: "maybe"), ["bounds_check='maybe'", "'fatal'"]),
+    "half a slice": (replace("slice_size", lambda _: 0.5), ["slice_size=0.5", "at least 1"]),
     "empty slices": (replace("slice_size", lambda _: 0), ["slice_size=0", "at least 1"]),
     "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "between 1 and 255"]),
     "no time": (replace("deadline_s", lambda _: -1.0), ["deadline_s=-1.0", "positive"]),

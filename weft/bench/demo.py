@@ -38,8 +38,8 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     options = BenchOptions(
         preset="dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
     )
+    directory.mkdir(parents=True, exist_ok=True)  # now, because the run takes a while
     timelines, title, speedup, error = run_ranks(ranks, _rank, options)[0]
-    directory.mkdir(parents=True, exist_ok=True)
     picture, trace = directory / "overlap.png", directory / "trace.json"
     draw_overlap(picture, timelines, title)
     write_trace(trace, timelines, configuration=title)

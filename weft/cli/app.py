@@ -42,10 +42,10 @@ class Dtype(enum.StrEnum):
 
 
 def main() -> None:
-    """The `weft` command. An argument that the library refuses is a sentence and exit code 2, not a traceback."""
+    """The `weft` command. An argument or path that cannot be used is a sentence and exit code 2, not a traceback."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         typer.secho(f"weft: {error}", fg="red", err=True)
         sys.exit(2)
 

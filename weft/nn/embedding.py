@@ -20,6 +20,7 @@ from torch import nn
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all
+from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.sparse.placement import place_tables
 from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding
@@ -48,7 +49,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
             all ranks' samples in rank order, and nothing is distributed.
         is_weighted: the features carry one float32 weight per id. If False, weights in the features are passed over,
             as in TorchRec.
-        transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as `weft.embedding_all_to_all`.
+        transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as `weft.embedding_all_to_all`. The
+            distribution of a local batch goes by the process group's own timeout, not by `deadline_s`.
     """
 
     def __init__(
@@ -72,7 +74,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
         super().__init__()
         self.rank = _rank_in(group)
         self.group = group
-        self.device = _device_for(group, device)
         self.input, self.deadline_s = input, deadline_s
         self._is_weighted = is_weighted
         self._settings: dict[str, Any] = {
@@ -88,9 +89,23 @@ class ShardedEmbeddingBagCollection(nn.Module):
         try:
             if input not in ("local_batch", "global_batch"):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
+            if not isinstance(is_weighted, bool):
+                raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+            self.device = _device_for(group, device)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
+            # Options are refused now, on every rank, and not at the first call.
+            used: Any = "direct" if transport == "auto" else transport
+            EmbeddingPlan(
+                sharding,
+                used,
+                cast(Any, order),
+                1 if slice_size is None else slice_size,
+                cast(Any, bounds_check),
+                hash,
+                outputs,
+            )
         except (ValueError, TypeError) as error:
             refusal = error
         self.sharding = _agree(group, sharding, {**self._settings, "input": input, "is_weighted": is_weighted}, refusal)
@@ -115,11 +130,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
         default even, the first ranks get the odd ones. With input="local_batch" the ranks tell each other: refused then.
         """
         if self.input == "local_batch":
+            refusal = None
             if batch_sizes is not None:
-                raise ValueError(
-                    "batch_sizes goes with input='global_batch': ranks exchange the sizes of local batches"
+                refusal = ValueError(
+                    f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
+                    f"local batches"
                 )
-            jagged, batch_sizes = self._input_dist(features)
+            jagged, batch_sizes = self._input_dist(features, refusal)
         else:
             jagged = self._own_features(features)
         values = embedding_all_to_all(
@@ -214,7 +231,12 @@ def _rank_in(group: Any) -> int:
 def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}, but torch sees no GPU here: `weft doctor` says why")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -228,7 +250,9 @@ def _agree(
     Otherwise every rank raises: `RefusedError` with what a rank refused its arguments for, or `DisagreementError`.
     """
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (sharding, settings, None if refusal is None else str(refusal)), group=group)
+    # What was refused may be anything, and need not pickle.
+    mine = (sharding, settings, None) if refusal is None else (None, {}, str(refusal))
+    dist.all_gather_object(everyone, mine, group=group)
     if reasons := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text is not None]:
         raise RefusedError(f"arguments refused by {'; '.join(reasons)}") from refusal
     first_sharding, first_settings, _ = everyone[0]

@@ -61,16 +61,17 @@ class InputDist:
         )
         self._layout: _Layout | None = None
 
-    def __call__(self, features: Any) -> tuple[JaggedInput, tuple[int, ...]]:
+    def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
         """This rank's features of the global batch, and every rank's batch size.
 
         `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch
         sizes. Keys that no table uses stay behind. If any rank's input is bad, every rank raises `RefusedError` (a
-        `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 here and int64 there.
+        `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 here and int64 there. `refusal` is
+        what the caller has refused already: the other ranks are told.
         """
-        local, refusal = None, None
+        local = None
         try:
-            local = self._read(features)
+            local = self._read(features) if refusal is None else None
         except (ValueError, TypeError) as error:
             refusal = error
         heads, own = self._exchange_headers(local)
@@ -98,6 +99,12 @@ class InputDist:
             raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
         named = [("values", values, INDEX_DTYPES), ("lengths", lengths, INDEX_DTYPES)]
         for name, tensor, dtypes in named if weights is None else [*named, ("weights", weights, (torch.float32,))]:
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
+            if tensor.dim() != 1 and name != "lengths":
+                raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} has strides {tensor.stride()}: pass {name}.contiguous()")
             if tensor.dtype not in dtypes:
                 raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
             if tensor.device != self.device:

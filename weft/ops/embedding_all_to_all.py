@@ -46,7 +46,8 @@ def embedding_all_to_all(
     """Pool this rank's tables for the global batch and hand every pooled vector to the rank that owns its sample.
 
     Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`, in one kernel:
-    each vector is stored into its owner's output as soon as it is ready. Collective over `group`. Forward only.
+    each vector is stored into its owner's output as soon as it is ready. Collective over `group`; threads that share a group
+    take turns. Forward only.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in
         the order of `sharding.local_tables(rank)`.
@@ -75,12 +76,18 @@ def embedding_all_to_all(
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
     """
-    device = weights[0].device if len(weights) else as_jagged(features).values.device
-    domain = symm.domain(group, device)
     patience_s = deadline_s if isinstance(deadline_s, int | float) and deadline_s > 0 else None
+    device = _device_of(weights, features, group)
+    domain = symm.domain(group, device, deadline_s=patience_s)
     try:
         if deadline_s is not None and patience_s is None:
             raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
+        if not isinstance(sharding, EmbeddingSharding):
+            raise TypeError(
+                f"sharding is a {type(sharding).__name__}: pass weft.place_tables(tables, {domain.world_size})"
+            )
+        if timeline is not None and not isinstance(timeline, Timeline):
+            raise TypeError(f"timeline is a {type(timeline).__name__}: pass a weft.Timeline, or None")
         if sharding.world_size != domain.world_size:
             raise ValueError(
                 f"the sharding is for {sharding.world_size} ranks and the group has {domain.world_size}: call "
@@ -90,7 +97,7 @@ def embedding_all_to_all(
         vectors = default_slice_size(sharding) if slice_size is None else slice_size
         plan = EmbeddingPlan(sharding, used, order, vectors, bounds_check, hash, outputs)
         jagged = as_jagged(features)
-        weights = list(weights)
+        weights = _tensors(weights)
         known = _known(weights, plan, domain.rank)
         checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, device if known else weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
@@ -112,6 +119,27 @@ def embedding_all_to_all(
         weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
         operator.handle, deadline_s or 0.0,
     )  # fmt: skip
+
+
+def _tensors(weights: Any) -> list[torch.Tensor]:
+    """`weights` as a list; `TypeError` if that is not what it is."""
+    if not isinstance(weights, Sequence | torch.Tensor):
+        raise TypeError(f"weights is a {type(weights).__name__}: pass a list with one tensor per table of this rank")
+    for weight in (weights := list(weights)):
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"weights holds a {type(weight).__name__}: pass one torch.Tensor per table of this rank")
+    return weights
+
+
+def _device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
+    """Where this rank's call takes place. Arguments that do not tell will be refused, where the other ranks hear it."""
+    try:
+        device = weights[0].device if len(weights) else as_jagged(features).values.device
+        if device.type in ("cpu", "cuda"):
+            return device
+    except (TypeError, ValueError, AttributeError, LookupError):
+        pass
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 # Checking 64 tables takes longer than launching the kernel, and they are the same at every call.

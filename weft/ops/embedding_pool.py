@@ -38,7 +38,7 @@ def embedding_pool(
             "weight.requires_grad_(False)"
         )
     jagged = as_jagged(features)
-    plan = _plan(tuple(tables), bounds_check, hash)
+    plan = _plan(tuple(EmbeddingBagConfig.of(table) for table in tables), bounds_check, hash)
     checked = check_jagged(jagged, plan.sharding, 0, None, weights)
     fatal = bounds_check == "fatal" and not hash
     if fatal and (bad := first_bad_index(jagged, plan.sharding, 0, checked)) is not None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Literal, get_args
 
 from weft.sparse import EmbeddingSharding, Slot
@@ -50,11 +51,13 @@ class EmbeddingPlan:
         ):
             if value not in legal:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, legal))}")
-        if self.slice_size < 1:
-            raise ValueError(f"slice_size={self.slice_size} must be at least 1 pooled vector")
-        if not 1 <= self.outputs <= 255:
+        if not isinstance(self.hash, bool):
+            raise ValueError(f"hash={self.hash!r} must be True or False")
+        if not isinstance(self.slice_size, Integral) or not 1 <= self.slice_size < 2**31:
+            raise ValueError(f"slice_size={self.slice_size!r} must be at least 1 pooled vector, and less than 2**31")
+        if not isinstance(self.outputs, Integral) or not 1 <= self.outputs <= 255:
             raise ValueError(
-                f"outputs={self.outputs} must be between 1 and 255: how many result buffers each rank keeps"
+                f"outputs={self.outputs!r} must be between 1 and 255: how many result buffers each rank keeps"
             )
 
     @cached_property

@@ -77,8 +77,8 @@ class OutputPool:
         """A free buffer for the next result."""
         if not self._free:
             raise WeftError(
-                f"the last result is still held and outputs={self.count}: drop it (and every view of it) before the next "
-                f"call, or pass outputs=2"
+                f"no result buffer is free (outputs={self.count}): drop the last result and every view of it before the "
+                f"next call, or pass outputs={self.count + 1}; and let threads take turns"
             )
         return self._free.pop()
 
