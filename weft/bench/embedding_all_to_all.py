@@ -125,7 +125,7 @@ def measure(
             mode,
             input_sets=work.input_sets,
             seconds=0.1 if options.quick else 1.0,
-            repetitions=(3, 5) if options.quick else (5, 25),
+            repetitions=(3, 5) if options.quick else (9, 25),
             advance=partial(step, f"{preset.name}: timing, {mode}"),
         )
         timings |= {(mode, name): timing for name, timing in timed.items()}
