@@ -133,11 +133,13 @@ def test_a_rank_that_raises_makes_the_others_meet_a_named_deadline() -> None:
 
 def test_a_rank_that_leaves_while_waited_for_is_named() -> None:
     with Pool(3) as pool:
-        for kind, text in pool.run(raise_instead_of_arriving, True)[:2]:
-            assert kind == "PeerLostError"
-            assert "rank 2 " in text
-            assert "closed its end" in text
-            assert "the agreement" in text
+        errors = pool.run(raise_instead_of_arriving, True)[:2]
+    for kind, text in errors:
+        assert kind == "PeerLostError"
+        assert "rank 2 " in text
+        assert "closed its end" in text
+    # Whoever notices says what it was waiting for; the news may reach the other before it began to wait.
+    assert any("the agreement" in text for _, text in errors)
 
 
 def leave_early(group):
