@@ -40,12 +40,11 @@ import triton.language as tl
 
 from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wait_at_least, words
 
-# Columns of the slot table (int64). A slot wider than BLOCK_D is several entries, each with its own columns.
+# The slot table (int64): address, rows, stride, block of offsets, first output column, width, whether pooling is a mean,
+# whether it is the slot's first piece. A slot wider than BLOCK_D is several pieces, each with its own columns.
 SLOT_FIELDS = 8
-ADDRESS, ROWS_IN_TABLE, STRIDE, KEY, COLUMN, WIDTH, MEAN, FIRST_PIECE = range(SLOT_FIELDS)
-# Columns of the unit table (int64): the slots of one unit of work of a sample, and the columns that they cover.
+# The unit table (int64): first slot and end of one unit of work of a sample, first output column and width that it covers.
 UNIT_FIELDS = 4
-UNIT_FIRST, UNIT_END, UNIT_COLUMN, UNIT_WIDTH = range(UNIT_FIELDS)
 # Words of the local state (int64, device memory).
 STATE_WORDS = 16
 EPOCH, GRABBED, ARRIVED, FAILED, BAD_INDICES, BAD_POSITION, BAD_OFFSETS, COPIES, FLAGS = range(9)

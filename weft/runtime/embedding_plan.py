@@ -101,8 +101,8 @@ def slices_of(slots: tuple[Slot, ...], slice_size: int) -> tuple[Unit, ...]:
 def default_slice_size(sharding: EmbeddingSharding) -> int:
     """Vectors per slice when nobody says: about 2 KiB of them, 4 to 32.
 
-    Measured: on H200s longer slices leave a tail and shorter ones spend their time on fences; on CPUs longer ones leave
-    room for few samples in the staging area, so that tables are left and visited again more often.
+    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json); on CPUs longer
+    slices leave room for fewer samples in the staging area, so that tables are visited again more often.
     """
     mean_dim = sharding.total_dim / len(sharding.slots)
     return max(4, min(32, round(2048 / (mean_dim * sharding.dtype.itemsize))))
