@@ -1,0 +1,35 @@
+"""Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
+
+from weft.schedule import ficco, serial, shard  # noqa: F401  (registers their builders)
+from weft.schedule.expr import RANK, Expr, Index, lookup, value
+from weft.schedule.problem import (
+    AllGatherMatmul,
+    Candidate,
+    NotApplicableError,
+    Problem,
+    builder,
+    candidates,
+    unregister,
+)
+from weft.schedule.schedule import Draft, Schedule
+from weft.schedule.steps import (
+    ITEM_BYTES,
+    OPS,
+    Buffer,
+    Collective,
+    Compute,
+    Copy,
+    For,
+    Lane,
+    Region,
+    Set,
+    Signals,
+    Step,
+    Wait,
+)
+
+__all__ = [
+    "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "Buffer", "Candidate", "Collective", "Compute", "Copy", "Draft", "Expr",
+    "For", "Index", "Lane", "NotApplicableError", "Problem", "Region", "Schedule", "Set", "Signals", "Step", "Wait", "builder",
+    "candidates", "lookup", "unregister", "value",
+]  # fmt: skip

@@ -1,0 +1,142 @@
+"""FiCCO: chunks of a shard go to all peers at once, and each step computes on what has come from all of them.
+
+A shard is cut into `steps` chunks. In step s every rank puts its chunk s to all others, each over its own lane, so that
+on a full mesh all links are busy, and computes on the chunks of that step. Three choices make eight schedules:
+
+    1D | 2D           chunks are rows of the shard, or columns (then the steps add up: y += x[:, chunk] @ w[chunk, :])
+    uniform | hetero  a step holds the own chunk too, or the own shard is computed whole, first, while nothing has come
+    fused | unfused   one GEMM a step over the chunks of all ranks, or one for each
+
+Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered.
+Rows that a fused GEMM computes are neighbours in y only in uniform 2D; elsewhere they are scattered from scratch memory.
+Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy.
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from weft.schedule.expr import RANK, Index
+from weft.schedule.operands import all_gather_matmul_operands, cut, peer
+from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
+from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.steps import Buffer, Signals
+
+By = Literal["dma", "kernel"]
+Start = Literal["uniform", "hetero"]
+Gemms = Literal["fused", "unfused"]
+Piece = tuple[int, int]
+_STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "kernel")
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
+def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
+    """steps: chunks of rows of a shard; 0: as many as there are ranks."""
+    world, m, pieces = _pieces(p, p.rows[0], steps)
+    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-1D", p)
+    uniform, fused = start == "uniform", gemms == "fused"
+    # Within a step's rows of the box, chunks lie in the order of the ring behind the reader, the own one last.
+    places = world if uniform and fused else world - 1
+    box = d.buffer("box", places * m, p.k, p.dtype, "symmetric")
+    rows = [d.buffer(f"rows{i}", places * pieces[0][1], y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if fused]
+    lane, arrived, free = _lane(d, p, pieces, uniform, x, ws, ys)
+    for sender, distance, to in _senders(d, world, free):
+        for s, (first, count) in enumerate(pieces):
+            target = box.part(rows=(places * first + (distance - 1) * count, count), at=to)
+            sender.copy(x.part(rows=(first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+    for s, (first, count) in enumerate(pieces):
+        own, sources = x.part(rows=(first, count)), [peer(world, -i) for i in range(1, world)]
+        if uniform and fused:
+            lane.copy(own, box.part(rows=(places * first + (world - 1) * count, count)), "kernel")
+        if uniform and not fused:
+            for w, y in zip(ws, ys, strict=True):
+                lane.matmul(y.part(rows=(RANK * m + first, count)), own, w.part())
+        for place, source in enumerate(sources):
+            lane.wait(arrived, source * len(pieces) + s)
+            if not fused:
+                chunk = box.part(rows=(places * first + place * count, count))
+                for w, y in zip(ws, ys, strict=True):
+                    lane.matmul(y.part(rows=(source * m + first, count)), chunk, w.part())
+        for w, y, out in zip(ws, ys, rows, strict=False):  # no rows where nothing is fused
+            lane.matmul(out.part(rows=(0, places * count)), box.part(rows=(places * first, places * count)), w.part())
+            for place, source in enumerate([*sources, RANK][:places]):
+                lane.copy(out.part(rows=(place * count, count)), y.part(rows=(source * m + first, count)), "kernel")
+    return _released(d, world, free)
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4), by=_BY)
+def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
+    """steps: chunks of columns of a shard; 0: as many as there are ranks. A chunk is one two-dimensional copy."""
+    world, m, pieces = _pieces(p, p.k, steps)
+    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D", p)
+    uniform, fused = start == "uniform", gemms == "fused"
+    # uniform: rows as in y. hetero: in the order of the ring behind the reader, so that the others' are neighbours.
+    box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
+    scattered = fused and not uniform
+    rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
+    lane, arrived, free = _lane(d, p, pieces, uniform, x, ws, ys)
+    for sender, distance, to in _senders(d, world, free):
+        begin: Index = RANK * m if uniform else (distance - 1) * m
+        for s, chunk in enumerate(pieces):
+            target = box.part(rows=(begin, m), cols=chunk, at=to)
+            sender.copy(x.part(cols=chunk), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+    for s, chunk in enumerate(pieces):
+        own, add = x.part(cols=chunk), s > 0
+        if uniform and fused:
+            lane.copy(own, box.part(rows=(RANK * m, m), cols=chunk), "kernel")
+        if uniform and not fused:
+            for w, y in zip(ws, ys, strict=True):
+                lane.matmul(y.part(rows=(RANK * m, m)), own, w.part(rows=chunk), add)
+        for place in range(world - 1):
+            source = peer(world, -place - 1)
+            lane.wait(arrived, source * len(pieces) + s)
+            if not fused:
+                part = box.part(rows=(source * m if uniform else place * m, m), cols=chunk)
+                for w, y in zip(ws, ys, strict=True):
+                    lane.matmul(y.part(rows=(source * m, m)), part, w.part(rows=chunk), add)
+        if fused:
+            for w, out in zip(ws, rows or ys, strict=True):
+                lane.matmul(out.part(), box.part(cols=chunk), w.part(rows=chunk), add)
+    for y, out in zip(ys, rows, strict=False):
+        for place in range(world - 1):
+            target = y.part(rows=(peer(world, -place - 1) * m, m))
+            lane.copy(out.part(rows=(place * m, m)), target, "kernel")
+    return _released(d, world, free)
+
+
+def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
+    """(ranks, rows of a shard, chunks), if FiCCO can do this at all."""
+    if p.world_size == 1:
+        raise NotApplicableError("one rank has nothing to gather")
+    if len(set(p.rows)) > 1:
+        raise NotApplicableError(f"shards of {p.rows} rows have no common chunks")
+    if p.return_gathered:
+        raise NotApplicableError("the gathered input is wanted, and chunks do not lie in its order")
+    return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
+
+
+def _lane(
+    d: Draft, p: AllGatherMatmul, pieces: list[Piece], uniform: bool, x: Buffer, ws: list[Buffer], ys: list[Buffer]
+) -> tuple[LaneDraft, Signals, Signals]:
+    """The compute lane, with the own shard on it if the start is hetero, and the signals."""
+    lane = d.lane("compute")
+    if not uniform:
+        for w, y in zip(ws, ys, strict=True):
+            lane.matmul(y.part(rows=(RANK * p.rows[0], p.rows[0])), x.part(), w.part())
+    return lane, d.signals("arrived", p.world_size * len(pieces)), d.signals("free", p.world_size)
+
+
+def _senders(d: Draft, world: int, free: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:
+    """(lane, distance, rank) of every peer, on whose buffer the lane has waited."""
+    for distance in range(1, world):
+        to = peer(world, distance)
+        yield d.lane(f"to +{distance}", "copy").wait(free, to, previous=True), distance, to
+
+
+def _released(d: Draft, world: int, free: Signals) -> Schedule:
+    for distance in range(1, world):
+        d.lane("compute").set(free, RANK, at=peer(world, -distance))
+    return d.schedule()

@@ -1,0 +1,136 @@
+"""Operators as descriptions: what is asked for, and the ways known to do it.
+
+A builder is a function from a description (and its own parameters) to a `Schedule`. Registering it is all it takes: it is
+then run, simulated, verified, traced and weighed by the planner like the others.
+
+    @builder(AllGatherMatmul, chunks=(1, 2, 4))
+    def my_schedule(p: AllGatherMatmul, *, chunks: int) -> Schedule: ...
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import ITEM_BYTES
+
+
+class NotApplicableError(ValueError):
+    """Why a builder has no schedule for a description; the text is shown to the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherMatmul:
+    """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
+
+    Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
+    `return_gathered` also x [sum(rows), k]. Source: "Design Space Exploration of DMA based Finer-Grain Compute
+    Communication Overlap", II-B.
+    """
+
+    world_size: int
+    rows: tuple[int, ...]
+    n: tuple[int, ...]
+    k: int
+    dtype: str
+    return_gathered: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != self.world_size:
+            raise ValueError(f"rows={self.rows} must have one entry for each of {self.world_size} ranks")
+        if min(self.rows) < 0 or self.k < 0 or min(self.n, default=0) < 0 or not self.n:
+            raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}: sizes must not be negative, and n not empty")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+
+    @staticmethod
+    def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
+        """[m, k] gathered from equal shards times one [k, n] on every rank."""
+        if m % world_size:
+            below = m - m % world_size
+            raise ValueError(
+                f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}, or give rows="
+            )
+        return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
+
+    @property
+    def m(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * sum(self.n) * self.k
+
+    @property
+    def largest_shard_bytes(self) -> int:
+        return max(self.rows) * self.k * ITEM_BYTES[self.dtype]
+
+    @property
+    def name(self) -> str:
+        return "all_gather_matmul"
+
+
+Problem = AllGatherMatmul
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to do a described operator: a builder with its parameters."""
+
+    builder: str
+    parameters: tuple[tuple[str, Any], ...]
+    build: Callable[[], Schedule]
+
+    @property
+    def name(self) -> str:
+        given = ",".join(f"{key}={value}" for key, value in self.parameters)
+        return f"{self.builder}[{given}]" if given else self.builder
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    function: Callable[..., Schedule]
+    parameters: dict[str, tuple[Any, ...]]
+
+
+_builders: dict[type, dict[str, _Builder]] = {}
+
+
+def builder(
+    problem: type, **parameters: tuple[Any, ...]
+) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values."""
+
+    def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        _builders.setdefault(problem, {})[function.__name__] = _Builder(function, parameters)
+        return function
+
+    return register
+
+
+def unregister(problem: type, name: str) -> None:
+    """Forget a builder (a test that made one up cleans up after itself)."""
+    del _builders[problem][name]
+
+
+def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
+    """Every registered way to do `problem` (or those of the named builders), serial first. A candidate's `build()` may
+    raise `NotApplicableError`."""
+    known = _builders.get(type(problem), {})
+    for name in builders or ():
+        if name not in known:
+            raise ValueError(f"no schedule {name!r} for {problem.name}; there are {', '.join(known)}")
+    found = []
+    for name in builders or known:
+        entry = known[name]
+        for values in itertools.product(*entry.parameters.values()):
+            chosen = dict(zip(entry.parameters, values, strict=True))
+            found.append(Candidate(name, tuple(chosen.items()), _bind(entry.function, problem, chosen)))
+    return found
+
+
+def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str, Any]) -> Callable[[], Schedule]:
+    return lambda: function(problem, **chosen)

@@ -1,0 +1,155 @@
+"""A schedule: what every rank does, on which of its resources, in which order; and nothing about how it is run.
+
+The same value runs on GPUs and CPU processes (`weft.runtime`), in the simulator (`weft.sim`), is checked by
+`weft.schedule.verify` and written as JSON. It is written once for all ranks: numbers that differ are expressions of the
+rank. Within a lane steps run in order. Between lanes and between ranks, signals are the only order, but for two rules: no
+lane starts a run before its rank has been called, and a run ends on a rank when all its lanes have ended there.
+
+    d = Draft("push", world_size=2)
+    x = d.buffer("x", 4, 8, "fp32", "input")
+    box = d.buffer("box", 4, 8, "fp32", "symmetric")
+    y = d.buffer("y", 4, 8, "fp32", "output")
+    arrived = d.signals("arrived", 1); free = d.signals("free", 1)
+    peer = (RANK + 1) % 2
+    d.lane("copy", "copy").wait(free, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
+    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(free, at=peer)
+    schedule = d.schedule()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.schedule.expr import RANK, Index
+from weft.schedule.steps import (
+    ITEM_BYTES,
+    OPS,
+    Buffer,
+    Collective,
+    Compute,
+    Copy,
+    For,
+    Lane,
+    Region,
+    Role,
+    Set,
+    Signals,
+    Step,
+    Wait,
+    put_in,
+    unrolled,
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Made by a `Draft`, or from JSON (`weft.schedule.text`)."""
+
+    name: str
+    world_size: int
+    buffers: tuple[Buffer, ...]
+    signals: tuple[Signals, ...]
+    lanes: tuple[Lane, ...]
+
+    def buffer(self, name: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    def of_rank(self, rank: int) -> tuple[Lane, ...]:
+        """The lanes of one rank as numbers, loops written out, steps on empty regions left out."""
+        values = {"rank": rank}
+        return tuple(
+            Lane(lane.name, lane.resource, tuple(s for s in unrolled(lane.steps, values) if not is_empty(s)))
+            for lane in self.lanes
+        )
+
+    def buffers_of_rank(self, rank: int) -> tuple[Buffer, ...]:
+        """The buffers of one rank with their sizes as numbers."""
+        return tuple(Buffer(b.name, put_in(b.rows, {"rank": rank}), b.cols, b.dtype, b.role) for b in self.buffers)
+
+    def __str__(self) -> str:
+        from weft.schedule.text import table
+
+        return table(self)
+
+
+def is_empty(step: Step) -> bool:
+    """Whether a step in numbers moves or computes nothing."""
+    if isinstance(step, Copy):
+        return 0 in (step.src.rows, step.src.cols)
+    if isinstance(step, Compute):
+        return 0 in (step.out.rows, step.out.cols)
+    return False
+
+
+class Draft:
+    """A schedule in the making: declare buffers and signals, then write lanes. See the top of this file."""
+
+    def __init__(self, name: str, world_size: int) -> None:
+        self.name, self.world_size = name, world_size
+        self._buffers: dict[str, Buffer] = {}
+        self._signals: dict[str, Signals] = {}
+        self._lanes: dict[str, LaneDraft] = {}
+
+    def buffer(self, name: str, rows: Index, cols: int, dtype: str, role: Role) -> Buffer:
+        if name in self._buffers:
+            raise ValueError(f"schedule {self.name}: two buffers are named {name!r}: give each its own name")
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"buffer {name}: dtype {dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        if role == "symmetric" and not isinstance(rows, int):
+            raise ValueError(
+                f"buffer {name}: symmetric memory has one size on all ranks, and {rows} depends on the rank"
+            )
+        self._buffers[name] = made = Buffer(name, rows, cols, dtype, role)
+        return made
+
+    def signals(self, name: str, count: int) -> Signals:
+        if name in self._signals:
+            raise ValueError(f"schedule {self.name}: two arrays of signals are named {name!r}: give each its own name")
+        self._signals[name] = made = Signals(name, count)
+        return made
+
+    def lane(self, name: str, resource: Literal["compute", "copy"] = "compute") -> LaneDraft:
+        """The lane of that name, made at the first use; the order of first use is the order in which lanes are issued."""
+        return self._lanes.setdefault(name, LaneDraft(name, resource))
+
+    def schedule(self) -> Schedule:
+        lanes = tuple(Lane(lane.name, lane.resource, tuple(lane.steps)) for lane in self._lanes.values() if lane.steps)
+        return Schedule(self.name, self.world_size, tuple(self._buffers.values()), tuple(self._signals.values()), lanes)
+
+
+class LaneDraft:
+    """One lane in the making; every method appends a step and returns the lane."""
+
+    def __init__(self, name: str, resource: Literal["compute", "copy"]) -> None:
+        self.name, self.resource = name, resource
+        self.steps: list[Step] = []
+
+    def copy(self, src: Region, dst: Region, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
+        return self._add(Copy(src, dst, by))
+
+    def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
+        if op not in OPS:
+            raise ValueError(f"lane {self.name}: op {op!r} is not known; use one of {', '.join(OPS)}")
+        if len(inputs) != OPS[op].inputs:
+            raise ValueError(f"lane {self.name}: {op} takes {OPS[op].inputs} inputs and got {len(inputs)}")
+        return self._add(Compute(op, out, inputs, accumulate))
+
+    def matmul(self, out: Region, a: Region, b: Region, accumulate: bool = False) -> LaneDraft:
+        return self.compute("matmul", out, a, b, accumulate=accumulate)
+
+    def all_gather(self, src: Region, dst: Region) -> LaneDraft:
+        return self._add(Collective("all_gather", src, dst))
+
+    def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
+        return self._add(Set(signals.name, index, at))
+
+    def wait(self, signals: Signals, index: Index = 0, count: int = 1, previous: bool = False) -> LaneDraft:
+        return self._add(Wait(signals.name, index, count, previous))
+
+    def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
+        return self._add(For(index, extent, steps))
+
+    def _add(self, step: Step) -> LaneDraft:
+        self.steps.append(step)
+        return self

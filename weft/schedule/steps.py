@@ -1,0 +1,202 @@
+"""What a schedule is made of: buffers, regions of them, signals, and steps.
+
+Numbers may be expressions of the rank (`weft.schedule.expr`). Buffers are two-dimensional, rows x columns; a chunk is a
+region of one. Regions are of this rank's buffer unless they say `at` which rank's: then the buffer must be symmetric.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias
+
+from weft.schedule.expr import RANK, Expr, Index
+
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4}
+Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """rows x cols of one dtype on every rank.
+
+    input, output: the caller's tensors, new ones at every run; only their own rank sees them. symmetric: kept by the
+    executor, of one size on all ranks, visible to all. scratch: kept by the executor, private to its rank.
+    """
+
+    name: str
+    rows: Index
+    cols: int
+    dtype: str
+    role: Role
+
+    def part(
+        self, *, rows: tuple[Index, Index] | None = None, cols: tuple[Index, Index] | None = None, at: Index = RANK
+    ) -> Region:
+        """The region (first, count) in rows and columns, of rank `at`; all of them where nothing is said."""
+        row, n_rows = rows or (0, self.rows)
+        col, n_cols = cols or (0, self.cols)
+        return Region(self.name, row, n_rows, col, n_cols, at)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    buffer: str
+    row: Index
+    rows: Index
+    col: Index
+    cols: Index
+    at: Index = RANK
+
+    def __str__(self) -> str:
+        where = "" if self.at == RANK else f"@{_short(self.at)}"
+        return f"{self.buffer}{where}[{_short(self.row)}:+{self.rows}, {_short(self.col)}:+{self.cols}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """`count` counters on every rank. They only grow: each Set adds one, so that run n starts where run n - 1 ended."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """dst = src. A put if `dst` is a peer's, a get if `src` is, a gather or scatter if both are this rank's.
+
+    by "dma": a copy engine. by "kernel": loads and stores of the compute units.
+    """
+
+    src: Region
+    dst: Region
+    by: Literal["dma", "kernel"] = "dma"
+
+    def __str__(self) -> str:
+        return f"copy    {self.src} -> {self.dst} by {self.by}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """out = op(*inputs), or out += with `accumulate`. Ops: see `weft.schedule.steps.OPS`."""
+
+    op: str
+    out: Region
+    inputs: tuple[Region, ...]
+    accumulate: bool = False
+
+    def __str__(self) -> str:
+        sign = "+=" if self.accumulate else "="
+        return f"{self.op:<7} {self.out} {sign} {', '.join(str(r) for r in self.inputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The library's collective over all ranks: every rank's `src` to every rank's `dst`. All ranks call it in one order."""
+
+    op: Literal["all_gather"]
+    src: Region
+    dst: Region
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Add one to a counter of rank `at`. Release: what this lane did before is visible to whoever waits for it."""
+
+    signal: str
+    index: Index = 0
+    at: Index = RANK
+
+    def __str__(self) -> str:
+        where = "" if self.at == RANK else f"@{_short(self.at)}"
+        return f"set     {self.signal}{where}[{_short(self.index)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until this rank's counter has been set `count` times in this run. Acquire.
+
+    With `previous`: `count` times in the run before (at the first run there was none, and nothing is waited for). That is
+    how a producer learns that a buffer which it wants to fill again has been read.
+    """
+
+    signal: str
+    index: Index = 0
+    count: int = 1
+    previous: bool = False
+
+    def __str__(self) -> str:
+        times = "" if self.count == 1 else f" x{self.count}"
+        return f"wait    {self.signal}[{_short(self.index)}]{times}{' of the previous run' if self.previous else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class For:
+    """`body` for `index` = 0 .. extent - 1, one after the other. Steps of the body may use Expr(index)."""
+
+    index: str
+    extent: Index
+    body: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return f"for {self.index} in 0..{self.extent}: " + "; ".join(" ".join(str(s).split()) for s in self.body)
+
+
+Step: TypeAlias = Copy | Compute | Collective | Set | Wait | For
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Steps in order on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
+
+    name: str
+    resource: Literal["compute", "copy"]
+    steps: tuple[Step, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What an executor and a cost model must know of an operation: how many inputs, its arithmetic per output element."""
+
+    inputs: int
+    flops_per_element: float = 0.0
+
+
+# matmul: [m, k] x [k, n] -> [m, n] and 2k per element. The others work element by element.
+OPS = {
+    "matmul": Op(2),
+    "add": Op(2, 1.0),
+    "silu": Op(1, 5.0),
+    "gelu": Op(1, 10.0),
+    "relu": Op(1, 1.0),
+}
+
+
+def put_in(step: Any, values: dict[str, int]) -> Any:
+    """A step, region or index with these variables replaced by their values."""
+    if isinstance(step, Expr):
+        return step.substitute(values)
+    if isinstance(step, tuple):
+        return tuple(put_in(item, values) for item in step)
+    if isinstance(step, Region | Copy | Compute | Collective | Set | Wait | For):
+        return replace(step, **{f.name: put_in(getattr(step, f.name), values) for f in fields(step)})
+    return step
+
+
+def unrolled(steps: tuple[Step, ...], values: dict[str, int]) -> tuple[Step, ...]:
+    """`steps` as numbers: variables replaced and loops written out."""
+    result: list[Step] = []
+    for step in steps:
+        if isinstance(step, For):
+            extent = step.extent.evaluate(values) if isinstance(step.extent, Expr) else step.extent
+            for turn in range(extent):
+                result.extend(unrolled(step.body, {**values, step.index: turn}))
+        else:
+            result.append(put_in(step, values))
+    return tuple(result)
+
+
+def _short(index: Index) -> str:
+    return str(index)
