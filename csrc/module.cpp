@@ -7,6 +7,8 @@ void register_signal(nb::module_ &m);
 void register_lease(nb::module_ &m);
 void register_embedding_all_to_all(nb::module_ &m);
 void register_mapping(nb::module_ &m);
+void register_copy(nb::module_ &m);
+void register_stream_program(nb::module_ &m);
 
 NB_MODULE(_core, m) {
     m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
@@ -14,4 +16,6 @@ NB_MODULE(_core, m) {
     register_lease(m);
     register_embedding_all_to_all(m);
     register_mapping(m);
+    register_copy(m);
+    register_stream_program(m);
 }

@@ -46,6 +46,90 @@ class Mapping:
     @property
     def nbytes(self) -> int: ...
 
+# csrc/copy.cpp
+def copy_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, width_bytes: int, rows: int) -> None:
+    """Copy `rows` rows of `width_bytes` from address `src` to `dst`; the memory may not overlap.
+
+    A row starts a pitch (bytes) after the one before. Releases the GIL; one memcpy when nothing lies between the rows.
+    Ends with a release fence, so that whoever has waited for a signal set afterwards sees the bytes.
+
+    Raises:
+        ValueError: a negative size, a pitch below the width, or more than 2^63 bytes; with the values.
+    """
+
+# csrc/stream_program.cpp
+class StreamProgram:
+    """Copies, signals and events on CUDA streams: recorded once, issued many times with other buffers.
+
+    Buffers, streams and events are numbers; `run` says which addresses and stream handles they are. Methods that record
+    return the operation's index and raise ValueError, with the values, for a number, offset or size out of range.
+    A signal is a 64-bit counter in memory that all ranks map; it only grows, and values are compared by signed
+    difference. Not for two threads at once.
+
+    Args:
+        n_bases, n_streams, n_events: how many there are. Events are the program's own, made in the context that is
+            current now.
+        library: the driver to load.
+
+    Raises:
+        RuntimeError: the driver cannot be loaded or lacks a function, or an event cannot be made; says why.
+    """
+
+    def __init__(self, n_bases: int, n_streams: int, n_events: int, library: str = "libcuda.so.1") -> None: ...
+    def copy(
+        self,
+        stream: int,
+        dst_base: int,
+        dst_offset: int,
+        dst_pitch: int,
+        src_base: int,
+        src_offset: int,
+        src_pitch: int,
+        width_bytes: int,
+        rows: int,
+    ) -> int:
+        """Copy `rows` rows of `width_bytes`: one plain copy when nothing lies between them, else one 2D copy.
+
+        Offsets and pitches in bytes. Peers' memory may be on either side. Without rows or bytes nothing is issued.
+        """
+
+    def write(self, stream: int, base: int, offset: int, delta: int) -> int:
+        """Set the signal at `base` + `offset` (a multiple of 8) to epoch + `delta`, after all that the stream did."""
+
+    def wait(self, stream: int, base: int, offset: int, delta: int) -> int:
+        """Hold the stream until the signal at `base` + `offset` (a multiple of 8) is at least epoch + `delta`.
+
+        There is no deadline: a stream whose signal never comes waits until somebody writes it.
+        """
+
+    def record(self, stream: int, event: int) -> int:
+        """Record the event on the stream."""
+
+    def wait_event(self, stream: int, event: int) -> int:
+        """Hold the stream until the event's last record before this call is reached."""
+
+    def __len__(self) -> int: ...
+    def run(
+        self,
+        first: int,
+        last: int,
+        bases: list[int] | tuple[int, ...],
+        streams: list[int] | tuple[int, ...],
+        epoch: int,
+    ) -> None:
+        """Issue operations [first, last) in the order of their recording, without the GIL and without waiting for them.
+
+        Args:
+            bases: [n_bases] addresses.
+            streams: [n_streams] handles (`torch.cuda.Stream.cuda_stream`); 0 is the legacy default stream.
+            epoch: what `write` and `wait` add to their delta.
+
+        Raises:
+            ValueError: a range, or a length or number of `bases` or `streams`, that does not fit the program.
+            RuntimeError: the driver refused an operation: which, its sizes, the error's name and meaning. Those
+                before it have been issued. Or: another thread is running this program.
+        """
+
 # csrc/embedding_all_to_all_module.cpp
 def embedding_all_to_all(
     *,

@@ -1,0 +1,284 @@
+// A schedule's copies, signals and events, put on GPU streams in one host call.
+//
+// A Python loop over a schedule's operations costs microseconds for each; a whole small call may take 70. So they are
+// recorded once, with buffers, streams and events as numbers, and `run` issues a range of them with the addresses of
+// that call's tensors: no allocation, no Python object and no GIL in the loop. Kernels go between two ranges.
+//
+// Order: operations of one stream happen in order. `write` keeps the driver's default memory barrier (a fence for the
+// whole system, over what the stream did before), so that a `wait` of another rank's stream that finds the value is
+// followed by work that sees the copies before the `write`. Streams of this rank are ordered by events. Signals are
+// 64-bit counters that only grow, compared by signed difference: what is written and awaited is epoch + delta.
+//
+// The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
+// the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management"), 64-bit
+// addresses. Only NVIDIA's driver is loaded; HIP names these functions otherwise.
+#include <dlfcn.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "copy.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Result = int;        // CUresult; 0 is success
+using Address = uint64_t;  // CUdeviceptr
+using Handle = void *;     // CUstream, CUevent, CUarray
+
+struct CudaMemcpy2D {  // CUDA_MEMCPY2D_v2
+    size_t src_x_bytes, src_y;
+    int src_memory_type;
+    const void *src_host;
+    Address src_device;
+    Handle src_array;
+    size_t src_pitch;
+    size_t dst_x_bytes, dst_y;
+    int dst_memory_type;
+    void *dst_host;
+    Address dst_device;
+    Handle dst_array;
+    size_t dst_pitch;
+    size_t width_bytes, height;
+};
+static_assert(offsetof(CudaMemcpy2D, src_device) == 32 && offsetof(CudaMemcpy2D, dst_device) == 88 &&
+              offsetof(CudaMemcpy2D, width_bytes) == 112 && sizeof(CudaMemcpy2D) == 128);
+
+constexpr int memory_type_unified = 4;          // CU_MEMORYTYPE_UNIFIED
+constexpr unsigned event_disable_timing = 2;    // CU_EVENT_DISABLE_TIMING
+constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with the memory barrier
+constexpr unsigned wait_value_geq = 0;          // CU_STREAM_WAIT_VALUE_GEQ: int64(*address - value) >= 0
+
+template <typename... Part>
+std::string text(const Part &...parts) {
+    std::ostringstream out;
+    (out << ... << parts);
+    return out.str();
+}
+
+template <typename... Part>
+void require(bool good, const Part &...parts) {
+    if (!good) throw nb::value_error(text(parts...).c_str());
+}
+
+struct Driver {
+    Result (*memcpy_async)(Address, Address, size_t, Handle);
+    Result (*memcpy_2d_async)(const CudaMemcpy2D *, Handle);
+    Result (*write_value)(Handle, Address, uint64_t, unsigned);
+    Result (*wait_value)(Handle, Address, uint64_t, unsigned);
+    Result (*event_create)(Handle *, unsigned);
+    Result (*event_record)(Handle, Handle);
+    Result (*event_destroy)(Handle);
+    Result (*stream_wait_event)(Handle, Handle, unsigned);
+    Result (*error_name)(Result, const char **);
+    Result (*error_string)(Result, const char **);
+
+    explicit Driver(const std::string &library) {
+        // Never closed: events may outlive the program's use of it, and a driver does not like to be unloaded.
+        void *loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!loaded)
+            throw std::runtime_error(
+                text("cannot load ", library, " (", dlerror(), "): CUDA streams need an NVIDIA driver"));
+        auto find = [&](auto &function, std::initializer_list<const char *> names) {
+            void *symbol = nullptr;
+            for (const char *name : names)
+                if (!symbol) symbol = dlsym(loaded, name);
+            if (!symbol)
+                throw std::runtime_error(text(library, " has no ", *names.begin(), ": it is no NVIDIA driver"));
+            function = reinterpret_cast<std::decay_t<decltype(function)>>(symbol);
+        };
+        find(memcpy_async, {"cuMemcpyAsync"});
+        find(memcpy_2d_async, {"cuMemcpy2DAsync_v2"});
+        find(write_value, {"cuStreamWriteValue64_v2", "cuStreamWriteValue64"});
+        find(wait_value, {"cuStreamWaitValue64_v2", "cuStreamWaitValue64"});
+        find(event_create, {"cuEventCreate"});
+        find(event_record, {"cuEventRecord"});
+        find(event_destroy, {"cuEventDestroy_v2"});
+        find(stream_wait_event, {"cuStreamWaitEvent"});
+        find(error_name, {"cuGetErrorName"});
+        find(error_string, {"cuGetErrorString"});
+    }
+
+    std::string explain(Result result) const {
+        const char *name = nullptr, *meaning = nullptr;
+        if (error_name(result, &name) != 0 || !name) name = "an error that the driver cannot name";
+        if (error_string(result, &meaning) != 0 || !meaning) meaning = "no description";
+        return text(name, " (", result, "): ", meaning);
+    }
+};
+
+using Event = std::unique_ptr<void, Result (*)(Handle)>;  // that a context went first is a result, and ignored
+
+// One struct for all kinds: programs are short, and the loop reads them in order. A signal's place is `dst`.
+struct Operation {
+    enum class Kind { copy, write, wait, record, wait_event } kind;
+    int64_t stream;
+    int64_t event = 0, delta = 0;
+    int64_t dst_base = 0, dst_offset = 0, dst_pitch = 0;
+    int64_t src_base = 0, src_offset = 0, src_pitch = 0;
+    int64_t width_bytes = 0, rows = 0;
+
+    std::string describe() const {
+        switch (kind) {
+        case Kind::copy:
+            return text("copy of ", rows, " rows of ", width_bytes, " bytes from base ", src_base, " + ", src_offset,
+                        " (pitch ", src_pitch, ") to base ", dst_base, " + ", dst_offset, " (pitch ", dst_pitch, ")");
+        case Kind::write: return text("write of epoch + ", delta, " at base ", dst_base, " + ", dst_offset);
+        case Kind::wait: return text("wait for epoch + ", delta, " at base ", dst_base, " + ", dst_offset);
+        case Kind::record: return text("record of event ", event);
+        default: return text("wait for event ", event);
+        }
+    }
+};
+using Kind = Operation::Kind;
+
+class StreamProgram {
+  public:
+    StreamProgram(int64_t n_bases, int64_t n_streams, int64_t n_events, const std::string &library) : driver_(library) {
+        require(n_bases >= 0 && n_streams >= 0 && n_events >= 0, "n_bases=", n_bases, ", n_streams=", n_streams,
+                ", n_events=", n_events, " must not be negative");
+        bases_.resize(size_t(n_bases));
+        streams_.resize(size_t(n_streams));
+        while (events_.size() < size_t(n_events)) {
+            Handle event = nullptr;
+            if (const Result result = driver_.event_create(&event, event_disable_timing); result != 0)
+                throw std::runtime_error(text("creation of event ", events_.size(), ": ", driver_.explain(result)));
+            events_.emplace_back(event, driver_.event_destroy);
+        }
+    }
+    StreamProgram(const StreamProgram &) = delete;
+    StreamProgram &operator=(const StreamProgram &) = delete;
+
+    size_t copy(int64_t stream, int64_t dst_base, int64_t dst_offset, int64_t dst_pitch, int64_t src_base,
+                int64_t src_offset, int64_t src_pitch, int64_t width_bytes, int64_t rows) {
+        require_below("dst_base", dst_base, "n_bases", bases_.size());
+        require_below("src_base", src_base, "n_bases", bases_.size());
+        require(dst_offset >= 0 && src_offset >= 0, "dst_offset=", dst_offset, " and src_offset=", src_offset,
+                " bytes must not be negative");
+        weft::require_copy(dst_pitch, src_pitch, width_bytes, rows);
+        return append({.kind = Kind::copy, .stream = stream, .dst_base = dst_base, .dst_offset = dst_offset,
+                       .dst_pitch = dst_pitch, .src_base = src_base, .src_offset = src_offset, .src_pitch = src_pitch,
+                       .width_bytes = width_bytes, .rows = rows});
+    }
+    template <Kind kind>
+    size_t signal(int64_t stream, int64_t base, int64_t offset, int64_t delta) {
+        require_below("base", base, "n_bases", bases_.size());
+        require(offset >= 0 && offset % 8 == 0, "offset=", offset, " bytes must be 0 or a multiple of 8");
+        return append({.kind = kind, .stream = stream, .delta = delta, .dst_base = base, .dst_offset = offset});
+    }
+    template <Kind kind>
+    size_t event(int64_t stream, int64_t event) {
+        require_below("event", event, "n_events", events_.size());
+        return append({.kind = kind, .stream = stream, .event = event});
+    }
+
+    size_t size() const { return operations_.size(); }
+
+    void run(int64_t first, int64_t last, nb::handle bases, nb::handle streams, int64_t epoch) {
+        require_idle();
+        require(0 <= first && first <= last && size_t(last) <= size(), "first=", first, ", last=", last,
+                ": 0 <= first <= last <= ", size(), " operations must hold");
+        read("bases", bases, bases_);
+        read("streams", streams, streams_);
+        Result result = 0;
+        auto at = size_t(first);
+        running_ = true;
+        {
+            nb::gil_scoped_release unlocked;
+            while (at < size_t(last) && (result = issue(operations_[at], uint64_t(epoch))) == 0) ++at;
+        }
+        running_ = false;
+        if (result != 0)
+            throw std::runtime_error(text("operation ", at, ", ", operations_[at].describe(), ", on stream ",
+                                          operations_[at].stream, ": ", driver_.explain(result)));
+    }
+
+  private:
+    Result issue(const Operation &op, uint64_t epoch) const {
+        const Handle stream = streams_[size_t(op.stream)];
+        switch (op.kind) {
+        case Kind::copy: return issue_copy(op, stream);
+        case Kind::write: return driver_.write_value(stream, dst(op), epoch + uint64_t(op.delta), write_value_default);
+        case Kind::wait: return driver_.wait_value(stream, dst(op), epoch + uint64_t(op.delta), wait_value_geq);
+        case Kind::record: return driver_.event_record(events_[size_t(op.event)].get(), stream);
+        default: return driver_.stream_wait_event(stream, events_[size_t(op.event)].get(), 0);
+        }
+    }
+    Result issue_copy(const Operation &op, Handle stream) const {
+        if (op.width_bytes == 0 || op.rows == 0) return 0;
+        const Address src = bases_[size_t(op.src_base)] + uint64_t(op.src_offset);
+        if (weft::is_contiguous(op.dst_pitch, op.src_pitch, op.width_bytes, op.rows))
+            return driver_.memcpy_async(dst(op), src, size_t(op.width_bytes) * size_t(op.rows), stream);
+        CudaMemcpy2D copy{};
+        copy.src_memory_type = copy.dst_memory_type = memory_type_unified;
+        copy.src_device = src, copy.src_pitch = size_t(op.src_pitch);
+        copy.dst_device = dst(op), copy.dst_pitch = size_t(op.dst_pitch);
+        copy.width_bytes = size_t(op.width_bytes), copy.height = size_t(op.rows);
+        return driver_.memcpy_2d_async(&copy, stream);
+    }
+    Address dst(const Operation &op) const { return bases_[size_t(op.dst_base)] + uint64_t(op.dst_offset); }
+
+    size_t append(const Operation &operation) {
+        require_idle();
+        require_below("stream", operation.stream, "n_streams", streams_.size());
+        operations_.push_back(operation);
+        return size() - 1;
+    }
+    // The GIL is released while operations are issued: another thread must not change what the loop reads.
+    void require_idle() const {
+        if (running_) throw std::runtime_error("another thread runs this program: make one program per thread");
+    }
+    static void require_below(const char *name, int64_t number, const char *limit, size_t n) {
+        require(0 <= number && size_t(number) < n, name, "=", number, " must be at least 0 and below ", limit, "=", n);
+    }
+    // Lists and tuples only: their items are read in place, and reading them runs no Python code.
+    template <typename Word>
+    static void read(const char *name, nb::handle numbers, std::vector<Word> &into) {
+        if (!PyList_Check(numbers.ptr()) && !PyTuple_Check(numbers.ptr()))
+            throw nb::type_error(text(name, " must be a list or a tuple of int").c_str());
+        const auto n = size_t(PySequence_Fast_GET_SIZE(numbers.ptr()));
+        require(n == into.size(), name, " has ", n, " numbers, the program was made for ", into.size());
+        for (size_t i = 0; i < n; ++i) {
+            const uint64_t number = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(numbers.ptr(), Py_ssize_t(i)));
+            if (number == uint64_t(-1) && PyErr_Occurred()) {
+                PyErr_Clear();
+                require(false, name, "[", i, "] must be an int from 0 to 2^64 - 1");
+            }
+            into[i] = (Word)number;
+        }
+    }
+
+    Driver driver_;
+    std::vector<Address> bases_;  // of the last run, as `streams_`
+    std::vector<Handle> streams_;
+    std::vector<Event> events_;
+    std::vector<Operation> operations_;
+    bool running_ = false;
+};
+
+}  // namespace
+
+void register_stream_program(nb::module_ &m) {
+    using P = StreamProgram;
+    nb::class_<P>(m, "StreamProgram", "Operations on CUDA streams, recorded once and issued many times.")
+        .def(nb::init<int64_t, int64_t, int64_t, const std::string &>(), nb::arg("n_bases"), nb::arg("n_streams"),
+             nb::arg("n_events"), nb::arg("library") = "libcuda.so.1")
+        .def("copy", &P::copy, nb::arg("stream"), nb::arg("dst_base"), nb::arg("dst_offset"), nb::arg("dst_pitch"),
+             nb::arg("src_base"), nb::arg("src_offset"), nb::arg("src_pitch"), nb::arg("width_bytes"), nb::arg("rows"))
+        .def("write", &P::signal<Kind::write>, nb::arg("stream"), nb::arg("base"), nb::arg("offset"), nb::arg("delta"))
+        .def("wait", &P::signal<Kind::wait>, nb::arg("stream"), nb::arg("base"), nb::arg("offset"), nb::arg("delta"))
+        .def("record", &P::event<Kind::record>, nb::arg("stream"), nb::arg("event"))
+        .def("wait_event", &P::event<Kind::wait_event>, nb::arg("stream"), nb::arg("event"))
+        .def("__len__", &P::size)
+        .def("run", &P::run, nb::arg("first"), nb::arg("last"), nb::arg("bases"), nb::arg("streams"), nb::arg("epoch"));
+}

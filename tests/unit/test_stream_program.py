@@ -1,0 +1,431 @@
+"""`_core.StreamProgram` against a small driver of our own, compiled here: it notes every call and does it at once, on
+ordinary memory, so that effects can be looked at. What only a GPU can show (that streams run beside each other, that a
+wait holds) is tested on GPUs.
+
+Cheapest first: what a program refuses; what each operation asks of the driver; bases, epochs and ranges of a run;
+copies against numpy; errors of the driver; loading; events; threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import shutil
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft import _core
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+# Declarations as in the CUDA Driver API reference, by its own names: the program's must agree with them.
+DRIVER = r"""
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct {
+    size_t srcXInBytes, srcY; unsigned srcMemoryType; const void *srcHost; uint64_t srcDevice; void *srcArray; size_t srcPitch;
+    size_t dstXInBytes, dstY; unsigned dstMemoryType; void *dstHost; uint64_t dstDevice; void *dstArray; size_t dstPitch;
+    size_t WidthInBytes, Height;
+} CUDA_MEMCPY2D_v2;
+
+struct call { const char *name; uint64_t stream, numbers[8]; } calls[256];
+int n_calls, live_events, fail_at = -1, fail_with = 1, context_gone;
+volatile int hold, held;
+
+static int note(const char *name, void *stream, int n, const uint64_t *numbers) {
+    if (n_calls == fail_at) { fail_at = -1; return fail_with; }
+    struct call *call = &calls[n_calls++ % 256];
+    call->name = name, call->stream = (uint64_t)stream;
+    memset(call->numbers, 0, sizeof call->numbers);
+    memcpy(call->numbers, numbers, n * sizeof *numbers);
+    return 0;
+}
+#define NOTE(name, stream, ...) do { \
+    const uint64_t numbers[] = {__VA_ARGS__}; \
+    const int failed = note(name, stream, sizeof numbers / 8, numbers); \
+    if (failed) return failed; } while (0)
+
+#ifndef INCOMPLETE
+int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t bytes, void *stream) {
+    NOTE("copy", stream, dst, src, bytes);
+    memcpy((void *)dst, (void *)src, bytes);
+    return 0;
+}
+#endif
+int cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D_v2 *c, void *stream) {
+    if (c->srcXInBytes || c->srcY || c->dstXInBytes || c->dstY || c->srcMemoryType != 4 || c->dstMemoryType != 4) return 1;
+    NOTE("copy_2d", stream, c->dstDevice, c->dstPitch, c->srcDevice, c->srcPitch, c->WidthInBytes, c->Height);
+    for (size_t row = 0; row < c->Height; ++row)
+        memcpy((char *)c->dstDevice + row * c->dstPitch, (char *)c->srcDevice + row * c->srcPitch, c->WidthInBytes);
+    return 0;
+}
+#ifdef OLD
+#define cuStreamWriteValue64_v2 cuStreamWriteValue64
+#define cuStreamWaitValue64_v2 cuStreamWaitValue64
+#endif
+int cuStreamWriteValue64_v2(void *stream, uint64_t address, uint64_t value, unsigned flags) {
+    NOTE("write", stream, address, value, flags);
+    *(uint64_t *)address = value;
+    return 0;
+}
+int cuStreamWaitValue64_v2(void *stream, uint64_t address, uint64_t value, unsigned flags) {
+    const struct timespec ms = {0, 1000000};
+    for (held = hold; hold && held < 20000; ++held) nanosleep(&ms, NULL);
+    NOTE("wait", stream, address, value, flags, (int64_t)(*(uint64_t *)address - value) >= 0);
+    return 0;
+}
+static char events[64];
+int cuEventCreate(void **event, unsigned flags) {
+    NOTE("create", NULL, (uint64_t)&events[live_events], flags);
+    *event = &events[live_events++];
+    return 0;
+}
+int cuEventDestroy_v2(void *event) {
+    if (context_gone) return 709;
+    NOTE("destroy", NULL, (uint64_t)event);
+    --live_events;
+    return 0;
+}
+int cuEventRecord(void *event, void *stream) { NOTE("record", stream, (uint64_t)event); return 0; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+    NOTE("wait_event", stream, (uint64_t)event, flags);
+    return 0;
+}
+int cuGetErrorName(int error, const char **name) { *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : NULL; return error != 1; }
+int cuGetErrorString(int error, const char **text) { *text = error == 1 ? "invalid argument" : NULL; return error != 1; }
+"""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("stream", ctypes.c_uint64), ("numbers", ctypes.c_uint64 * 8))
+
+
+@dataclass
+class Driver:
+    path: str
+
+    def __post_init__(self):
+        self.library = ctypes.CDLL(self.path)
+
+    def __getitem__(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self.library, name).value
+
+    def __setitem__(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.library, name).value = value
+
+    def program(self, n_bases: int, n_streams: int, n_events: int) -> _core.StreamProgram:
+        program = _core.StreamProgram(n_bases, n_streams, n_events, self.path)
+        self["n_calls"] = 0
+        return program
+
+    def calls(self) -> list[tuple]:
+        """The calls since the last time, each (name, stream handle, its numbers padded with 0)."""
+        noted = (_Call * 256).in_dll(self.library, "calls")[: self["n_calls"]]
+        self["n_calls"] = 0
+        return [(call.name.decode(), call.stream, *call.numbers) for call in noted]
+
+
+def call(name: str, stream: int, *numbers: int) -> tuple:
+    return (name, stream, *numbers, *[0] * (8 - len(numbers)))
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    def compiled(*flags: str) -> Driver:
+        folder = tmp_path_factory.mktemp("driver")
+        (folder / "driver.c").write_text(DRIVER)
+        path = str(folder / "libfakecuda.so")
+        subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", *flags, "-o", path, str(folder / "driver.c")], check=True)
+        return Driver(path)
+
+    if COMPILER is None:
+        pytest.skip("no C compiler (cc, gcc, clang) to build the fake driver with")
+    return compiled
+
+
+@pytest.fixture(scope="module")
+def built(build):
+    return build()
+
+
+@pytest.fixture
+def driver(built):
+    gc.collect()
+    built.calls()
+    assert built["live_events"] == 0
+    return built
+
+
+GOOD_COPY = {"stream": 0, "dst_base": 0, "dst_offset": 0, "dst_pitch": 8, "src_base": 1, "src_offset": 0, "src_pitch": 8,
+             "width_bytes": 8, "rows": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "named"),
+    [
+        ("copy", {**GOOD_COPY, "stream": 2}, "stream=2 must be at least 0 and below n_streams=2"),
+        ("copy", {**GOOD_COPY, "stream": -1}, "stream=-1"),
+        ("copy", {**GOOD_COPY, "dst_base": 3}, "dst_base=3 must be at least 0 and below n_bases=3"),
+        ("copy", {**GOOD_COPY, "src_base": -1}, "src_base=-1"),
+        ("copy", {**GOOD_COPY, "dst_offset": -8}, "dst_offset=-8"),
+        ("copy", {**GOOD_COPY, "src_offset": -1}, "src_offset=-1"),
+        ("copy", {**GOOD_COPY, "width_bytes": -1}, "width_bytes=-1"),
+        ("copy", {**GOOD_COPY, "rows": -1}, "rows=-1"),
+        ("copy", {**GOOD_COPY, "dst_pitch": 7}, "dst_pitch=7"),
+        ("copy", {**GOOD_COPY, "src_pitch": 7}, "src_pitch=7"),
+        ("write", {"stream": 0, "base": 3, "offset": 0, "delta": 0}, "base=3"),
+        ("write", {"stream": 0, "base": 0, "offset": 12, "delta": 0}, "offset=12"),
+        ("wait", {"stream": 0, "base": 0, "offset": -8, "delta": 0}, "offset=-8"),
+        ("wait", {"stream": 5, "base": 0, "offset": 0, "delta": 0}, "stream=5"),
+        ("record", {"stream": 0, "event": 1}, "event=1 must be at least 0 and below n_events=1"),
+        ("wait_event", {"stream": 0, "event": -1}, "event=-1"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_with_its_values(driver, method, arguments, named):
+    program = driver.program(3, 2, 1)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        getattr(program, method)(**arguments)
+    assert len(program) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ((0, 2, [1, 2], [3], 0), ValueError, "first=0, last=2: 0 <= first <= last <= 1"),
+        ((1, 0, [1, 2], [3], 0), ValueError, "first=1, last=0"),
+        ((-1, 1, [1, 2], [3], 0), ValueError, "first=-1"),
+        ((0, 1, [1], [3], 0), ValueError, "bases has 1 numbers, the program was made for 2"),
+        ((0, 1, [1, 2], (), 0), ValueError, "streams has 0 numbers, the program was made for 1"),
+        ((0, 1, [1, -2], [3], 0), ValueError, "bases[1] must be an int from 0 to 2^64 - 1"),
+        ((0, 1, [1, 2**64], [3], 0), ValueError, "bases[1]"),
+        ((0, 1, [1, 2], [3.0], 0), ValueError, "streams[0]"),
+        ((0, 1, {1, 2}, [3], 0), TypeError, "bases must be a list or a tuple"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_issued(driver, arguments, error, named):
+    program = driver.program(2, 1, 0)
+    program.write(0, 0, 0, 1)
+    with pytest.raises(error, match=re.escape(named)):
+        program.run(*arguments)
+    assert driver.calls() == []
+
+
+def test_each_operation_asks_the_driver_for_one_thing_in_order(driver):
+    program = _core.StreamProgram(3, 2, 2, driver.path)
+    created = driver.calls()
+    first, second = (c[2] for c in created)
+    assert created == [call("create", 0, first, 2), call("create", 0, second, 2)], "events are made without timing"
+
+    memory, signals = np.arange(256, dtype=np.uint8), np.zeros(4, np.uint64)
+    a, b, s = memory.ctypes.data, memory.ctypes.data + 128, signals.ctypes.data
+    streams = [0x1000, 2**63 + 8]
+    recorded = [
+        program.copy(0, 0, 16, 8, 1, 32, 8, 8, 4),
+        program.copy(1, 0, 16, 99, 1, 32, 77, 8, 1),
+        program.copy(0, 0, 0, 16, 1, 4, 8, 8, 2),
+        program.write(1, 2, 8, 5),
+        program.wait(0, 2, 8, 5),
+        program.wait(0, 2, 8, 6),
+        program.record(0, 1),
+        program.wait_event(1, 1),
+        program.record(1, 0),
+    ]
+    assert recorded == list(range(9))
+    assert len(program) == 9
+    program.run(0, 9, [a, b, s], streams, 100)
+    assert driver.calls() == [
+        call("copy", streams[0], a + 16, b + 32, 32),
+        call("copy", streams[1], a + 16, b + 32, 8),
+        call("copy_2d", streams[0], a, 16, b + 4, 8, 8, 2),
+        call("write", streams[1], s + 8, 105, 0),
+        call("wait", streams[0], s + 8, 105, 0, 1),
+        call("wait", streams[0], s + 8, 106, 0, 0),
+        call("record", streams[0], second),
+        call("wait_event", streams[1], second, 0),
+        call("record", streams[1], first),
+    ]
+    assert signals.tolist() == [0, 105, 0, 0]
+
+
+@pytest.mark.parametrize(("width", "rows"), [(0, 5), (8, 0), (0, 0)])
+def test_a_copy_of_nothing_is_an_operation_that_issues_nothing(driver, width, rows):
+    program = driver.program(2, 1, 0)
+    assert program.copy(0, 0, 0, 16, 1, 0, 8, width, rows) == 0
+    program.run(0, 1, [0, 0], [0], 0)
+    assert driver.calls() == []
+
+
+def test_a_program_is_run_again_with_other_bases_streams_and_epochs(driver):
+    program = driver.program(2, 1, 0)
+    program.copy(0, 0, 0, 8, 1, 0, 8, 8, 1)
+    program.write(0, 0, 8, 0)
+    source = np.arange(4, dtype=np.uint64)
+    targets = np.zeros((3, 2), np.uint64)
+    for i, target in enumerate(targets):
+        program.run(0, 2, (target.ctypes.data, source[i + 1 :].ctypes.data), (i,), 1000 * i)
+    assert targets.tolist() == [[1, 0], [2, 1000], [3, 2000]]
+    assert [c[1] for c in driver.calls()] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "delta", "value"), [(7, -1, 6), (0, -1, 2**64 - 1), (2**63 - 1, 1, 2**63), (-3, 5, 2)]
+)
+def test_epoch_and_delta_add_in_64_bits_that_wrap(driver, epoch, delta, value):
+    signal = np.zeros(1, np.uint64)
+    program = driver.program(1, 1, 0)
+    program.write(0, 0, 0, delta)
+    program.wait(0, 0, 0, delta)
+    program.run(0, 2, [signal.ctypes.data], [0], epoch)
+    assert [c[3] for c in driver.calls()] == [value, value]
+    assert signal[0] == value
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_a_run_issues_its_range_alone(built, first, last):
+    program = built.program(1, 1, 0)
+    signals = np.zeros(6, np.uint64)
+    for i in range(6):
+        program.write(0, 0, 8 * i, i)
+    first, last = sorted((first, last))
+    program.run(first, last, [signals.ctypes.data], [0], 1)
+    assert signals.tolist() == [i + 1 if first <= i < last else 0 for i in range(6)]
+    assert [c[3] for c in built.calls()] == list(range(first + 1, last + 1))
+
+
+@given(
+    rows=st.integers(0, 9),
+    width=st.integers(0, 65),
+    gaps=st.tuples(st.sampled_from([0, 0, 1, 64]), st.sampled_from([0, 0, 3, 64])),
+    offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_copies_move_the_rows_in_one_call_and_nothing_beside_them(built, rows, width, gaps, offsets):
+    pitches = width + gaps[0], width + gaps[1]
+    dst = np.full(offsets[0] + rows * pitches[0] + 8, 255, np.uint8)
+    src = np.arange(offsets[1] + rows * pitches[1] + 8, dtype=np.uint8) % 251
+    want = dst.copy()
+    for row in range(rows):
+        to, at = offsets[0] + row * pitches[0], offsets[1] + row * pitches[1]
+        want[to : to + width] = src[at : at + width]
+    program = built.program(2, 1, 0)
+    program.copy(0, 1, offsets[0], pitches[0], 0, offsets[1], pitches[1], width, rows)
+    program.run(0, 1, [src.ctypes.data, dst.ctypes.data], [0], 0)
+    np.testing.assert_array_equal(dst, want)
+    names = [c[0] for c in built.calls()]
+    assert names == ([] if rows * width == 0 else ["copy"] if rows == 1 or gaps == (0, 0) else ["copy_2d"])
+
+
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [
+        (0, "operation 0, copy of 2 rows of 8 bytes from base 1 + 4 (pitch 8) to base 0 + 0 (pitch 16), on stream 1"),
+        (1, "operation 1, write of epoch + 3 at base 2 + 8, on stream 0"),
+        (2, "operation 2, wait for epoch + -1 at base 2 + 0, on stream 1"),
+        (3, "operation 3, record of event 0, on stream 0"),
+        (4, "operation 4, wait for event 0, on stream 1"),
+    ],
+)
+def test_an_error_of_the_driver_names_the_operation_and_the_error(driver, at, what):
+    memory = np.zeros(64, np.uint64)
+    bases = [memory.ctypes.data, memory.ctypes.data + 128, memory.ctypes.data + 256]
+    program = driver.program(3, 2, 1)
+    program.copy(1, 0, 0, 16, 1, 4, 8, 8, 2)
+    program.write(0, 2, 8, 3)
+    program.wait(1, 2, 0, -1)
+    program.record(0, 0)
+    program.wait_event(1, 0)
+    driver["fail_at"] = at
+    with pytest.raises(RuntimeError, match=re.escape(f"{what}: CUDA_ERROR_INVALID_VALUE (1): invalid argument")):
+        program.run(0, 5, bases, [8, 16], 0)
+    assert len(driver.calls()) == at, "what came before has been issued, what comes after has not"
+    program.run(0, 5, bases, [8, 16], 0)
+    assert len(driver.calls()) == 5, "a program that failed can be run again"
+
+
+def test_an_error_that_the_driver_cannot_name_is_told_by_number(driver):
+    program = driver.program(0, 1, 1)
+    program.record(0, 0)
+    driver["fail_at"], driver["fail_with"] = 0, 12345
+    with pytest.raises(RuntimeError, match=r"an error that the driver cannot name \(12345\): no description"):
+        program.run(0, 1, [], [0], 0)
+    driver["fail_with"] = 1
+
+
+def test_no_driver_is_an_error_that_says_what_was_looked_for():
+    with pytest.raises(RuntimeError, match=r"cannot load libno-such-driver\.so.*No such file.*need an NVIDIA driver"):
+        _core.StreamProgram(1, 1, 0, "libno-such-driver.so")
+
+
+def test_a_library_without_a_function_is_named_with_it(build):
+    path = build("-DINCOMPLETE").path
+    with pytest.raises(RuntimeError, match=re.escape(f"{path} has no cuMemcpyAsync")):
+        _core.StreamProgram(1, 1, 0, path)
+
+
+def test_older_names_of_the_stream_memory_operations_are_found(build):
+    old = build("-DOLD")
+    program, signal = old.program(1, 1, 0), np.zeros(1, np.uint64)
+    program.write(0, 0, 0, 1)
+    program.wait(0, 0, 0, 1)
+    program.run(0, 2, [signal.ctypes.data], [0], 1)
+    assert [c[0] for c in old.calls()] == ["write", "wait"]
+
+
+@pytest.mark.parametrize("named", ["n_bases", "n_streams", "n_events"])
+def test_negative_counts_are_refused(driver, named):
+    with pytest.raises(ValueError, match=f"{named}=-1.* must not be negative"):
+        _core.StreamProgram(**{"n_bases": 1, "n_streams": 1, "n_events": 1, named: -1}, library=driver.path)
+
+
+def test_events_go_with_their_program(driver):
+    program = driver.program(0, 0, 3)
+    assert driver["live_events"] == 3
+    del program
+    assert driver["live_events"] == 0
+
+
+def test_events_that_were_made_go_when_one_cannot_be(driver):
+    driver["fail_at"] = 2
+    with pytest.raises(RuntimeError, match="creation of event 2: CUDA_ERROR_INVALID_VALUE"):
+        _core.StreamProgram(0, 0, 3, driver.path)
+    assert driver["live_events"] == 0
+    assert [c[0] for c in driver.calls()] == ["create", "create", "destroy", "destroy"]
+
+
+def test_a_context_that_went_first_is_no_harm(driver):
+    program = driver.program(0, 0, 2)
+    driver["context_gone"] = 1
+    del program
+    driver["context_gone"], driver["live_events"] = 0, 0
+
+
+def test_a_run_leaves_the_interpreter_free_and_the_program_to_one_thread(driver):
+    program, signal = driver.program(1, 1, 0), np.ones(1, np.uint64)
+    program.wait(0, 0, 0, 1)
+    driver["hold"] = 1
+    thread = threading.Thread(target=program.run, args=(0, 1, [signal.ctypes.data], [0], 0))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while driver["held"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert driver["held"] > 0, "the other thread is inside the driver"
+        with pytest.raises(RuntimeError, match="another thread runs this program"):
+            program.run(0, 1, [signal.ctypes.data], [0], 0)
+        with pytest.raises(RuntimeError, match="another thread runs this program"):
+            program.write(0, 0, 0, 1)
+    finally:
+        driver["hold"] = 0
+        thread.join()
+    assert driver.calls() == [call("wait", 0, signal.ctypes.data, 1, 0, 1)]
+    assert program.write(0, 0, 0, 1) == 1
