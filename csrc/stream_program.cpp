@@ -84,7 +84,7 @@ struct Driver {
     Result (*error_string)(Result, const char **);
 
     explicit Driver(const std::string &library) {
-        // Never closed: events may outlive the program's use of it, and a driver does not like to be unloaded.
+        // Never closed: torch uses the same driver, and it is not made to be unloaded.
         void *loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!loaded)
             throw std::runtime_error(
