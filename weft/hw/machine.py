@@ -3,7 +3,7 @@
     [memory.copy_bandwidth]
     value = 4.2
     unit = "TB/s"
-    source = "measured"        # or "datasheet", or "paper"
+    source = "measured"        # or "datasheet", or "paper", or "assumed": nobody's measurement, and the note says why
     note = "device-to-device copy, bytes read and written"
 
 `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its
@@ -26,7 +26,7 @@ UNITS = {
     "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
     "Hz": 1.0, "GHz": 1e9, "1": 1.0,
 }  # fmt: skip
-SOURCES = ("measured", "datasheet", "paper")
+SOURCES = ("measured", "datasheet", "paper", "assumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def known_machines() -> tuple[str, ...]:
 def load_machine(name: str | Path) -> Machine:
     """The machine `name` (see `known_machines`), or the one in the TOML file at that path.
 
-    Raises ValueError where a number lacks its unit or source, has one that is not known, or is not positive.
+    Raises ValueError where a number lacks its unit or source, has one that is not known, is not positive, or is assumed
+    without a note.
     """
     path = Path(name)
     if path.suffix == ".toml":
@@ -116,4 +117,6 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     value = node["value"]
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise ValueError(f"{file}: {path} has value {value!r}; it must be a positive number")
+    if node["source"] == "assumed" and not node.get("note"):
+        raise ValueError(f"{file}: {path} is assumed: add a note that says why this value")
     return Quantity(float(value), node["unit"], node["source"], node.get("note", ""))
