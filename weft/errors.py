@@ -32,3 +32,7 @@ class DisagreementError(WeftError, ValueError):
 
 class OutOfSharedMemoryError(WeftError, MemoryError):
     """Symmetric memory could not be reserved. The message says how much was wanted and what is free."""
+
+
+class ScheduleError(WeftError, ValueError):
+    """A schedule that would hang, race, or compute on what is not there. The message names ranks, lanes and steps."""

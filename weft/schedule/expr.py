@@ -25,26 +25,35 @@ class Expr:
     __slots__ = ("_code", "_node", "text")
 
     def __init__(self, source: str | ast.expr) -> None:
-        node = ast.parse(source, mode="eval").body if isinstance(source, str) else source
-        _check(node)
+        try:
+            node = ast.parse(source, mode="eval").body if isinstance(source, str) else source
+            _check(node)
+        except (SyntaxError, RecursionError, MemoryError) as error:  # MemoryError: the parser's word for too deep
+            raise ValueError(f"{str(source)[:80]!r} is no expression of a schedule: {error}") from error
         self._node = node
         self.text = ast.unparse(node)
         self._code = compile(self.text, "<expr>", "eval")
 
     def variables(self) -> set[str]:
-        return {node.id for node in ast.walk(self._node) if isinstance(node, ast.Name)}
+        return set(self._code.co_names)
 
     def evaluate(self, values: dict[str, int]) -> int:
         missing = self.variables() - values.keys()
         if missing:
             raise ValueError(f"{self.text} needs a value for {', '.join(sorted(missing))}; given: {values}")
-        return int(eval(self._code, {"__builtins__": {}}, values))
+        try:
+            return int(eval(self._code, {"__builtins__": {}}, values))
+        except (ZeroDivisionError, IndexError) as error:
+            raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def substitute(self, values: dict[str, int]) -> Index:
         """The expression with these variables replaced; a number when none is left."""
         if self.variables() <= values.keys():
             return self.evaluate(values)
         return Expr(_Replace(values).visit(ast.parse(self.text, mode="eval").body))
+
+    def __int__(self) -> int:
+        return self.evaluate({})
 
     def __add__(self, other: Index) -> Index:
         return self if other == 0 else _join(self, ast.Add(), other)

@@ -48,8 +48,7 @@ class Region:
     at: Index = RANK
 
     def __str__(self) -> str:
-        where = "" if self.at == RANK else f"@{_short(self.at)}"
-        return f"{self.buffer}{where}[{_short(self.row)}:+{self.rows}, {_short(self.col)}:+{self.cols}]"
+        return f"{self.buffer}{at_text(self.at)}[{self.row}:+{self.rows}, {self.col}:+{self.cols}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,7 @@ class Set:
     at: Index = RANK
 
     def __str__(self) -> str:
-        where = "" if self.at == RANK else f"@{_short(self.at)}"
-        return f"set     {self.signal}{where}[{_short(self.index)}]"
+        return f"set     {self.signal}{at_text(self.at)}[{self.index}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class Wait:
 
     def __str__(self) -> str:
         times = "" if self.count == 1 else f" x{self.count}"
-        return f"wait    {self.signal}[{_short(self.index)}]{times}{' of the previous run' if self.previous else ''}"
+        return f"wait    {self.signal}[{self.index}]{times}{' of the previous run' if self.previous else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,5 +196,6 @@ def unrolled(steps: tuple[Step, ...], values: dict[str, int]) -> tuple[Step, ...
     return tuple(result)
 
 
-def _short(index: Index) -> str:
-    return str(index)
+def at_text(at: Index) -> str:
+    """At which rank, in texts; nothing for a step's own rank."""
+    return "" if at == RANK else f"@({at})" if isinstance(at, Expr) else f"@{at}"

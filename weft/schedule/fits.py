@@ -1,0 +1,138 @@
+"""What is wrong with a schedule's declarations and single steps by themselves, without regard to order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+from weft.schedule.order import Event, Lanes, meeting
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import OPS, Buffer, Collective, Compute, Copy, Region, Set, Step, Wait
+
+Buffers = Sequence[dict[str, Buffer]]
+"""For each rank, its buffers by name, with their sizes in numbers."""
+Box = tuple[int, int, int, int]
+"""(first row, end row, first column, end column)"""
+
+
+class Access(NamedTuple):
+    region: Region
+    reads: bool
+    writes: bool
+
+
+def accesses(step: Step) -> tuple[Access, ...]:
+    """The regions that a step reads and writes."""
+    if isinstance(step, Copy | Collective):
+        return Access(step.src, True, False), Access(step.dst, False, True)
+    if isinstance(step, Compute):
+        return *(Access(region, True, False) for region in step.inputs), Access(step.out, step.accumulate, True)
+    return ()
+
+
+def box_of(region: Region) -> Box:
+    row, rows, col, cols = (cast(int, n) for n in (region.row, region.rows, region.col, region.cols))
+    return row, row + rows, col, col + cols
+
+
+def overlap(a: Box, b: Box) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1]) and max(a[2], b[2]) < min(a[3], b[3])
+
+
+def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
+    for what, items in (("buffers", schedule.buffers), ("signals", schedule.signals), ("lanes", schedule.lanes)):
+        for name, times in Counter(item.name for item in items).items():
+            if times > 1:
+                yield f"{times} {what} are named {name!r}: give each its own name"
+    for buffer in schedule.buffers:
+        sizes = [(cast(int, of_rank[buffer.name].rows), buffer.cols) for of_rank in buffers]
+        if min(map(min, sizes)) < 0:
+            yield f"buffer {buffer.name}: its sizes on the ranks are {sizes}, and none can be negative"
+        if buffer.role == "symmetric" and len(set(sizes)) > 1:
+            yield f"buffer {buffer.name}: symmetric memory has one size on all ranks, and rows are {buffer.rows}"
+
+
+def wrong_step(schedule: Schedule, buffers: Buffers, rank: int, step: Step) -> Iterator[str]:
+    """The faults of a step of `rank`, in numbers."""
+    if isinstance(step, Set | Wait):
+        yield from _wrong_signal(schedule, step)
+        return
+    misplaced = [fault for access in accesses(step) for fault in _misplaced(buffers, rank, access)]
+    if isinstance(step, Collective) and (step.src.at, step.dst.at) != (rank, rank):
+        misplaced.append("a collective is between buffers of the rank that calls it")
+    yield from misplaced or _misshapen(step, [buffers[rank][a.region.buffer].dtype for a in accesses(step)])
+
+
+def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
+    """(fault, the collective on the first rank that comes to it)"""
+    meetings: dict[tuple, dict[int, Event]] = {}
+    for rank, lanes in enumerate(ranks):
+        for i, lane in enumerate(lanes):
+            for number, step in enumerate(lane.steps):
+                if isinstance(step, Collective):
+                    event = Event(1, rank, i, number)
+                    meetings.setdefault(meeting(ranks, event), {})[rank] = event
+    for events in meetings.values():
+        first = next(iter(events.values()))
+        steps = [cast(Collective, ranks[e.rank][e.lane].steps[e.step]) for e in events.values()]
+        rows = [cast(int, step.src.rows) for step in steps]
+        if len(events) < schedule.world_size:
+            yield f"of {schedule.world_size} ranks only {list(events)} call this collective", first
+        elif any((step.dst.rows, step.dst.cols) != (sum(rows), step.src.cols) for step in steps):
+            into = [(step.dst.rows, step.dst.cols) for step in steps]
+            yield f"the ranks give rows {rows} of {steps[0].src.cols} columns, and gather into {into}", first
+
+
+def _wrong_signal(schedule: Schedule, step: Set | Wait) -> Iterator[str]:
+    count = next((s.count for s in schedule.signals if s.name == step.signal), None)
+    if count is None:
+        yield f"there are no signals {step.signal!r}"
+    elif not 0 <= cast(int, step.index) < count:
+        yield f"index {step.index} is outside {step.signal}, of {count} signals"
+    if isinstance(step, Set) and not 0 <= cast(int, step.at) < schedule.world_size:
+        yield f"there is no rank {step.at}"
+    if isinstance(step, Wait) and step.count < 1:
+        yield f"count={step.count} must be at least 1"
+
+
+def _misplaced(buffers: Buffers, rank: int, access: Access) -> Iterator[str]:
+    region = access.region
+    at = cast(int, region.at)
+    if not 0 <= at < len(buffers):
+        yield f"{region}: there is no rank {at}"
+    elif region.buffer not in buffers[at]:
+        yield f"there is no buffer {region.buffer!r}"
+    else:
+        buffer = buffers[at][region.buffer]
+        row, end_row, col, end_col = box_of(region)
+        if not (0 <= row <= end_row <= cast(int, buffer.rows) and 0 <= col <= end_col <= buffer.cols):
+            yield f"{region} is outside its buffer of {buffer.rows} x {buffer.cols}"
+        if at != rank and buffer.role != "symmetric":
+            yield f"{region} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
+        if access.writes and buffer.role == "input":
+            yield f"{region} is written, and {region.buffer} is an input"
+
+
+def _misshapen(step: Step, dtypes: list[str]) -> Iterator[str]:
+    if len(set(dtypes)) > 1:
+        yield f"dtypes differ: {', '.join(dtypes)}"
+    shapes = [(a.region.rows, a.region.cols) for a in accesses(step)]
+    if isinstance(step, Compute):
+        if step.op not in OPS or len(step.inputs) != OPS[step.op].inputs:
+            yield f"{step.op} of {len(step.inputs)} inputs is not known; known are {', '.join(OPS)}"
+        elif step.op == "matmul":
+            (m, k), (k2, n), out = shapes
+            if k != k2 or out != (m, n):
+                yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+        elif len(set(shapes)) > 1:
+            yield f"shapes differ: {shapes}"
+    elif isinstance(step, Copy) and shapes[0] != shapes[1]:
+        yield f"a copy of {list(shapes[0])} does not fit into {list(shapes[1])}"
+    *inputs, out_access = accesses(step)
+    elementwise = isinstance(step, Compute) and step.op != "matmul"
+    for region in (access.region for access in inputs):
+        same_place = (region.buffer, region.at) == (out_access.region.buffer, out_access.region.at)
+        in_place = elementwise and region == out_access.region
+        if same_place and not in_place and overlap(box_of(region), box_of(out_access.region)):
+            yield f"{out_access.region} is written while {region} is read"

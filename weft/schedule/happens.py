@@ -1,0 +1,99 @@
+"""What is certain to have happened before a step, whatever the speed of ranks, links and lanes.
+
+One step is before another if the other can never come without it. A step comes when the step before it on its lane has
+come, and besides
+
+    first step of a lane    when all lanes of its rank have ended the run before
+    wait for a count of T   when T of the sets of that counter have come: of any run, so that a fast rank's second set may
+                            stand in for a slow rank's first
+    collective              when all ranks have come to it
+
+Hence, for the set `past` of all steps that are before a step, itself among them:
+
+    past(step) = step + past(predecessor) + for a wait with n sets on its counter: what is in n - T + 1 of their pasts
+
+(without one of those, fewer than T sets can come). Of all solutions the largest is wanted: it leaves out only what some
+execution can do without. It is found from above: begin with everything, and apply the equation until nothing changes.
+Pasts are bit sets; a Python integer holds one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from weft.schedule.expr import Index
+from weft.schedule.order import Event, Lanes, meeting, needed, play, sets_per_run
+from weft.schedule.steps import Collective, Set, Step, Wait
+
+
+class Happened:
+    """All steps of so many runs, in a possible order, and which are certain to be before which."""
+
+    def __init__(self, ranks: Sequence[Lanes], runs: int) -> None:
+        self.ranks = ranks
+        self.events, stuck = play(ranks, runs)
+        if stuck:
+            raise ValueError("only for schedules that end: see weft.schedule.order.issue_order")
+        self._sets: dict[tuple[Index, str, Index], list[int]] = defaultdict(list)
+        for number, event in enumerate(self.events):
+            if isinstance(step := self.step(event), Set):
+                self._sets[step.at, step.signal, step.index].append(number)
+        self._per_run = sets_per_run(ranks)
+        self._past = [(1 << len(self.events)) - 1] * len(self.events)
+        while self._narrow():
+            pass
+
+    def step(self, event: Event) -> Step:
+        return self.ranks[event.rank][event.lane].steps[event.step]
+
+    def before(self, first: int, second: int) -> bool:
+        """Whether event number `first` is certain to be before event number `second`."""
+        return first != second and bool(self._past[second] >> first & 1)
+
+    def _narrow(self) -> bool:
+        """Apply the equation to all events once; whether that changed anything."""
+        changed = False
+        now = [[0] * len(lanes) for lanes in self.ranks]  # the pasts of all lanes where they stand
+        run = [1] * len(self.ranks)
+        met: dict[tuple[int, int, int], int] = {}
+
+        def begin(rank: int, in_run: int) -> None:
+            if in_run > run[rank]:
+                now[rank] = [_union(now[rank])] * len(now[rank])
+                run[rank] = in_run
+
+        for number, event in enumerate(self.events):
+            begin(event.rank, event.run)
+            past = now[event.rank][event.lane] | 1 << number
+            step = self.step(event)
+            if isinstance(step, Wait):
+                past |= self._past_of_wait(event, step)
+            elif isinstance(step, Collective):
+                here = meeting(self.ranks, event)
+                if here not in met:  # all have come, and nobody has gone on
+                    for rank in range(len(self.ranks)):
+                        begin(rank, event.run)
+                    met[here] = _union([lanes[event.lane] for lanes in now])
+                past |= met[here]
+            changed |= past != self._past[number]
+            self._past[number] = now[event.rank][event.lane] = past
+        return changed
+
+    def _past_of_wait(self, event: Event, wait: Wait) -> int:
+        counter = (event.rank, wait.signal, wait.index)
+        sets = self._sets[counter]
+        count = len(sets) - needed(event.run, wait, self._per_run[counter]) + 1
+        # in_some[k]: what is in at least k of the pasts seen so far
+        in_some = [(1 << len(self.events)) - 1] + [0] * count
+        for number in sets:
+            for k in range(count, 0, -1):
+                in_some[k] |= in_some[k - 1] & self._past[number]
+        return in_some[count]
+
+
+def _union(pasts: Sequence[int]) -> int:
+    result = 0
+    for past in pasts:
+        result |= past
+    return result

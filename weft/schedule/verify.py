@@ -1,0 +1,211 @@
+"""Whether a schedule can hang, race, or compute on what is not there; before anything runs it.
+
+`verify` looks at all ranks in numbers, over three runs on end, since a buffer that persists may be filled again by a peer
+that is a run ahead. It finds
+
+    what does not fit    regions outside their buffer, shapes, dtypes, indices, writes to inputs, peers' private memory
+    hangs                waits for more than is set in a run; waits for what comes only after them (`weft.schedule.order`)
+    races                two accesses to one place, of which one writes, and neither is certain to be before the other
+                         (`weft.schedule.happens`)
+    reads of nothing     what no step of the same run has written
+    incomplete outputs   what no step writes
+
+If something does not fit or hangs, the rest is not looked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from weft.errors import ScheduleError
+from weft.schedule.fits import (
+    Box,
+    Buffers,
+    accesses,
+    box_of,
+    wrong_collectives,
+    wrong_declarations,
+    wrong_step,
+)
+from weft.schedule.happens import Happened
+from weft.schedule.order import Event, Lanes, explain, play, sets_per_run
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Wait
+from weft.schedule.text import describe
+
+RUNS = 3
+SHOWN = 10
+
+
+def verify(schedule: Schedule) -> None:
+    """`ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and what is wrong; or nothing."""
+    if schedule.world_size < 1:
+        raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
+    try:
+        buffers = [{b.name: b for b in schedule.buffers_of_rank(rank)} for rank in range(schedule.world_size)]
+        ranks = [schedule.of_rank(rank) for rank in range(schedule.world_size)]
+    except ValueError as error:
+        raise ScheduleError(f"schedule {schedule.name}: {error}") from error
+    faults = _Faults(schedule.name, ranks)
+    for fault in wrong_declarations(schedule, buffers):
+        faults.add(fault, fault)
+    faults.raise_any()
+    _check_steps(faults, schedule, buffers)
+    faults.raise_any()
+    _, stuck = play(ranks)
+    if stuck:
+        raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
+    _check_memory(faults, buffers)
+    faults.raise_any()
+
+
+class _Faults:
+    """What was found. The same fault of the same steps on other ranks and in later runs is counted, not repeated."""
+
+    def __init__(self, name: str, ranks: Sequence[Lanes]) -> None:
+        self.name, self.ranks = name, ranks
+        self._texts: dict[tuple, str] = {}
+        self._times: Counter[tuple] = Counter()
+
+    def add(self, kind: str, text: str, *events: Event) -> None:
+        key = (kind, *((event.lane, event.step) for event in events))
+        self._times[key] += 1
+        if key not in self._texts:
+            self._texts[key] = " | ".join([*(self._place(event) for event in events), text])
+
+    def _place(self, event: Event) -> str:
+        lane = self.ranks[event.rank][event.lane]
+        run = "" if event.run == 1 else f" of run {event.run}"
+        return (
+            f"rank {event.rank}, lane {lane.name}, step {event.step + 1}{run}: "
+            f"{describe(lane.steps[event.step], event.rank)}"
+        )
+
+    def raise_any(self) -> None:
+        if not self._texts:
+            return
+        again = {key: f" (and {times - 1} times more)" if times > 1 else "" for key, times in self._times.items()}
+        lines = [text + again[key] for key, text in self._texts.items()]
+        count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
+        raise ScheduleError("\n  ".join([f"schedule {self.name} has {count}:", *lines[:SHOWN]]))
+
+
+def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers) -> None:
+    per_run = sets_per_run(faults.ranks)
+    for rank, lanes in enumerate(faults.ranks):
+        for i, lane in enumerate(lanes):
+            for number, step in enumerate(lane.steps):
+                event = Event(1, rank, i, number)
+                for nth, fault in enumerate(wrong_step(schedule, buffers, rank, step)):
+                    faults.add(f"misfit {nth}", fault, event)
+                if isinstance(step, Wait) and step.count > (sets := per_run[rank, step.signal, step.index]):
+                    faults.add("missing set", f"{step.count} sets are waited for, and a run makes {sets}", event)
+    for fault, event in wrong_collectives(schedule, faults.ranks):
+        faults.add("collective", fault, event)
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """Of one buffer of one rank: event numbers (rising), boxes, and who reads and writes."""
+
+    events: list[int] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    reads: list[bool] = field(default_factory=list)
+    writes: list[bool] = field(default_factory=list)
+
+
+def _check_memory(faults: _Faults, buffers: Buffers) -> None:
+    happened = Happened(faults.ranks, RUNS)
+    # The caller's tensors are new in every run: an instance is (rank, buffer, run), with run 0 for what persists.
+    instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
+    for number, event in enumerate(happened.events):
+        for region, reads, writes in accesses(happened.step(event)):
+            box = box_of(region)
+            if box[0] < box[1] and box[2] < box[3]:
+                at = cast(int, region.at)
+                mine = buffers[at][region.buffer].role in ("symmetric", "scratch")
+                found = instances[at, region.buffer, 0 if mine else event.run]
+                found.events.append(number)
+                found.boxes.append(box)
+                found.reads.append(reads)
+                found.writes.append(writes)
+    for (rank, name, _), found in instances.items():
+        where = f"{name} of rank {rank}"
+        common = _overlaps(found.boxes)
+        _check_races(faults, happened, where, found, common)
+        if buffers[rank][name].role != "input":
+            _check_reads(faults, happened, where, found, common)
+    for rank, of_rank in enumerate(buffers):
+        for buffer in of_rank.values():
+            if buffer.role == "output":
+                found = instances[rank, buffer.name, 1]
+                written = [box for box, writes in zip(found.boxes, found.writes, strict=True) if writes]
+                if hole := _hole((0, cast(int, buffer.rows), 0, buffer.cols), written):
+                    faults.add(
+                        f"hole in {buffer.name}", f"output {_text(buffer.name, hole)} of rank {rank} is never written"
+                    )
+
+
+def _check_races(faults: _Faults, happened: Happened, where: str, found: _Accesses, common: np.ndarray) -> None:
+    writes = np.array(found.writes)
+    for i, j in np.argwhere(np.triu(common & (writes[:, None] | writes), 1)).tolist():
+        first, second = found.events[i], found.events[j]
+        if first == second or happened.before(first, second):
+            continue
+        a, b = happened.events[first], happened.events[second]
+        does = ["writes" if found.writes[n] else "reads" for n in (i, j)]
+        early = ", a run early" if a.run != b.run else ""
+        text = f"race on {where}: the first {does[0]} and the second {does[1]} there{early}, and nothing orders them"
+        faults.add("race", text, a, b)
+
+
+def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Accesses, common: np.ndarray) -> None:
+    """Steps that are not ordered have been found already: what may be written before a read counts as written."""
+    for i, number in enumerate(found.events):
+        if not found.reads[i]:
+            continue
+        event = happened.events[number]
+        written = [
+            found.boxes[j]
+            for j in np.flatnonzero(common[i]).tolist()
+            if found.writes[j]
+            and found.events[j] != number
+            and happened.events[found.events[j]].run == event.run
+            and not happened.before(number, found.events[j])
+        ]
+        if hole := _hole(found.boxes[i], written):
+            faults.add("nothing", f"it reads {_text(where, hole)}, which nothing has written in this run", event)
+
+
+def _overlaps(boxes: list[Box]) -> np.ndarray:
+    """[n, n] bool: which boxes have an element in common."""
+    row, end_row, col, end_col = np.array(boxes).T
+    rows = (row[:, None] < end_row) & (row < end_row[:, None])
+    return rows & (col[:, None] < end_col) & (col < end_col[:, None])
+
+
+def _hole(whole: Box, boxes: list[Box]) -> Box | None:
+    """A part of `whole` that no box covers, if there is any."""
+    if any(b[0] <= whole[0] and whole[1] <= b[1] and b[2] <= whole[2] and whole[3] <= b[3] for b in boxes):
+        return None
+    table = np.array([whole, *boxes])
+    rows = np.unique(np.clip(table[:, :2], whole[0], whole[1]))
+    cols = np.unique(np.clip(table[:, 2:], whole[2], whole[3]))
+    free = np.ones((len(rows) - 1, len(cols) - 1), bool)
+    for box in boxes:
+        row, end_row = np.searchsorted(rows, box[:2])
+        col, end_col = np.searchsorted(cols, box[2:])
+        free[row:end_row, col:end_col] = False
+    if not free.any():
+        return None
+    i, j = np.argwhere(free)[0]
+    return int(rows[i]), int(rows[i + 1]), int(cols[j]), int(cols[j + 1])
+
+
+def _text(name: str, box: Box) -> str:
+    return f"{name}[{box[0]}:+{box[1] - box[0]}, {box[2]}:+{box[3] - box[2]}]"
