@@ -34,6 +34,7 @@ from weft.schedule.steps import (
 
 VERSION = 1
 WIDTH = 132
+_TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
 _STEPS: dict[str, type] = {
     "copy": Copy, "compute": Compute, "collective": Collective, "set": Set, "wait": Wait, "for": For,
 }  # fmt: skip
@@ -80,9 +81,12 @@ def _buffers(schedule: Schedule, rank: int | None) -> list[str]:
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in schedule.buffers if rank is None else schedule.buffers_of_rank(rank):
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
-        sizes = [value(buffer.rows, rank=r) * row_bytes for r in range(schedule.world_size)]
-        size = " to ".join(_bytes(b) for b in sorted({min(sizes), max(sizes)}))
-        rows.append((buffer.name, str(buffer.rows), str(buffer.cols), buffer.dtype, buffer.role, size))
+        of_ranks = sorted(value(buffer.rows, rank=r) for r in range(schedule.world_size))
+        ends = sorted({of_ranks[0], of_ranks[-1]})
+        formula = str(buffer.rows)
+        n_rows = formula if len(formula) <= 24 else " to ".join(map(str, ends))
+        size = " to ".join(_bytes(n * row_bytes) for n in ends)
+        rows.append((buffer.name, n_rows, str(buffer.cols), buffer.dtype, buffer.role, size))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, "<>><<>", widths, strict=True)) for row in rows]
 
@@ -103,9 +107,10 @@ def _step_lines(head: str, step: Step, rank: int | None, buffers: dict[str, Buff
 
 def _wrapped(head: str, text: str) -> str:
     indent = " " * (len(head) + 8)
-    return textwrap.fill(
+    filled = textwrap.fill(
         text, WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+    return filled.replace(_TOGETHER, " ")
 
 
 def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
@@ -127,7 +132,8 @@ def _region(region: Region, at: Index, buffer: Buffer | None) -> str:
     rows = ":" if (region.row, region.rows) == whole[:2] else f"{region.row}:+{region.rows}"
     cols = ":" if (region.col, region.cols) == whole[2:] else f"{region.col}:+{region.cols}"
     inside = "" if rows == cols == ":" else f"[{rows}, {cols}]"
-    return f"{region.buffer}{at_text(at)}{inside}"
+    text = f"{region.buffer}{at_text(at)}{inside}"
+    return text if len(text) > WIDTH - 30 else text.replace(" ", _TOGETHER)
 
 
 def _plain(item: Any) -> Any:

@@ -1,0 +1,97 @@
+"""Expressions of the rank: arithmetic as Python's, text that reads back, and nothing but arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.schedule import RANK, Expr, Index, lookup, value
+
+numbers = st.integers(-20, 20)
+
+
+def test_a_peer_in_the_ring() -> None:
+    peer = (RANK + 1) % 4
+    assert [value(peer, rank=rank) for rank in range(4)] == [1, 2, 3, 0]
+    assert str(peer) == "(rank + 1) % 4"
+    assert Expr("(rank + 1)%4") == peer
+    assert hash(Expr("(rank + 1)%4")) == hash(peer)
+    assert peer != Expr("rank + 1 % 4")
+
+
+@given(
+    data=st.recursive(
+        st.one_of(numbers, st.sampled_from(("rank", "i"))),
+        lambda inner: st.tuples(inner, st.sampled_from("+-*/%"), inner),
+        max_leaves=8,
+    ),
+    rank=st.integers(0, 7),
+    i=numbers,
+)
+def test_arithmetic_and_its_text_agree_with_python(data: object, rank: int, i: int) -> None:
+    def build(tree: object) -> tuple[Index, int]:
+        """As `Expr` makes it, and as Python computes it."""
+        if isinstance(tree, int):
+            return tree, tree
+        if isinstance(tree, str):
+            return Expr(tree), {"rank": rank, "i": i}[tree]
+        left, operator, right = tree
+        (a, x), (b, y) = build(left), build(right)
+        if operator in "/%" and (y == 0 or isinstance(a, int)):  # a number on the left divides in Python, not in Expr
+            return a, x
+        match operator:
+            case "+":
+                return a + b, x + y
+            case "-":
+                return a - b, x - y
+            case "*":
+                return a * b, x * y
+            case "/":
+                return a // b, x // y
+            case _:
+                return a % b, x % y
+
+    made, number = build(data)
+    assert value(made, rank=rank, i=i) == number
+    if isinstance(made, Expr):
+        assert Expr(str(made)) == made
+        assert value(Expr(str(made)), rank=rank, i=i) == number
+        partly = made.substitute({"rank": rank})
+        assert value(partly, i=i) == number
+        assert not isinstance(partly, Expr) or partly.variables() == {"i"}
+
+
+def test_neutral_operations_leave_no_trace() -> None:
+    assert RANK + 0 == RANK - 0 == RANK * 1 == RANK // 1 == 0 + RANK == RANK
+    assert RANK * 0 == RANK % 1 == 0
+
+
+def test_a_table_of_numbers() -> None:
+    rows = lookup((5, 3, 8), (RANK + 1) % 3)
+    assert str(rows) == "(5, 3, 8)[(rank + 1) % 3]"
+    assert [value(rows, rank=rank) for rank in range(3)] == [3, 8, 5]
+    assert lookup((4, 4), RANK) == 4
+    assert lookup((5, 3), 1) == 3
+    with pytest.raises(ValueError, match=r"\(5, 3, 8\)\[rank\] has no value for \{'rank': 3\}"):
+        value(lookup((5, 3, 8), RANK), rank=3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')", "rank.real", "().__class__", "open('x')", "lambda: 1", "[rank for rank in (1,)]", "rank ** 9",
+        "rank << 3", "1.5", "'text'", "rank == 1", "not rank", "rank if rank else 1", "rank[0]", "(1, 2)", "(1, 2)[0:1]",
+        "(rank := 1)", "f'{rank}'", "1 +", "", "rank; rank", "x = 1", "\0", "-" * 100_000 + "1", "(" * 300 + "1" + ")" * 300,
+    ],
+)  # fmt: skip
+def test_only_arithmetic(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no expression of a schedule|null bytes"):
+        Expr(text)
+
+
+def test_what_has_no_value_says_so() -> None:
+    with pytest.raises(ValueError, match=r"rank \+ i needs a value for i; given: \{'rank': 1\}"):
+        value(RANK + Expr("i"), rank=1)
+    with pytest.raises(ValueError, match=r"4 // rank has no value for \{'rank': 0\}"):
+        value(Expr("4 // rank"), rank=0)

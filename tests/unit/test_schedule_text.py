@@ -1,0 +1,180 @@
+"""Tables of schedules, and their JSON: complete, the same value again, and refused if anything in it is unknown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from weft.schedule import RANK, AllGatherMatmul, Copy, Draft, Expr, Region, Schedule, Set, candidates, lookup
+from weft.schedule.text import from_json, table, to_json
+
+
+def every_kind_of_step() -> Schedule:
+    """Not one that would pass `verify`: it has one of everything."""
+    d = Draft("everything", 3)
+    x = d.buffer("x", lookup((4, 2, 3), RANK), 8, "fp16", "input")
+    box = d.buffer("box", 9, 8, "fp16", "symmetric")
+    rows = d.buffer("rows", 9, 8, "fp16", "scratch")
+    y = d.buffer("y", 9, 8, "fp16", "output")
+    arrived = d.signals("arrived", 6)
+    to, turn = (RANK + 1) % 3, Expr("i")
+    d.lane("in", "copy").wait(arrived, count=2, previous=True).copy(
+        x.part(), box.part(rows=(0, x.rows), at=to), "kernel"
+    )
+    d.lane("in").repeat(
+        "i", 3, Copy(Region("x", turn, 1, 0, 8), Region("box", turn * 2, 1, 0, 8, to)), Set("arrived", turn, to)
+    )
+    d.lane("compute").all_gather(x.part(), rows.part()).compute("silu", y.part(), rows.part(), accumulate=True)
+    d.lane("compute").matmul(y.part(cols=(2, 4)), rows.part(rows=(1, 2)), box.part())
+    return d.schedule()
+
+
+def test_a_table_for_all_ranks_and_for_one() -> None:
+    schedule = every_kind_of_step()
+    assert str(schedule) == table(schedule)
+    assert table(schedule) == TABLE
+    assert table(schedule, rank=1) == TABLE_OF_RANK_1
+
+
+TABLE = """\
+schedule everything, 3 ranks
+
+buffers             rows  columns  dtype  role               size
+x        (4, 2, 3)[rank]        8  fp16   input      32 B to 64 B
+box                    9        8  fp16   symmetric         144 B
+rows                   9        8  fp16   scratch           144 B
+y                      9        8  fp16   output            144 B
+
+signals  arrived[6]   (counters on every rank)
+
+buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []
+
+lane in (copy)
+   1  wait    arrived[0] x2 of the previous run
+   2  copy    x -> box@((rank + 1) % 3)[0:+(4, 2, 3)[rank], :] by kernel
+   3  for i in 0 .. 3 - 1
+        copy    x[i:+1, :] -> box@((rank + 1) % 3)[i * 2:+1, :] by dma
+        set     arrived@((rank + 1) % 3)[i]
+
+lane compute (compute)
+   1  all_gather x -> rows
+   2  silu    y += rows
+   3  matmul  y[:, 2:+4] = rows[1:+2, :], box"""
+
+TABLE_OF_RANK_1 = """\
+schedule everything, rank 1 of 3
+
+buffers  rows  columns  dtype  role        size
+x           2        8  fp16   input       32 B
+box         9        8  fp16   symmetric  144 B
+rows        9        8  fp16   scratch    144 B
+y           9        8  fp16   output     144 B
+
+signals  arrived[6]   (counters on every rank)
+
+buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []
+
+lane in (copy)
+   1  wait    arrived[0] x2 of the previous run
+   2  copy    x -> box@2[0:+2, :] by kernel
+   3  copy    x[0:+1, :] -> box@2[0:+1, :] by dma
+   4  set     arrived@2[0]
+   5  copy    x[1:+1, :] -> box@2[2:+1, :] by dma
+   6  set     arrived@2[1]
+   7  copy    x[2:+1, :] -> box@2[4:+1, :] by dma
+   8  set     arrived@2[2]
+
+lane compute (compute)
+   1  all_gather x -> rows
+   2  silu    y += rows
+   3  matmul  y[:, 2:+4] = rows[1:+2, :], box"""
+
+
+@pytest.mark.parametrize("rows", [(1, 20, 300, 4000), tuple(range(3000, 3032))])
+def test_uneven_schedules_fit_a_terminal(rows: tuple[int, ...]) -> None:
+    problem = AllGatherMatmul(len(rows), rows, (70_000, 5), 12_345, "bf16", return_gathered=True)
+    lines = table(candidates(problem, ("shard",))[0].build()).splitlines()
+    assert max(map(len, lines)) <= 132
+    assert lines[3].split()[1:3] == (["3000", "to"] if len(rows) == 32 else ["(1,", "20,"])
+
+
+def test_json_is_complete() -> None:
+    schedule = every_kind_of_step()
+    text = to_json(schedule)
+    assert from_json(text) == schedule
+    assert to_json(from_json(text)) == text
+    kinds = {step["step"] for lane in json.loads(text)["lanes"] for step in lane["steps"]}
+    assert kinds == {"wait", "copy", "for", "collective", "compute"}
+
+
+def test_what_goes_without_saying_may_be_left_out() -> None:
+    schedule = every_kind_of_step()
+    document = json.loads(to_json(schedule))
+    del document["lanes"][1]["steps"][2]["accumulate"], document["lanes"][0]["steps"][1]["src"]["at"]
+    assert from_json(json.dumps(document)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        ("weft_schedule", 2, "weft_schedule is 2, and 1 is known"),
+        ("weft_schedule", None, "weft_schedule is None, and 1 is known"),
+        ("colour", 1, "schedule, a field of Schedule: 'colour' is not known; known are name, world_size, buffers"),
+        ("world_size", "3", "schedule.world_size: '3' is no int"),
+        ("world_size", True, "schedule.world_size: True is no int"),
+        ("lanes", {}, "schedule.lanes: {} is no list"),
+        ("buffers.0.dtype", "fp13", r"schedule.buffers\[0\].dtype: 'fp13' is not known; known are fp32, fp16"),
+        (
+            "buffers.0.role",
+            "inout",
+            r"buffers\[0\].role: 'inout' is not known; known are input, output, symmetric, scratch",
+        ),
+        ("buffers.0.rows", "os.system('x')", r"\"os.system\('x'\)\" is no expression"),
+        ("buffers.0.rows", 1.5, r"schedule.buffers\[0\].rows: 1.5 is no int"),
+        ("signals.0", "arrived", r"schedule.signals\[0\]: 'arrived' is no dict"),
+        ("lanes.0.resource", "wire", r"lanes\[0\].resource: 'wire' is not known; known are compute, copy"),
+        (
+            "lanes.0.steps.0.step",
+            "sleep",
+            r"lanes\[0\].steps\[0\]: 'sleep' is not known; known are copy, compute, collective",
+        ),
+        ("lanes.0.steps.0.previous", 1, r"lanes\[0\].steps\[0\].previous: 1 is no bool"),
+        (
+            "lanes.0.steps.0.epoch",
+            1,
+            r"lanes\[0\].steps\[0\], a field of Wait: 'epoch' is not known; known are signal, index",
+        ),
+        ("lanes.0.steps.1.by", "mail", r"lanes\[0\].steps\[1\].by: 'mail' is not known; known are dma, kernel"),
+        ("lanes.0.steps.2.body.0.step", None, r"steps\[2\].body\[0\]: None is not known"),
+        (
+            "lanes.1.steps.0.op",
+            "all_to_all",
+            r"lanes\[1\].steps\[0\].op: 'all_to_all' is not known; known are all_gather",
+        ),
+        ("lanes.1.steps.1.op", "exp", r"lanes\[1\].steps\[1\].op: 'exp' is not known; known are matmul, add, silu"),
+    ],
+)
+def test_what_is_unknown_is_refused(path: str, new: Any, message: str) -> None:
+    document = json.loads(to_json(every_kind_of_step()))
+    *above, last = path.split(".")
+    place = document
+    for part in above:
+        place = place[int(part)] if part.isdigit() else place[part]
+    place[int(last) if last.isdigit() else last] = new
+    with pytest.raises(ValueError, match=message):
+        from_json(json.dumps(document))
+
+
+def test_what_is_missing_is_named() -> None:
+    document = json.loads(to_json(every_kind_of_step()))
+    del document["lanes"][0]["steps"][1]["src"]["rows"]
+    with pytest.raises(ValueError, match=r"steps\[1\].src: Region lacks rows; found buffer, row, col, cols, at"):
+        from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '"x"', "null", "{}"])
+def test_what_is_no_schedule_at_all_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no schedule that can be read|Expecting value"):
+        from_json(text)
