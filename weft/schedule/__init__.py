@@ -1,6 +1,6 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
-from weft.schedule import ficco, serial, shard  # noqa: F401  (registers their builders)
+from weft.schedule import ficco, gather, serial, shard  # noqa: F401  (registers their builders)
 from weft.schedule.expr import RANK, Expr, Index, lookup, value
 from weft.schedule.problem import (
     AllGatherMatmul,

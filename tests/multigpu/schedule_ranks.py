@@ -1,0 +1,187 @@
+"""Running schedules on GPUs in tests: what runs on the ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.runtime.schedule_cuda import CudaSchedule
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
+from weft.timeline import Timeline
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Case:
+    """Fresh random data of one operator on this rank, poisoned outputs, and what should come out."""
+
+    def __init__(self, p: AllGatherMatmul, rank: int, seed: int, transposed: bool = True) -> None:
+        self.p, self.rank, dtype = p, rank, TORCH_DTYPE[p.dtype]
+        everywhere = torch.Generator(device=device()).manual_seed(seed)
+        shards = [torch.randn(m, p.k, device=device(), generator=everywhere).to(dtype) for m in p.rows]
+        own = torch.Generator(device=device()).manual_seed(1000 * seed + rank)
+        self.whole = torch.cat(shards)
+        self.tensors = {"x_shard": shards[rank].clone()}
+        for i, n in enumerate(p.n):
+            w = torch.randn(n, p.k, device=device(), generator=own).to(dtype)
+            self.tensors[f"w{i}"] = w.t() if transposed else w.t().contiguous()
+            self.tensors[f"y{i}"] = torch.full((p.m, n), float("nan"), dtype=dtype, device=device())
+        if p.return_gathered:
+            self.tensors["x"] = torch.full((p.m, p.k), float("nan"), dtype=dtype, device=device())
+
+    def fill(self, other: Case) -> None:
+        """Another case's data into this one's tensors."""
+        self.whole = other.whole
+        for name, tensor in self.tensors.items():
+            tensor.copy_(other.tensors[name])
+
+    def check(self, what: str, roundings: int = 1) -> None:
+        """Error against float64 at most twice that of one library GEMM in this dtype, for each rounding of the output."""
+        for i in range(len(self.p.n)):
+            y, w = self.tensors[f"y{i}"], self.tensors[f"w{i}"]
+            exact = self.whole.double() @ w.double()
+            scale = float(exact.abs().max()) if exact.numel() else 1.0
+            usual = float(((self.whole @ w).double() - exact).abs().max()) / scale if exact.numel() else 0.0
+            found = float((y.double() - exact).abs().max()) / scale if exact.numel() else 0.0
+            bound = 2 * max(usual, 1e-6) * roundings
+            assert found <= bound, f"{what}, y{i}, rank {self.rank}: error {found:.3g}, a library GEMM's is {usual:.3g}"
+        if self.p.return_gathered:
+            assert torch.equal(self.tensors["x"], self.whole), f"{what}, rank {self.rank}: the gathered input differs"
+
+
+def roundings(name: str) -> int:
+    """A 2D schedule rounds its output once a step."""
+    return 4 if name.startswith("ficco_2d") else 1
+
+
+def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bool) -> int:
+    """Every schedule three times in a row with fresh data and symmetric memory poisoned once; how many there were."""
+    domain, count = symm.domain(group, device()), 0
+    for candidate in candidates(p):
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        executor = CudaSchedule(schedule, domain)
+        for tensor in executor.own.values():
+            tensor.fill_(float("nan"))
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        cases = [Case(p, group.rank(), seed, transposed) for seed in range(3)]
+        for case in cases:
+            executor.run(case.tensors)
+        torch.cuda.synchronize()
+        executor.check()
+        for number, case in enumerate(cases):
+            case.check(f"{candidate.name}, run {number}", roundings(candidate.name))
+        executor.close()
+        count += 1
+    return count
+
+
+def executor_of(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> CudaSchedule:
+    found = next(c for c in candidates(p) if c.name == name)
+    return CudaSchedule(found.build(), symm.domain(group, device()))
+
+
+def replays(group: dist.ProcessGroup, p: AllGatherMatmul, name: str, count: int, straggle_every: int) -> None:
+    """A captured graph, replayed with fresh data each time, now and then behind a straggler; checked bit for bit with
+    calls that are not captured, which go on between."""
+    executor = executor_of(group, p, name)
+    case = Case(p, group.rank(), 0)
+    fresh = [Case(p, group.rank(), seed) for seed in range(1, 9)]
+    expected = []
+    for other in fresh:
+        executor.run(other.tensors)
+        expected.append(other.tensors["y0"].clone())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        executor.run(case.tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        executor.run(case.tensors)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    for number in range(count):
+        other = number % len(fresh)
+        case.tensors["x_shard"].copy_(fresh[other].tensors["x_shard"])
+        case.tensors["w0"].copy_(fresh[other].tensors["w0"])
+        case.tensors["y0"].fill_(float("nan"))
+        if straggle_every and number % straggle_every == 0 and group.rank() == (number // straggle_every) % 2:
+            torch.cuda._sleep(2_000_000)
+        graph.replay()
+        wrong += (case.tensors["y0"] != expected[other]).any()
+        if number % 10 == 5:
+            executor.run(fresh[other].tensors)
+    torch.cuda.synchronize()
+    executor.check()
+    assert int(wrong) == 0, f"{name}: {int(wrong)} of {count} replays differ from a call"
+
+
+def stragglers(group: dist.ProcessGroup, p: AllGatherMatmul, names: list[str]) -> None:
+    """One rank is late, on the host or on the device; the others must wait for its data and not take the old."""
+    for name in names:
+        executor = executor_of(group, p, name)
+        for late in range(group.size()):
+            for seed in range(2):
+                case = Case(p, group.rank(), 10 * late + seed)
+                torch.cuda.synchronize()
+                dist.barrier(group)
+                if group.rank() == late:
+                    time.sleep(0.1) if seed else torch.cuda._sleep(100_000_000)
+                executor.run(case.tensors)
+                torch.cuda.synchronize()
+                case.check(f"{name}, rank {late} late", roundings(name))
+        executor.close()
+
+
+def spans(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> list[Any]:
+    """What a run's timeline holds."""
+    executor = executor_of(group, p, name)
+    case = Case(p, group.rank(), 1)
+    executor.run(case.tensors)
+    timeline = Timeline()
+    executor.run(case.tensors, timeline=timeline)
+    case.check(name, roundings(name))
+    return list(timeline)
+
+
+def never_calls(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tuple[str, str]:
+    """Rank 1 makes the schedule and never runs it: what rank 0 then raises, and how long it took is the caller's limit."""
+    executor = executor_of(group, p, name)
+    case = Case(p, group.rank(), 1)
+    executor.run(case.tensors)
+    torch.cuda.synchronize()
+    if group.rank() == 1:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            try:
+                executor.check()
+            except Exception as error:
+                return type(error).__name__, str(error)
+            time.sleep(0.05)
+        return "nothing", ""
+    executor.run(case.tensors, deadline_s=2.0)
+    torch.cuda.synchronize()  # returns, because the wait is released
+    try:
+        executor.run(case.tensors)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def disagree(group: dist.ProcessGroup) -> str:
+    p = AllGatherMatmul.even(64 * (1 + group.rank()), 32, 16, group.size())
+    try:
+        executor_of(group, p, "serial")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -1,0 +1,82 @@
+"""Schedules on two GPUs: every one of them against float64, in graphs, behind stragglers, and when a rank does not come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import gpu_ranks
+import pytest
+import schedule_ranks as ranks
+
+from weft.launch import Pool
+from weft.schedule import AllGatherMatmul
+
+pytestmark = gpu_ranks.MARKS
+CASES = {
+    "bf16": (AllGatherMatmul.even(512, 256, 384, 2), True),
+    "bf16, weights not transposed": (AllGatherMatmul.even(256, 128, 512, 2), False),
+    "fp32, odd sizes": (AllGatherMatmul(2, (37, 37), (19,), 43, "fp32"), True),
+    "uneven shards": (AllGatherMatmul(2, (40, 129), (64,), 72, "fp16"), True),
+    "a rank without rows": (AllGatherMatmul(2, (0, 64), (64,), 64, "bf16"), True),
+    "three weights": (AllGatherMatmul(2, (128, 128), (64, 32, 32), 128, "bf16"), True),
+    "the gathered input wanted": (AllGatherMatmul(2, (96, 96), (64,), 128, "bf16", True), True),
+}
+SHARD = "shard[chunks=2,lanes=2,by=dma]"
+KERNEL = "shard[chunks=1,lanes=1,by=kernel]"
+TWO_D = "ficco_2d[start=hetero,gemms=unfused,steps=2,by=dma]"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_is_right(pair: Pool, name: str) -> None:
+    counts = pair.run(ranks.every_candidate, *CASES[name], timeout_s=90)
+    assert min(counts) >= 4
+
+
+@pytest.mark.parametrize("name", [SHARD, KERNEL, TWO_D])
+def test_a_graph_is_replayed_a_thousand_times(pair: Pool, name: str) -> None:
+    pair.run(ranks.replays, AllGatherMatmul.even(256, 128, 256, 2), name, 1000, 100, timeout_s=60)
+
+
+def test_stragglers(pair: Pool) -> None:
+    pair.run(ranks.stragglers, AllGatherMatmul.even(256, 128, 256, 2), [SHARD, KERNEL, TWO_D], timeout_s=60)
+
+
+def test_a_chunk_of_columns_is_one_copy(pair: Pool) -> None:
+    p = AllGatherMatmul.even(256, 128, 256, 2)
+    for rank, spans in enumerate(pair.run(ranks.spans, p, TWO_D, timeout_s=60)):
+        copies = [span for span in spans if span.bytes]
+        assert [span.bytes for span in copies] == [128 * 128 * 2] * 2
+        assert all(span.name.startswith("copy") and span.rank == rank for span in copies)
+        assert len({span.lane for span in spans}) == 2
+
+
+def test_a_rank_that_never_calls(pair: Pool) -> None:
+    p = AllGatherMatmul.even(256, 128, 256, 2)
+    with Pool(2, backend="nccl") as alone:
+        (kind, text), (other, _) = alone.run(ranks.never_calls, p, SHARD, timeout_s=60)
+    assert kind == "DeadlineError", text
+    assert "arrived[" in text
+    assert "wanted 2, found 1" in text
+    assert other == "PoisonedGroupError"
+
+
+def test_ranks_with_different_schedules(pair: Pool) -> None:
+    with Pool(2, backend="nccl") as alone:
+        for text in alone.run(ranks.disagree, timeout_s=60):
+            assert text.startswith("DisagreementError")
+
+
+@pytest.fixture
+def one_queue() -> Iterator[Pool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        with Pool(2, backend="nccl") as workers:
+            yield workers
+
+
+def test_one_hardware_queue(one_queue: Pool) -> None:
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    p = AllGatherMatmul.even(512, 256, 384, 2)
+    one_queue.run(ranks.stragglers, p, [SHARD, KERNEL, TWO_D], timeout_s=60)
+    one_queue.run(ranks.replays, p, SHARD, 100, 10, timeout_s=60)

@@ -1,0 +1,92 @@
+"""A copy by the compute units, with the waits before it and the signals after it, in one small launch.
+
+    wait until every word of `waits` is at least epoch + its delta; copy; when all programs are done set every word of `sets`
+    to epoch
+
+Copies by kernel are for what copy engines do badly: small ones (an engine takes about ten microseconds to start) and those
+within a device. With nothing to copy it is a wait or a signal alone: that is what a captured graph uses, because the waits
+and writes of a stream are frozen with the value that they were captured with, while this kernel reads the epoch from memory.
+
+Order: see `weft.kernels.signals`. The last program to finish sets the signals; its arrival is acquire-release at system
+scope, so they cover the stores of all programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, words
+
+_POISON = tl.constexpr(POISON)
+# How many of the kernel's arguments are pointers or addresses (int64), by name, for who compiles it ahead.
+TABLES = ("waits", "sets", "arrivals", "epoch_word")
+
+
+@triton.jit(
+    do_not_specialize=[
+        "source", "target", "rows", "width", "source_pitch", "target_pitch", "n_waits", "n_sets", "epoch_given",
+    ],
+    do_not_specialize_on_alignment=["waits", "sets", "arrivals", "epoch_word"],
+)  # fmt: skip
+def move_kernel(
+    source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64,
+    target_pitch: tl.int64, waits, n_waits: tl.int32, sets, n_sets: tl.int32, arrivals, epoch_word, epoch_given: tl.int64,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """See the top of this file.
+
+    source, target: addresses of the first rows. rows, width and pitches count items of type ITEM (width, pitches and
+    addresses are multiples of ALIGN items). waits [n_waits, 2]: address, delta. sets [n_sets]: addresses.
+    arrivals [1]: zero between launches. The epoch is epoch_word[0] + epoch_given.
+    """
+    epoch = tl.load(epoch_word) + epoch_given
+    alive = epoch >= 0
+    for i in range(n_waits):
+        word = words(tl.load(waits + 2 * i))
+        wanted = epoch + tl.load(waits + 2 * i + 1)
+        found = load_acquire(word, PTX)
+        while found < wanted:
+            found = load_acquire(word, PTX)
+        alive = alive & (found < _POISON)
+    # The words were read by every lane, so no lane's loads go ahead of what it waited for.
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    width = width // ALIGN * ALIGN  # no change, but now the compiler knows it, and moves 16 bytes at a time
+    per_row = (width + BLOCK - 1) // BLOCK
+    blocks = per_row * rows
+    if alive:
+        block = program.to(tl.int64)
+        while block < blocks:
+            row = block // per_row
+            column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
+            inside = column < width
+            first = tl.multiple_of(
+                source.to(tl.pointer_type(ITEM)) + row * source_pitch, ALIGN * ITEM.primitive_bitwidth // 8
+            )
+            items = tl.load(first + column, mask=inside)
+            place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
+            place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+            tl.store(place + column, items, mask=inside)
+            block += programs
+    if n_sets > 0:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")
+        if arrived == programs - 1:
+            tl.store(arrivals, tl.full([], 0, tl.int64))
+            if alive:
+                for i in range(n_sets):
+                    store_release(words(tl.load(sets + i)), epoch, PTX)
+
+
+@triton.jit
+def advance_kernel(epoch_word, started, PTX: tl.constexpr):
+    """The first step of a run whose epoch lives on the device; `started` (host memory) learns of it."""
+    epoch = tl.load(epoch_word) + 1
+    tl.store(epoch_word, epoch)
+    store_release(started, epoch, PTX)
+
+
+@triton.jit(do_not_specialize=["index"])
+def stamp_kernel(stamps, index, PTX: tl.constexpr):
+    """stamps[index] = the device's clock in nanoseconds, which the devices of one host share."""
+    tl.store(stamps + index, now_ns(PTX))

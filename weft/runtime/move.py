@@ -1,0 +1,130 @@
+"""Launching `weft.kernels.move`: its variants compiled before anything waits, its tables made once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from weft.kernels import move as device_code
+
+_ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_ALIGNMENT = 16  # the widest access, in bytes
+_BLOCK_BYTES = 8192
+_BYTES_PER_PROGRAM = 16384  # of a copy: fewer programs for small copies, so that the signal comes sooner
+_MAX_PROGRAMS = 32  # measured on H200: 330 of the 354 GB/s that all compute units reach, and little taken from a GEMM
+_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a copy moves: rows of `width` bytes, and the distances between rows in source and target."""
+
+    rows: int
+    width: int
+    source_pitch: int
+    target_pitch: int
+
+
+class Move:
+    """Waits, then a copy, then signals, as one launch; any of the three may be missing.
+
+    waits: (address of a word, what to add to the epoch). sets: addresses of words. `epoch_word` is read on the device.
+    """
+
+    def __init__(
+        self,
+        epoch_word: torch.Tensor,
+        *,
+        shape: Shape | None = None,
+        waits: list[tuple[int, int]] | None = None,
+        sets: list[int] | None = None,
+    ) -> None:
+        device = epoch_word.device
+        self._shape = shape = shape or Shape(0, 0, _ALIGNMENT, _ALIGNMENT)
+        waits, sets = waits or [], sets or []
+        words = [*(number for wait in waits for number in wait), *sets, 0]
+        table = torch.tensor(words, dtype=torch.int64, device=device)
+        self._tables = (table, len(waits), table[2 * len(waits) :], len(sets), table[len(words) - 1 :], epoch_word)
+        self._grid = (max(1, min(_MAX_PROGRAMS, -(-shape.rows * shape.width // _BYTES_PER_PROGRAM))), 1, 1)
+        self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch)
+        # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow one for odd addresses.
+        self._variants = {step: _compiled_move(device, step) for step in {self._step, min(self._step, 2), 1}}
+
+    def launch(self, epoch_given: int, source: int = 0, target: int = 0) -> None:
+        """On the current stream; the epoch is what the device's word says plus `epoch_given`."""
+        step = self._step
+        if (source | target) & (step - 1):
+            step = min(step, _greatest_power_of_two(source, target))
+            step = step if step in self._variants else 2 if step > 2 else 1
+        compiled, constants = self._variants[step]
+        item, shape = min(8, step), self._shape
+        compiled[self._grid](
+            source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
+            *self._tables, epoch_given, *constants,
+        )  # fmt: skip
+
+
+class Advance:
+    """Adds one to the epoch on the device, and writes it to `started`, a word of host memory."""
+
+    def __init__(self, epoch_word: torch.Tensor, started: torch.Tensor) -> None:
+        self._arguments = (epoch_word, started, torch.version.hip is None)
+        self._compiled = _compiled_small(epoch_word.device, "advance_kernel")
+
+    def launch(self) -> None:
+        self._compiled[(1, 1, 1)](*self._arguments)
+
+
+class Stamps:
+    """Times of the device's clock, in nanoseconds."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.times = torch.zeros(count, dtype=torch.int64, device=device)
+        self._compiled = _compiled_small(device, "stamp_kernel")
+
+    def launch(self, index: int) -> None:
+        self._compiled[(1, 1, 1)](self.times, index, torch.version.hip is None)
+
+
+@lru_cache(maxsize=64)
+def _compiled_move(device: torch.device, step: int) -> tuple[Any, tuple[Any, ...]]:
+    """A loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
+    item = min(8, step)
+    constants = {
+        "ITEM": _ITEMS[item],
+        "BLOCK": _BLOCK_BYTES // item,
+        "ALIGN": step // item,
+        "PTX": torch.version.hip is None,
+    }
+    kernel = device_code.move_kernel
+    names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
+    return _loaded(
+        device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], _WARPS, constants
+    ), tuple(constants.values())
+
+
+@lru_cache(maxsize=16)
+def _compiled_small(device: torch.device, name: str) -> Any:
+    kernel = getattr(device_code, name)
+    arguments = [1 if n == "index" else torch.int64 for n in kernel.arg_names[:-1]]
+    return _loaded(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
+
+
+def _loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
+    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
+        compiled._init_handles()
+    return compiled
+
+
+def _greatest_power_of_two(*numbers: int) -> int:
+    """The largest power of two, up to the widest access, that divides all of them."""
+    bits = _ALIGNMENT
+    for number in numbers:
+        bits |= number
+    return bits & -bits

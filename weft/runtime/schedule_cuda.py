@@ -1,0 +1,210 @@
+"""A schedule on GPUs: lanes are streams, copies are copy engines', and the host only issues.
+
+Compiled once (`weft.runtime.stream_compiler`): copies, signals and the joints between streams are recorded in a
+`_core.StreamProgram`, which issues a run of them in one call; between them come the library's GEMMs and small kernels. The
+first compute lane is the caller's current stream; the others start when it has come to the call, and it goes on when all
+have ended.
+
+Signals between ranks are 64-bit words in symmetric memory that hold the epoch of the run that last set them. While calls
+are issued one by one the host knows the epoch, and streams write and wait for values: no compute unit is spent on it. A
+captured graph would replay old values, so from the first capture on the epoch is kept on the device, advanced by the run
+itself, and small kernels set and wait (`weft.kernels.move`): the same words, so graphs and single calls may alternate.
+
+Order. A write of a value by a stream comes after the copies before it on that stream and makes them visible; a wait keeps
+back all that follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
+
+Deadlines. A stream that waits has none: `weft.runtime.stream_watch` looks whether runs get on. When the group has failed,
+POISON, larger than any epoch, is written over this rank's words, so that its streams go on, and the next call raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, TypeAlias
+
+import torch
+
+from weft import env
+from weft.errors import DeadlineError, ScheduleError
+from weft.kernels.signals import POISON
+from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
+from weft.runtime.stream_compiler import StreamItems, compile_streams, crossing_signals
+from weft.runtime.stream_watch import watch
+from weft.schedule import Schedule, Wait
+from weft.schedule.order import issue_order
+from weft.symm import Domain
+from weft.timeline import Timeline
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+
+class CudaSchedule:
+    """`schedule` on this rank of `domain`. Making it is collective: ranks compare schedules and allocate memory.
+
+    Memory: the schedule's symmetric and scratch buffers, and 8 bytes a counter. Raises `DisagreementError` if the ranks'
+    schedules differ, `ScheduleError` if streams cannot run it, `OutOfSharedMemoryError`.
+    """
+
+    def __init__(self, schedule: Schedule, domain: Domain) -> None:
+        agree_on_schedule(schedule, domain)
+        self.schedule, self.domain, self.deadline_s = schedule, domain, env.deadline_s()
+        self.rank, self.device = domain.rank, domain.device
+        self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(self.rank)}
+        self.given = [b for b in self.buffers.values() if b.role in ("input", "output")]
+        self.order = issue_order(schedule)[self.rank]
+        self.layout = layout_of(schedule)
+        self.crossing = crossing_signals(schedule, self.rank)
+        self.lanes = [lane.name for lane in schedule.lanes]
+        first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
+        if first is None:
+            raise ScheduleError(f"schedule {schedule.name} has no compute lane, which is the caller's stream")
+        self.lanes.insert(0, self.lanes.pop(self.lanes.index(first)))
+        self.region = domain.allocate(self.layout.buffer_bytes, what=f"buffers of schedule {schedule.name}")
+        self.words = domain.allocate(8 * self.layout.n_counters, what=f"signals of schedule {schedule.name}")
+        self.own = self._own_buffers()
+        with torch.cuda.device(self.device):
+            self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
+            self.monitor = torch.cuda.Stream(self.device)
+            # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
+            self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
+        self._poison = torch.full((max(1, self.layout.n_counters),), POISON, dtype=torch.int64, pin_memory=True)
+        self._found = torch.zeros_like(self._poison)
+        self._word_view = self.words.tensor(self.rank, (self.layout.n_counters,), torch.int64)
+        self.started_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._started = self.started_word.numpy()
+        self.epoch_word = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.zero_word = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._epoch = 0
+        self._captured = False
+        self._failure: DeadlineError | None = None
+        self._warm: set[tuple[Any, ...]] = set()
+        self._programs: dict[tuple[bool, bool], StreamItems] = {}
+        torch.cuda.synchronize(self.device)
+        self._take_back = domain.on_failure(self._release_waiters)
+        domain._holders.add(self)
+        watch.add(self)
+
+    def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> None:
+        """Enqueue one run on the current stream. `tensors`: every input and output buffer by name, as `buffers` says.
+
+        With `timeline` it waits for the device and appends what ran when. Raises what befell the group since the last run.
+        """
+        self.check()
+        self._look_at(tensors)
+        self.deadline_s = deadline_s or env.deadline_s()
+        capturing = torch.cuda.is_current_stream_capturing()
+        layout = tuple([tensors[b.name].stride() for b in self.given])
+        if layout not in self._warm:
+            if capturing:
+                raise ValueError(
+                    "call the operator once with these shapes and layouts before capturing it in a CUDA graph"
+                )
+            self._get_ready(tensors)
+            self._warm.add(layout)
+        if capturing and not self._captured:
+            self._move_epoch_to_device()
+        timed = timeline is not None
+        program = self._programs.get((self._captured, timed))
+        if program is None:
+            torch.cuda.synchronize(self.device)
+            program = self._programs[self._captured, timed] = compile_streams(self, self._captured, timed)
+        self._epoch += 1
+        program.issue(tensors, self._epoch)
+        if timeline is not None:
+            torch.cuda.synchronize(self.device)
+            self.check()
+            program.read(timeline, self.rank)
+
+    def check(self) -> None:
+        """Raise what was found wrong since the last run. Does not wait."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self.domain.check()
+
+    def close(self) -> None:
+        """Give memory up. Runs that were enqueued must be done."""
+        watch.remove(self)
+        self._take_back()
+        self._programs.clear()
+        self.own.clear()
+        self.region.close()
+        self.words.close()
+
+    # --- before a run ---
+
+    def _own_buffers(self) -> Tensors:
+        own = {}
+        for b in self.buffers.values():
+            assert isinstance(b.rows, int)
+            if b.role == "symmetric":
+                offset = self.layout.buffers[b.name]
+                own[b.name] = self.region.tensor(self.rank, (b.rows, b.cols), TORCH_DTYPE[b.dtype], offset)
+            elif b.role == "scratch":
+                own[b.name] = torch.empty(b.rows, b.cols, dtype=TORCH_DTYPE[b.dtype], device=self.device)
+        return own
+
+    def _look_at(self, tensors: Tensors) -> None:
+        """Raise `ValueError` for a tensor that is not what the schedule was made for, before anything is enqueued."""
+        for b in self.given:
+            t = tensors.get(b.name)
+            if t is None:
+                raise ValueError(f"no tensor for buffer {b.name}: pass one of shape ({b.rows}, {b.cols}), {b.dtype}")
+            if t.shape != (b.rows, b.cols) or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
+                raise ValueError(
+                    f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device} and the schedule was made for "
+                    f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
+                )
+
+    def _get_ready(self, tensors: Tensors) -> None:
+        """Load every kernel that a run needs: loading one while a stream waits can hang the device."""
+        torch.cuda.synchronize(self.device)
+        for captured in (False, True):
+            if (captured, False) not in self._programs:
+                self._programs[captured, False] = compile_streams(self, captured, False)
+        self._programs[False, False].warm_up(tensors)
+        torch.cuda.synchronize(self.device)
+
+    def _move_epoch_to_device(self) -> None:
+        """From now on runs count on the device. The stream that writes the word is not the one that is captured, so it is
+        written at once, long before a graph can be replayed."""
+        self._captured = True
+        with torch.cuda.stream(self._poison_stream):
+            self.epoch_word.fill_(self._epoch)
+
+    # --- when something goes wrong ---
+
+    def started(self) -> int:
+        return int(self._started[0])
+
+    def standing_still(self, epoch: int, seconds: float) -> None:
+        """On the watching thread: if the run still waits for a peer, name what for, and end it."""
+        _not_hindered_by_captures()
+        with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
+            self._found[: self.layout.n_counters].copy_(self._word_view, non_blocking=True)
+            self._poison_stream.synchronize()
+        for lane, step in self.order:
+            if not isinstance(step, Wait) or (step.signal, step.index) not in self.crossing:
+                continue
+            number = self.layout.counters[step.signal] + int(step.index)
+            wanted, found = epoch - int(step.previous), int(self._found[number])
+            if found < wanted:
+                setter = self.crossing[step.signal, int(step.index)]
+                text = (
+                    f"rank {self.rank} waited {seconds:.3g} s for signal {step.signal}[{step.index}] of rank {setter} on lane "
+                    f"{lane!r} of schedule {self.schedule.name}: wanted {wanted}, found {found}. Has that rank made the same call?"
+                )
+                self._failure = DeadlineError(text)
+                self.domain.poison(text)
+                return
+
+    def _release_waiters(self) -> None:
+        """On the watchdog thread: end every wait of this rank's streams."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
+            self._word_view.copy_(self._poison[: self.layout.n_counters], non_blocking=True)
+
+
+def _not_hindered_by_captures() -> None:
+    """Let this thread synchronize its own stream while another captures; it would spoil the capture otherwise."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

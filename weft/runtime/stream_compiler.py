@@ -1,0 +1,409 @@
+"""From the steps of a rank to what the host issues: native operations, library calls and small kernels, in one order.
+
+Two forms of one schedule. `on_device=False`: signals between ranks are writes and waits of streams, with the epoch that the
+host passes. `on_device=True`: they are small kernels that read the epoch on the device, for CUDA graphs; the first step of
+a run advances it. Copies by kernel carry the waits before them and the signals after them in both forms.
+
+Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
+run begins when the one before has ended on its rank.
+
+A `_Item` is (kind, what, where): native operations [what, where); a call of the library on the stream of lane `where`; or a
+launch there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from weft import _core
+from weft.errors import ScheduleError
+from weft.runtime.move import Advance, Move, Shape, Stamps
+from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Region, Schedule, Set, Step, Wait
+from weft.schedule.text import describe
+from weft.timeline import Timeline
+
+if TYPE_CHECKING:
+    from weft.runtime.schedule_cuda import CudaSchedule
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Key: TypeAlias = tuple[str, int]
+_NATIVE, _CALL, _LAUNCH = range(3)
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+}
+
+
+def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
+    """The counters of `rank` that another rank sets, and which. `ScheduleError` if a stream could not wait for one."""
+    sets = Counter[tuple[int, str, int]]()
+    crossing: dict[Key, int] = {}
+    for setter in range(schedule.world_size):
+        for lane in schedule.of_rank(setter):
+            for step in lane.steps:
+                if isinstance(step, Set):
+                    sets[int(step.at), step.signal, int(step.index)] += 1
+                    if step.at == rank and setter != rank:
+                        crossing[step.signal, int(step.index)] = setter
+    for (at, signal, index), count in sets.items():
+        if count > 1:
+            raise ScheduleError(
+                f"schedule {schedule.name}: signal {signal}[{index}] of rank {at} is set {count} times in a run, and a stream "
+                f"sets a word by writing it: give every setter an index of its own"
+            )
+    return crossing
+
+
+class _Item(NamedTuple):
+    kind: int
+    what: Any
+    where: int
+
+
+class StreamItems:
+    """What `issue` does, once for every run. Made by `compile_streams`."""
+
+    def __init__(self, owner: CudaSchedule, on_device: bool) -> None:
+        self.owner, self.on_device = owner, on_device
+        self.items: list[_Item] = []
+        self.calls: list[tuple[int, Callable[[Tensors], None]]] = []  # of the library, for warming up
+        self.names = [b.name for b in owner.given]
+        self.streams = [0, *(s.cuda_stream for s in owner.side), owner.monitor.cuda_stream]
+        self.spans: list[tuple[str, str, int]] = []
+        self.stamps: Stamps | None = None
+        self.program: Any = None
+        self.bases: list[int] = []
+
+    def issue(self, tensors: Tensors, epoch: int) -> None:
+        owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
+        for i, name in enumerate(self.names):
+            bases[i] = tensors[name].data_ptr()
+        main = torch.cuda.current_stream(owner.device)
+        streams[0] = main.cuda_stream
+        given = 0 if self.on_device else epoch
+        for kind, what, where in self.items:
+            if kind == _NATIVE:
+                program.run(what, where, bases, streams, epoch)
+                continue
+            if where:
+                torch.cuda.set_stream(owner.side[where - 1])
+            if kind == _CALL:
+                what(tensors)
+            else:
+                what(bases, given)
+            if where:
+                torch.cuda.set_stream(main)
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Every library call once, on its stream, on whatever the memory holds."""
+        main = torch.cuda.current_stream(self.owner.device)
+        for where, call in self.calls:
+            with torch.cuda.stream(self.owner.side[where - 1] if where else main):
+                call(tensors)
+            torch.cuda.synchronize(self.owner.device)
+
+    def read(self, timeline: Timeline, rank: int) -> None:
+        """Append what the stamps of the last run say. The device must have finished it."""
+        assert self.stamps is not None
+        times = self.stamps.times.tolist()
+        for i, (lane, name, sent) in enumerate(self.spans):
+            timeline.add(rank, lane, name, times[2 * i] / 1e3, max(times[2 * i : 2 * i + 2]) / 1e3, sent)
+
+
+def compile_streams(owner: CudaSchedule, on_device: bool, timed: bool) -> StreamItems:
+    """Nothing may wait on the device meanwhile: kernels are loaded here."""
+    return _Compiler(owner, on_device, timed).compile()
+
+
+class _Group(NamedTuple):
+    """Neighbouring steps of a lane that become one launch, or a single step."""
+
+    lane: int
+    steps: tuple[Step, ...]
+    anchor: int  # the step of the lane at whose place in the order the group is issued
+
+
+class _Compiler:
+    def __init__(self, owner: CudaSchedule, on_device: bool, timed: bool) -> None:
+        self.owner, self.on_device = owner, on_device
+        self.world = owner.domain.world_size
+        self.result = StreamItems(owner, on_device)
+        self._events = 0
+        self._native_from = 0
+        self._event_of: dict[Key, int] = {}
+        self._knows_epoch: set[int] = set()
+        given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
+        self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
+        self._regions = given + len(own)
+        self._words = self._regions + self.world
+        fixed = [owner.own[name].data_ptr() for name in own]
+        fixed += [owner.region.address(r) for r in range(self.world)] + [
+            owner.words.address(r) for r in range(self.world)
+        ]
+        self.result.bases = [0] * given + fixed + [owner.started_word.data_ptr()]
+        self._started = len(self.result.bases) - 1
+        lanes = len(owner.lanes)
+        local = sum(isinstance(step, Set) for _, step in owner.order)
+        self.program = self.result.program = _core.StreamProgram(
+            len(self.result.bases), lanes + 1, 2 * lanes + local + 4
+        )
+        self._monitor = lanes
+        if timed:
+            self.result.stamps = Stamps(owner.device, 2 * len(owner.order) + 2)
+
+    def compile(self) -> StreamItems:
+        owner, program = self.owner, self.program
+        lanes = len(owner.lanes)
+        fork, begun, joints = self._event(), self._event(), [self._event() for _ in range(lanes)]
+        program.record(0, fork)
+        for lane in range(1, lanes):
+            program.wait_event(lane, fork)
+        if self.on_device:
+            self._advance(min(1, lanes - 1), begun)
+        else:  # off the path of the run: writing to host memory takes microseconds
+            program.wait_event(self._monitor, fork)
+            program.write(self._monitor, self._started, 0, 0)
+        groups = self._groups()
+        last = {group.lane: group for group in groups}
+        for group in groups:
+            if self.on_device and group.lane not in self._knows_epoch and self._uses_epoch(group):
+                program.wait_event(group.lane, begun)
+                self._knows_epoch.add(group.lane)
+            self._emit(group)
+            if group.lane and group is last[group.lane]:
+                program.record(group.lane, joints[group.lane])
+        for lane in range(1, lanes):
+            if lane in last:
+                program.wait_event(0, joints[lane])
+        if self.on_device and 0 not in self._knows_epoch:
+            program.wait_event(0, begun)
+        self._flush()
+        return self.result
+
+    # --- grouping ---
+
+    def _groups(self) -> list[_Group]:
+        """The steps of all lanes in the order of issue, neighbours that are one launch put together."""
+        owner = self.owner
+        number = {name: i for i, name in enumerate(owner.lanes)}
+        of_lane: dict[int, list[Step]] = {i: [] for i in number.values()}
+        for name, step in owner.order:
+            of_lane[number[name]].append(step)
+        groups_of_lane = {lane: self._grouped(lane, steps) for lane, steps in of_lane.items()}
+        ordered, at = [], Counter[int]()
+        anchors = {(lane, g.anchor): g for lane, groups in groups_of_lane.items() for g in groups}
+        for name, _ in owner.order:
+            lane = number[name]
+            group = anchors.get((lane, at[lane]))
+            at[lane] += 1
+            if group is not None:
+                ordered.append(group)
+        return ordered
+
+    def _grouped(self, lane: int, steps: list[Step]) -> list[_Group]:
+        groups: list[_Group] = []
+        i = 0
+        while i < len(steps):
+            j = i
+            while j < len(steps) and isinstance(steps[j], Wait) and self._crosses(steps[j]):
+                j += 1
+            copy = steps[j] if j < len(steps) else None
+            if isinstance(copy, Copy) and copy.by == "kernel":
+                end = j + 1
+                while end < len(steps) and isinstance(steps[end], Set) and self._crosses(steps[end]):
+                    end += 1
+                groups.append(_Group(lane, tuple(steps[i:end]), j))
+            elif j > i:
+                end = j
+                groups += (
+                    [_Group(lane, tuple(steps[i:j]), j - 1)] if self.on_device else self._singles(lane, steps, i, j)
+                )
+            else:
+                end = i + 1
+                if self.on_device and isinstance(steps[i], Set) and self._crosses(steps[i]):
+                    while end < len(steps) and isinstance(steps[end], Set) and self._crosses(steps[end]):
+                        end += 1
+                groups.append(_Group(lane, tuple(steps[i:end]), i))
+            i = end
+        return groups
+
+    @staticmethod
+    def _singles(lane: int, steps: list[Step], first: int, end: int) -> list[_Group]:
+        return [_Group(lane, (steps[k],), k) for k in range(first, end)]
+
+    def _crosses(self, step: Step) -> bool:
+        """Whether a signal goes between ranks."""
+        if isinstance(step, Set):
+            return step.at != self.owner.rank
+        assert isinstance(step, Wait)
+        return (step.signal, int(step.index)) in self.owner.crossing
+
+    def _uses_epoch(self, group: _Group) -> bool:
+        return any(isinstance(step, Set | Wait) and self._crosses(step) for step in group.steps)
+
+    # --- emitting ---
+
+    def _emit(self, group: _Group) -> None:
+        stamps, first = self.result.stamps, len(self.result.spans)
+        if stamps is not None:
+            self._stamp(group.lane, 2 * first)
+        copies = [step for step in group.steps if isinstance(step, Copy)]
+        step = group.steps[0]
+        if (copies and copies[0].by == "kernel") or (self.on_device and self._uses_epoch(group)):
+            self._launch(group, copies[0] if copies else None)
+        elif isinstance(step, Copy):
+            self._copy(group.lane, step)
+        elif isinstance(step, Set | Wait):
+            self._signal(group.lane, step)
+        elif isinstance(step, Compute):
+            self._call(group.lane, self._compute(step))
+        elif isinstance(step, Collective):
+            self._call(group.lane, self._collective(step))
+        else:
+            raise ScheduleError(f"streams know no step {step}")
+        if stamps is not None:
+            rank = self.owner.rank
+            sent = sum(_bytes(c.dst, self.owner.buffers) for c in copies if c.dst.at != rank)
+            text = "; ".join(describe(s, rank) for s in group.steps)
+            self.result.spans.append((self.owner.lanes[group.lane], text, sent))
+            self._stamp(group.lane, 2 * first + 1)
+
+    def _copy(self, lane: int, step: Copy) -> None:
+        (dst, to, to_pitch), (src, at, pitch) = self._place(step.dst), self._place(step.src)
+        width = int(step.src.cols) * self._item_bytes(step.src)
+        self.program.copy(lane, dst, to, to_pitch, src, at, pitch, width, int(step.src.rows))
+
+    def _signal(self, lane: int, step: Set | Wait) -> None:
+        key = (step.signal, int(step.index))
+        offset = 8 * (self.owner.layout.counters[step.signal] + int(step.index))
+        if isinstance(step, Set) and self._crosses(step):
+            self.program.write(lane, self._words + int(step.at), offset, 0)
+        elif isinstance(step, Wait) and self._crosses(step):
+            self.program.wait(lane, self._words + self.owner.rank, offset, -1 if step.previous else 0)
+        elif isinstance(step, Set):
+            self._event_of[key] = self._event()
+            self.program.record(lane, self._event_of[key])
+        elif not step.previous:
+            self.program.wait_event(lane, self._event_of[key])
+
+    def _launch(self, group: _Group, copy: Copy | None) -> None:
+        """One kernel for a group: its waits, its copy, its signals."""
+        waits = [(self._word(s), -1 if s.previous else 0) for s in group.steps if isinstance(s, Wait)]
+        sets = [self._word(s) for s in group.steps if isinstance(s, Set)]
+        shape = source = target = None
+        if copy is not None:
+            target, source = self._place(copy.dst), self._place(copy.src)
+            width = int(copy.src.cols) * self._item_bytes(copy.src)
+            shape = Shape(int(copy.src.rows), width, source[2], target[2])
+        word = self.owner.epoch_word if self.on_device else self.owner.zero_word
+        self._move(group.lane, Move(word, shape=shape, waits=waits, sets=sets), source, target)
+
+    def _move(
+        self, lane: int, move: Move, source: tuple[int, int, int] | None, target: tuple[int, int, int] | None
+    ) -> None:
+        def launch(bases: list[int], epoch: int) -> None:
+            if source is None or target is None:
+                move.launch(epoch)
+            else:
+                move.launch(epoch, bases[source[0]] + source[1], bases[target[0]] + target[1])
+
+        self._flush()
+        self.result.items.append(_Item(_LAUNCH, launch, lane))
+
+    def _advance(self, lane: int, begun: int) -> None:
+        advance = Advance(self.owner.epoch_word, self.owner.started_word)
+        self._flush()
+        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch: advance.launch(), lane))
+        self.program.record(lane, begun)
+        self._knows_epoch.add(lane)
+
+    def _stamp(self, lane: int, index: int) -> None:
+        stamps = self.result.stamps
+        assert stamps is not None
+        self._flush()
+        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch: stamps.launch(index), lane))
+
+    def _call(self, lane: int, call: Callable[[Tensors], None]) -> None:
+        self._flush()
+        self.result.items.append(_Item(_CALL, call, lane))
+        self.result.calls.append((lane, call))
+
+    def _flush(self) -> None:
+        """Native operations recorded since the last item are issued here."""
+        if len(self.program) > self._native_from:
+            self.result.items.append(_Item(_NATIVE, self._native_from, len(self.program)))
+            self._native_from = len(self.program)
+
+    # --- what regions and steps are on this rank ---
+
+    def _event(self) -> int:
+        self._events += 1
+        return self._events - 1
+
+    def _word(self, step: Step) -> int:
+        assert isinstance(step, Set | Wait)
+        at = int(step.at) if isinstance(step, Set) else self.owner.rank
+        return self.owner.words.address(at) + 8 * (self.owner.layout.counters[step.signal] + int(step.index))
+
+    def _item_bytes(self, region: Region) -> int:
+        return ITEM_BYTES[self.owner.buffers[region.buffer].dtype]
+
+    def _place(self, region: Region) -> tuple[int, int, int]:
+        """(number of its base address, bytes from there, bytes from row to row)."""
+        buffer, item = self.owner.buffers[region.buffer], self._item_bytes(region)
+        offset = (int(region.row) * buffer.cols + int(region.col)) * item
+        if buffer.role == "symmetric":
+            return self._regions + int(region.at), self.owner.layout.buffers[buffer.name] + offset, buffer.cols * item
+        return self._base[buffer.name], offset, buffer.cols * item
+
+    def _view(self, region: Region) -> Callable[[Tensors], torch.Tensor]:
+        buffer = self.owner.buffers[region.buffer]
+        row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
+        if buffer.name in self.owner.own:
+            fixed = self.owner.own[buffer.name][row : row + rows, col : col + cols]
+            return lambda tensors: fixed
+        name = buffer.name
+        if (rows, cols) == (buffer.rows, buffer.cols):
+            return lambda tensors: tensors[name]
+        if cols == buffer.cols:
+            return lambda tensors: tensors[name].narrow(0, row, rows)
+        return lambda tensors: tensors[name][row : row + rows, col : col + cols]
+
+    def _compute(self, step: Compute) -> Callable[[Tensors], None]:
+        out, inputs = self._view(step.out), [self._view(region) for region in step.inputs]
+        if step.op == "matmul":
+            a, b = inputs
+            if step.accumulate:
+                return lambda t: void(out(t).addmm_(a(t), b(t)))
+            return lambda t: void(torch.mm(a(t), b(t), out=out(t)))
+        if step.op not in _ELEMENTWISE or step.accumulate:
+            raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
+        op = _ELEMENTWISE[step.op]
+        return lambda t: void(op(*(x(t) for x in inputs), out=out(t)))
+
+    def _collective(self, step: Collective) -> Callable[[Tensors], None]:
+        src, dst, group = self._view(step.src), self._view(step.dst), self.owner.domain.group
+        sizes = [
+            int(b.rows)
+            for r in range(self.world)
+            for b in self.owner.schedule.buffers_of_rank(r)
+            if b.name == step.src.buffer
+        ]
+        if len(set(sizes)) == 1:
+            return lambda t: void(dist.all_gather_into_tensor(dst(t), src(t), group=group))
+        return lambda t: void(dist.all_gather(list(dst(t).split(sizes)), src(t), group=group))
+
+
+def void(_: Any) -> None:
+    """The result of a call that is made for what it writes."""
+
+
+def _bytes(region: Region, buffers: dict[str, Any]) -> int:
+    return int(region.rows) * int(region.cols) * ITEM_BYTES[buffers[region.buffer].dtype]
