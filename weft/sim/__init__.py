@@ -1,0 +1,9 @@
+"""A schedule on modelled hardware: what it would do and how long it would take, on machines that need not be here."""
+
+from weft.sim.engine import simulate
+from weft.sim.losses import Inefficiencies, inefficiencies
+from weft.sim.machines import NULL, model_of
+from weft.sim.model import Model
+from weft.sim.result import Simulated
+
+__all__ = ["NULL", "Inefficiencies", "Model", "Simulated", "inefficiencies", "model_of", "simulate"]

@@ -1,0 +1,178 @@
+"""What one step costs on a model, alone, and what it takes of the machine meanwhile.
+
+A step is `latency_us`, in which it holds nothing, and then `work_us` of work if nothing else runs. While it works at full
+speed it takes a share of each resource that it uses, 1 being all of it; at half speed, half of that. Resources are those
+of a rank: "hbm", "compute", "engine" (all copy engines), "out" and "in" (its port), and the "link" of each pair; here they
+are named by distance from the rank whose step it is, so that ranks that do the same have the same costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy
+from weft.sim.model import Model
+
+Place: TypeAlias = tuple[str, int, int]
+"""(kind, distance of the rank that has it, for a link distance of the rank at its other end)."""
+
+
+How: TypeAlias = Literal["share", "hold", "disturb"]
+
+
+class Use(NamedTuple):
+    """share: shared with whatever else asks. hold: taken from the others as long as the step works, however slowly.
+    disturb: lost by those who share it, in proportion to the step's speed, without slowing the step."""
+
+    how: How
+    place: Place
+    amount: float
+
+
+What: TypeAlias = Literal["matmul", "compute", "peer", "engine"]
+"""matmul, another kernel, communication with peers, or a copy engine's copy within the GPU."""
+
+
+class Cost(NamedTuple):
+    what: What
+    latency_us: float
+    work_us: float
+    uses: tuple[Use, ...]
+    sent_bytes: int = 0  # leave the rank
+    joins: bool = False  # begins when all ranks have come to it
+
+
+class Operand(NamedTuple):
+    rows: int
+    cols: int
+    dtype: str
+    at: int  # distance of the rank whose memory it is in, from the rank whose step it is
+    whole_rows: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.cols * ITEM_BYTES[self.dtype]
+
+
+def cost(model: Model, world: int, step: Copy | Compute | Collective, operands: tuple[Operand, ...]) -> Cost:
+    """operands: of a copy or a collective source and destination, of a compute step its inputs and then its output."""
+    if isinstance(step, Copy):
+        source, target = operands
+        if source.at == target.at == 0:
+            return _local_copy(model, source.bytes, step.by)
+        return _peer_copy(model, source, target, step.by)
+    if isinstance(step, Collective):
+        return _all_gather(model, world, *operands)
+    if step.op == "matmul":
+        return _matmul(model, step.accumulate, *operands)
+    return _elementwise(model, step, operands)
+
+
+def _local_copy(model: Model, count: int, by: str) -> Cost:
+    us = 2 * count / model.hbm_bytes_per_us
+    if by == "kernel":
+        return _cost("compute", model.launch_us, us, [_share("hbm", 0, 1.0), _share("compute", 0, 1.0)])
+    uses = [_share("hbm", 0, 1.0), _share("engine", 0, 1 / model.copy_engines)]
+    return _cost("engine", model.copy_latency_us, us, uses)
+
+
+def _peer_copy(model: Model, source: Operand, target: Operand, by: str) -> Cost:
+    count, put = source.bytes, source.at == 0
+    wire = min(model.pair_bytes_per_us, model.port_bytes_per_us, model.hbm_bytes_per_us)
+    if by == "kernel":
+        us = count / min(wire, model.kernel_copy_bytes_per_us(put))
+        held = model.kernel_copy_units / model.compute_units
+        latency, disturbance, uses = (
+            model.launch_us,
+            model.kernel_copy_disturbance,
+            [Use("hold", ("compute", 0, 0), held)],
+        )
+    else:
+        us = count / min(wire, model.copy_bytes_per_us)
+        if not (source.whole_rows and target.whole_rows) and source.rows > 1:
+            us += source.rows * model.copy_row_us
+        latency, disturbance, uses = (
+            model.copy_latency_us,
+            model.copy_disturbance,
+            [_share("engine", 0, 1 / model.copy_engines)],
+        )
+    for at in (source.at, target.at):
+        uses.append(_share("hbm", at, _part(count, us, model.hbm_bytes_per_us)))
+        if us > 0:
+            uses.append(Use("disturb", ("compute", at, 0), disturbance * count / us))
+    uses += _wire(model, source.at, target.at, count, us)
+    return _cost("peer", latency, us, uses, sent_bytes=count if put else 0)
+
+
+def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+    """All ranks' sources into everybody's target; every rank receives what is not its own."""
+    if world == 1:
+        return _local_copy(model, source.bytes, "kernel")
+    received = target.bytes - source.bytes
+    us = received / model.collective_bytes_per_us
+    uses = [_share("hbm", 0, _part(2 * target.bytes, us, model.hbm_bytes_per_us))]
+    uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
+    for distance in range(1, world):
+        uses += _wire(model, 0, distance, received / (world - 1), us)
+    return _cost("peer", model.collective_latency_us, us, uses, source.bytes * (world - 1), joins=True)
+
+
+def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, out: Operand) -> Cost:
+    found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
+    traffic = found.hbm_bytes + (out.bytes if accumulate else 0)
+    alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
+    busy_us = found.units_busy * found.time_us
+    return _kernel(model, "matmul", (a, b), out, alone_us, busy_us, traffic)
+
+
+def _elementwise(model: Model, step: Compute, operands: tuple[Operand, ...]) -> Cost:
+    *inputs, out = operands
+    traffic = sum(o.bytes for o in operands) + (out.bytes if step.accumulate else 0)
+    flops = out.rows * out.cols * OPS[step.op].flops_per_element
+    us = max(traffic / model.hbm_bytes_per_us, flops / model.vector_flops_per_us)
+    return _kernel(model, "compute", tuple(inputs), out, us, us, traffic)
+
+
+def _kernel(
+    model: Model, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
+) -> Cost:
+    """A kernel that takes `us` on local operands and keeps all compute units busy for `busy_us` of it; peers' memory it
+    reads and writes over their links."""
+    wire = min(model.pair_bytes_per_us, model.port_bytes_per_us)
+    us = max(us, *(operand.bytes / wire for operand in (*inputs, out) if operand.at), 0.0)
+    uses = [_share("hbm", 0, _part(traffic, us, model.hbm_bytes_per_us)), _share("compute", 0, _part(busy_us, us, 1.0))]
+    for operand, source, target in [*((o, o.at, 0) for o in inputs), (out, 0, out.at)]:
+        if operand.at:
+            uses.append(_share("hbm", operand.at, _part(operand.bytes, us, model.hbm_bytes_per_us)))
+            uses += _wire(model, source, target, operand.bytes, us)
+    return _cost(what, model.launch_us, us, uses, sent_bytes=out.bytes if out.at else 0)
+
+
+def _wire(model: Model, source: int, target: int, count: float, us: float) -> Iterator[Use]:
+    if math.isfinite(model.port_bytes_per_us):
+        yield _share("out", source, _part(count, us, model.port_bytes_per_us))
+        yield _share("in", target, _part(count, us, model.port_bytes_per_us))
+    if model.pair_bytes_per_us < model.port_bytes_per_us:
+        yield Use("share", ("link", source, target), _part(count, us, model.pair_bytes_per_us))
+
+
+def _share(kind: str, at: int, amount: float) -> Use:
+    return Use("share", (kind, at, 0), amount)
+
+
+def _part(amount: float, us: float, per_us: float) -> float:
+    """Which part of a resource that gives `per_us` it takes to get `amount` in `us`."""
+    return amount / us / per_us if us > 0 else 0.0
+
+
+def _cost(
+    what: What, latency_us: float, work_us: float, uses: list[Use], sent_bytes: int = 0, joins: bool = False
+) -> Cost:
+    """Uses of one place in one way are added up, and what is not used is left out."""
+    amounts: dict[tuple[How, Place], float] = {}
+    for use in uses:
+        amounts[use.how, use.place] = amounts.get((use.how, use.place), 0.0) + use.amount
+    merged = tuple(Use(how, place, amount) for (how, place), amount in amounts.items() if amount > 0)
+    return Cost(what, latency_us, work_us, merged, sent_bytes, joins)

@@ -1,0 +1,258 @@
+"""A schedule on modelled hardware: what every rank's lanes do when, as a fluid that flows through shared resources.
+
+Each lane does its steps in order. A step waits out its latency, which takes nothing from anybody, and then has work to do,
+at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, so the engine
+goes from one such moment to the next, and on each of them to the signals that arrive.
+
+Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter has reached
+(e - 1) sets_per_run + count, one for the previous run when it has reached (e - 2) sets_per_run + count. A rank begins its
+next run when all its lanes have ended the one before; nothing else holds ranks together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from weft.errors import ScheduleError
+from weft.schedule import Schedule
+from weft.schedule.order import issue_order
+from weft.sim.fair import speeds
+from weft.sim.lower import Await, LaneProgram, Program, Raise, Task, Work, lower
+from weft.sim.machines import NULL
+from weft.sim.model import Model
+from weft.sim.result import Event, Simulated
+
+_DONE_US = 1e-7
+"""Work that is left and counts as none: below what sums of floating-point times are good for."""
+
+
+def simulate(
+    schedule: Schedule,
+    model: Model,
+    *,
+    runs: int = 1,
+    mode: Literal["queued", "single"] = "queued",
+    late_us: Sequence[float] = (),
+) -> Simulated:
+    """What `schedule` does on `model`.
+
+    runs: how many in a row; each rank begins a run when its own last one has ended.
+    mode: "queued": the host is ahead, its launches cost nothing. "single": every run begins with idle devices, and the host
+    needs `model.host_step_us` for each step.
+    late_us: by how much each rank comes late to each of its runs; nothing: not at all.
+
+    `ScheduleError` if a lane waits for ever, with all lanes that do, or if a schedule takes no time though its model does.
+    """
+    if runs < 1:
+        raise ValueError(f"runs={runs}: simulate one run at least")
+    if model.world_size not in (0, schedule.world_size):
+        raise ValueError(
+            f"schedule {schedule.name} is for {schedule.world_size} ranks, and the model for {model.world_size}"
+        )
+    late = tuple(late_us) or (0.0,) * schedule.world_size
+    if len(late) != schedule.world_size or min(late) < 0:
+        raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
+    program = lower(schedule, model, alike=len(set(late)) == 1)
+    engine = _Engine(program, late, _issue_times(program, model) if mode == "single" else None, runs)
+    result = engine.run()
+    if result.end_us <= max(late) * runs and model != NULL:
+        raise ScheduleError(f"schedule {schedule.name} takes no time on {model.name}: there is no work in it")
+    return result
+
+
+def _issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[float]]:
+    """When the host, issuing step after step, has issued each task of a (rank, lane), from the beginning of the run."""
+    order = issue_order(program.schedule)
+    numbers = {lane.name: number for number, lane in enumerate(program.schedule.lanes)}
+    times: dict[tuple[int, int], list[float]] = {}
+    for rank in program.ranks:
+        for i, (lane, _) in enumerate(order[rank]):
+            times.setdefault((rank, numbers[lane]), []).append((i + 1) * model.host_step_us)
+    return times
+
+
+class _Lane:
+    __slots__ = ("issued", "load", "next", "program", "rank", "rest", "since", "tasks")
+
+    def __init__(self, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
+        self.program, self.rank, self.issued = program, rank, issued
+        self.tasks: list[Task] = program.tasks
+        self.next = 0
+        self.since = 0.0  # the beginning of the task that is under way
+        self.load, self.rest = 0, 0.0  # of its work
+
+
+class _Rank:
+    __slots__ = ("ends", "lanes", "late", "number", "open", "run", "start")
+
+    def __init__(self, number: int, late: float) -> None:
+        self.number, self.late = number, late
+        self.lanes: list[_Lane] = []
+        self.run, self.start, self.open = 0, 0.0, 0
+        self.ends: list[float] = []
+
+
+class _Timed(NamedTuple):
+    at_us: float
+    order: int  # of two events at one time, the one planned first comes first
+    lane: _Lane | None  # goes on: with its work, if that is what it waited for
+    works: bool
+    counter: int  # is raised, where there is no lane
+
+
+class _Engine:
+    def __init__(
+        self, program: Program, late: Sequence[float], issued: dict[tuple[int, int], list[float]] | None, runs: int
+    ) -> None:
+        self.program, self.runs = program, runs
+        self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
+        for lane in program.lanes:
+            rank = self.ranks[lane.rank]
+            rank.lanes.append(_Lane(lane, rank, issued[lane.rank, lane.number] if issued and lane.tasks else None))
+        self.now = 0.0
+        self.timed: list[_Timed] = []
+        self.planned = 0
+        self.counters = [0] * program.counters
+        self.waiting: dict[int, list[tuple[int, _Lane]]] = {}
+        self.working: list[_Lane] = []
+        self.known_speeds: dict[tuple[int, ...], dict[int, float]] = {}
+        self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
+        self.events: list[Event] = []
+
+    def run(self) -> Simulated:
+        for rank in self.ranks.values():
+            self._begin_run(rank)
+        while self.timed or self.working:
+            self._step()
+        stuck = [lane for rank in self.ranks.values() for lane in rank.lanes if lane.next < len(lane.tasks)]
+        if stuck:
+            raise ScheduleError(
+                f"schedule {self.program.schedule.name} never ends:\n" + "\n".join(map(self._stuck, stuck))
+            )
+        return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
+
+    def _step(self) -> None:
+        """To the next moment at which something begins or ends."""
+        until = self.timed[0].at_us if self.timed else float("inf")
+        if self.working:
+            speed = self._speeds()
+            until = min(until, self.now + min(lane.rest / speed[lane.load] for lane in self.working))
+            passed = until - self.now
+            still: list[_Lane] = []
+            done: list[_Lane] = []
+            for lane in self.working:
+                lane.rest -= passed * speed[lane.load]
+                (still if lane.rest > _DONE_US else done).append(lane)
+            self.now, self.working = until, still
+            for lane in done:
+                self._finish(lane)
+        self.now = until
+        while self.timed and self.timed[0].at_us <= self.now:
+            event = heapq.heappop(self.timed)
+            if event.lane is None:
+                self._raise(event.counter)
+            elif event.works:
+                self._work(event.lane)
+            else:
+                self._advance(event.lane)
+
+    def _speeds(self) -> dict[int, float]:
+        key = tuple(sorted([lane.load for lane in self.working]))
+        if key not in self.known_speeds:
+            self.known_speeds[key] = speeds(self.program.loads, Counter(key))
+        return self.known_speeds[key]
+
+    def _plan(self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1) -> None:
+        self.planned += 1
+        heapq.heappush(self.timed, _Timed(at_us, self.planned, lane, works, counter))
+
+    # -- lanes
+
+    def _begin_run(self, rank: _Rank) -> None:
+        rank.run += 1
+        rank.start = self.now + rank.late
+        rank.open = len(rank.lanes)
+        for lane in rank.lanes:
+            lane.next = 0
+            self._plan(rank.start, lane)
+
+    def _advance(self, lane: _Lane) -> None:
+        """Do what takes no time, until something does or the lane has to wait."""
+        while lane.next < len(lane.tasks):
+            task = lane.tasks[lane.next]
+            if lane.issued and lane.rank.start + lane.issued[lane.next] > self.now:
+                return self._plan(lane.rank.start + lane.issued[lane.next], lane)
+            lane.since = self.now
+            if isinstance(task, Work):
+                return self._begin(lane, task)
+            if isinstance(task, Raise):
+                lane.next += 1
+                if task.delay_us:
+                    self._plan(self.now + task.delay_us, counter=task.counter)
+                else:
+                    self._raise(task.counter)
+                continue
+            wanted = (lane.rank.run - 1 - task.previous) * task.sets_per_run + task.sets
+            if self.counters[task.counter] < wanted and not (task.previous and lane.rank.run == 1):
+                return self.waiting.setdefault(task.counter, []).append((wanted, lane))
+            self._note(lane)
+        lane.rank.open -= 1
+        if not lane.rank.open:
+            lane.rank.ends.append(self.now)
+            if lane.rank.run < self.runs:
+                self._begin_run(lane.rank)
+        return None
+
+    def _begin(self, lane: _Lane, task: Work) -> None:
+        lane.load, lane.rest = task.load, task.work_us
+        if task.joins and len(self.ranks) > 1:
+            place = (lane.rank.run, lane.program.number, lane.next)
+            there = self.meeting.setdefault(place, [])
+            there.append(lane)
+            if len(there) < len(self.ranks):
+                return
+            for other in self.meeting.pop(place):
+                other.since = self.now
+                self._plan(self.now + task.latency_us, other, works=True)
+        else:
+            self._plan(self.now + task.latency_us, lane, works=True)
+
+    def _work(self, lane: _Lane) -> None:
+        if lane.rest > _DONE_US:
+            self.working.append(lane)
+        else:
+            self._finish(lane)
+
+    def _finish(self, lane: _Lane) -> None:
+        self._note(lane)
+        self._advance(lane)
+
+    def _note(self, lane: _Lane) -> None:
+        self.events.append(Event(lane.program, lane.next, lane.rank.run, lane.since, self.now))
+        lane.next += 1
+
+    def _raise(self, counter: int) -> None:
+        self.counters[counter] += 1
+        if counter not in self.waiting:
+            return
+        have = self.counters[counter]
+        waiting = self.waiting.pop(counter)
+        if still := [(wanted, lane) for wanted, lane in waiting if wanted > have]:
+            self.waiting[counter] = still
+        for wanted, lane in waiting:
+            if wanted <= have:
+                self._note(lane)
+                self._plan(self.now, lane)
+
+    def _stuck(self, lane: _Lane) -> str:
+        task = lane.tasks[lane.next]
+        name = self.program.name_of(lane.program, lane.next)
+        where = f"  rank {lane.rank.number} lane {lane.program.name!r} in run {lane.rank.run}"
+        if isinstance(task, Await):
+            run = lane.rank.run - 1 - task.previous
+            have = self.counters[task.counter] - run * task.sets_per_run
+            return f"{where}: {name} has {max(0, have)} of {task.sets} sets"
+        return f"{where}: {name}, which not all ranks have come to"

@@ -1,0 +1,288 @@
+"""A schedule in numbers for a model: tasks by lane, with their costs, and counters in place of named signals.
+
+Most schedules are one program turned around the ring of ranks: at rank r everything happens as at rank 0, r ranks further
+on. On a machine whose GPUs are alike, all ranks then do the same at the same time, and rank 0 is enough: what it sends to
+rank d it also receives, from rank -d, and each resource stands for those of all ranks. That makes the simulation as many
+times faster as there are ranks. Where sizes or signals do not turn around like that, every rank is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from weft.schedule import RANK, Collective, Compute, Copy, Expr, For, Index, Region, Schedule, Set, Step, Wait, value
+from weft.sim.costs import Cost, How, Operand, Place, What, cost
+from weft.sim.fair import Load
+from weft.sim.model import Model
+
+Turn: TypeAlias = tuple[tuple[str, int], ...]
+ByRank: TypeAlias = int | tuple[int, ...]
+"""A number that is the same at all ranks, or one for each."""
+
+
+class Work(NamedTuple):
+    what: What
+    latency_us: float
+    work_us: float
+    load: int  # which of the program's loads
+    joins: bool
+    sent_bytes: int
+
+
+class Raise(NamedTuple):
+    counter: int
+    delay_us: float
+
+
+class Await(NamedTuple):
+    counter: int
+    sets: int
+    sets_per_run: int
+    previous: bool
+
+
+Task: TypeAlias = Work | Raise | Await
+
+
+class Origin(NamedTuple):
+    """Where a task comes from: the step, and the turns of the loops around it."""
+
+    step: Step
+    turn: Turn
+
+
+@dataclass
+class LaneProgram:
+    rank: int
+    name: str
+    number: int  # among the rank's lanes
+    tasks: list[Task] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    schedule: Schedule
+    symmetric: bool
+    ranks: tuple[int, ...]
+    lanes: list[LaneProgram]
+    loads: dict[int, Load]
+    counters: int
+
+    def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
+        """What a task is called in a timeline; of `rank`, where the lane stands for several."""
+        return _name(lane.origins[task], lane.rank if rank is None else rank)
+
+
+class _Item(NamedTuple):
+    """A step with its numbers. numbers: rows, columns and distance of each operand; or distance and index; or index."""
+
+    origin: Origin
+    present: ByRank
+    numbers: tuple[ByRank, ...]
+    signal: str = ""
+
+
+def lower(schedule: Schedule, model: Model, *, alike: bool = True) -> Program:
+    """alike: ranks may be represented by rank 0, if the schedule allows it."""
+    return _Lowering(schedule, model).program(alike)
+
+
+class _Lowering:
+    def __init__(self, schedule: Schedule, model: Model) -> None:
+        self.schedule, self.model, self.world = schedule, model, schedule.world_size
+        self._vectors: dict[tuple[str, Turn, ByRank], ByRank] = {}
+        self._buffers = {b.name: b for b in schedule.buffers}
+        self._costs: dict[object, Cost] = {}
+        self._load_ids: dict[Load, int] = {}
+        self._places: dict[Place, int] = {}
+
+    def program(self, alike: bool) -> Program:
+        items = [[self._item(step, turn, there) for step, turn, there in self._flat(lane.steps, (), 1)]
+                 for lane in self.schedule.lanes]  # fmt: skip
+        symmetric = alike and self.world > 1 and self._turns_around([item for lane in items for item in lane])
+        ranks = (0,) if symmetric else tuple(range(self.world))
+        counters: dict[tuple[int, str, int], int] = {}
+        sets = self._count_sets(items, symmetric, counters)
+        lanes = []
+        for rank in ranks:
+            for number, (lane, its) in enumerate(zip(self.schedule.lanes, items, strict=True)):
+                program = LaneProgram(rank, lane.name, number)
+                for item in its:
+                    if _at(item.present, rank):
+                        program.tasks.append(self._task(item, rank, symmetric, counters, sets))
+                        program.origins.append(item.origin)
+                lanes.append(program)
+        loads = {number: load for load, number in self._load_ids.items()}
+        return Program(self.schedule, symmetric, ranks, lanes, loads, len(counters))
+
+    # -- numbers
+
+    def _vector(self, index: Index, turn: Turn, there: ByRank = 1) -> ByRank:
+        """The number at every rank; 0 where the step is not there."""
+        if not isinstance(index, Expr):
+            return index
+        key = (index.text, turn, there)
+        if key not in self._vectors:
+            values = [{**dict(turn), "rank": rank} for rank in range(self.world)]
+            self._vectors[key] = _collapse([index.evaluate(v) if _at(there, r) else 0 for r, v in enumerate(values)])
+        return self._vectors[key]
+
+    def _distance(self, at: Index, turn: Turn, there: ByRank) -> ByRank:
+        if at is RANK:
+            return 0
+        ranks = self._vector(at, turn, there)
+        return _collapse([(_at(ranks, rank) - rank) % self.world for rank in range(self.world)])
+
+    def _flat(self, steps: Sequence[Step], turn: Turn, there: ByRank) -> Iterator[tuple[Step, Turn, ByRank]]:
+        for step in steps:
+            if not isinstance(step, For):
+                yield step, turn, there
+                continue
+            extent = self._vector(step.extent, turn, there)
+            longest = extent if isinstance(extent, int) else max(extent)
+            for i in range(longest):
+                at_turn = _collapse([int(i < _at(extent, r) and bool(_at(there, r))) for r in range(self.world)])
+                yield from self._flat(step.body, (*turn, (step.index, i)), at_turn)
+
+    def _item(self, step: Step, turn: Turn, there: ByRank) -> _Item:
+        origin = Origin(step, turn)
+        if isinstance(step, Set):
+            return _Item(
+                origin,
+                there,
+                (self._distance(step.at, turn, there), self._vector(step.index, turn, there)),
+                step.signal,
+            )
+        if isinstance(step, Wait):
+            return _Item(origin, there, (self._vector(step.index, turn, there),), step.signal)
+        numbers: list[ByRank] = []
+        for region in _regions(step):
+            numbers += [self._vector(extent, turn, there) for extent in (region.rows, region.cols)]
+            numbers.append(self._distance(region.at, turn, there))
+        if not isinstance(step, Collective):  # empty steps are left out
+            rows, cols = numbers[-3:-1] if isinstance(step, Compute) else numbers[:2]
+            full = [int(_at(there, r) and _at(rows, r) > 0 and _at(cols, r) > 0) for r in range(self.world)]
+            there = _collapse(full)
+        return _Item(origin, there, tuple(numbers))
+
+    # -- symmetry
+
+    def _turns_around(self, items: list[_Item]) -> bool:
+        """Whether rank r does what rank 0 does, turned by r, and waits for the same sets."""
+        for item in items:
+            varying = item.numbers[:1] if isinstance(item.origin.step, Set) else item.numbers
+            if not isinstance(item.present, int):
+                return False
+            if not isinstance(item.origin.step, Wait) and not all(isinstance(n, int) for n in varying):
+                return False
+        sets = [(i.signal, i.numbers[0], i.numbers[1]) for i in items if isinstance(i.origin.step, Set)]
+        waits = [(i.signal, i.numbers[0]) for i in items if isinstance(i.origin.step, Wait)]
+        for rank in range(1, self.world):
+            same: dict[tuple[str, int], tuple[str, int]] = {}  # counters of rank 0: of this rank
+            for signal, distance, index in sets:
+                here = (signal, _at(index, -_at(distance, 0) % self.world))
+                there = (signal, _at(index, (rank - _at(distance, 0)) % self.world))
+                if same.setdefault(here, there) != there:
+                    return False
+            if len(set(same.values())) != len(same):
+                return False
+            for signal, index in waits:
+                if same.get((signal, _at(index, 0))) != (signal, _at(index, rank)):
+                    return False
+        return True
+
+    # -- tasks
+
+    def _counter_of_set(self, item: _Item, rank: int, symmetric: bool) -> tuple[int, str, int]:
+        distance, index = item.numbers
+        target = (rank + _at(distance, rank)) % self.world
+        if symmetric:  # what rank 0 does to a peer, another peer does to rank 0
+            return 0, item.signal, _at(index, -_at(distance, 0) % self.world)
+        return target, item.signal, _at(index, rank)
+
+    def _count_sets(
+        self, items: list[list[_Item]], symmetric: bool, counters: dict[tuple[int, str, int], int]
+    ) -> dict[int, int]:
+        sets: dict[int, int] = {}
+        for rank in (0,) if symmetric else range(self.world):
+            for lane in items:
+                for item in lane:
+                    if isinstance(item.origin.step, Set) and _at(item.present, rank):
+                        number = counters.setdefault(self._counter_of_set(item, rank, symmetric), len(counters))
+                        sets[number] = sets.get(number, 0) + 1
+        return sets
+
+    def _task(
+        self, item: _Item, rank: int, symmetric: bool, counters: dict[tuple[int, str, int], int], sets: dict[int, int]
+    ) -> Task:
+        step = item.origin.step
+        if isinstance(step, Set):
+            local = _at(item.numbers[0], rank) == 0
+            delay = self.model.signal_local_us if local else self.model.signal_remote_us
+            return Raise(counters[self._counter_of_set(item, rank, symmetric)], delay)
+        if isinstance(step, Wait):
+            number = counters.setdefault((rank, step.signal, _at(item.numbers[0], rank)), len(counters))
+            return Await(number, step.count, sets.get(number, 0), step.previous)
+        assert not isinstance(step, For)  # they are written out
+        operands = self._operands(step, tuple(_at(n, rank) for n in item.numbers))
+        key = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
+        if key not in self._costs:
+            self._costs[key] = cost(self.model, self.world, step, operands)
+        found = self._costs[key]
+        load = self._load(found, rank, symmetric)
+        return Work(found.what, found.latency_us, found.work_us, load, found.joins, found.sent_bytes)
+
+    def _operands(self, step: Copy | Compute | Collective, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
+        operands = []
+        for i, region in enumerate(_regions(step)):
+            rows, cols, at = numbers[3 * i : 3 * i + 3]
+            buffer = self._buffers[region.buffer]
+            operands.append(Operand(rows, cols, buffer.dtype, at, cols == buffer.cols))
+        return tuple(operands)
+
+    def _load(self, found: Cost, rank: int, symmetric: bool) -> int:
+        by_how: dict[How, dict[int, float]] = {"share": {}, "hold": {}, "disturb": {}}
+        for how, (kind, at, other), amount in found.uses:
+            if symmetric:
+                place = (kind, 0, (other - at) % self.world if kind == "link" else 0)
+            else:
+                place = (kind, (rank + at) % self.world, (rank + other) % self.world if kind == "link" else 0)
+            number = self._places.setdefault(place, len(self._places))
+            by_how[how][number] = by_how[how].get(number, 0.0) + amount
+        load = Load(*(tuple(sorted(amounts.items())) for amounts in by_how.values()))
+        return self._load_ids.setdefault(load, len(self._load_ids))
+
+
+def _name(origin: Origin, rank: int) -> str:
+    step, numbers = origin.step, {**dict(origin.turn), "rank": rank}
+
+    def of(region: Region) -> str:
+        at = value(region.at, **numbers)
+        return region.buffer if at == rank else f"{region.buffer}@{at}"
+
+    if isinstance(step, Compute):
+        return f"{step.op} {of(step.out)}"
+    if isinstance(step, Wait):
+        return f"wait {step.signal}[{value(step.index, **numbers)}]" + (" of the previous run" if step.previous else "")
+    assert isinstance(step, Copy | Collective)
+    return f"{'copy' if isinstance(step, Copy) else step.op} {of(step.src)} -> {of(step.dst)}"
+
+
+def _regions(step: Step) -> tuple[Region, ...]:
+    """As `weft.sim.costs.cost` wants its operands."""
+    if isinstance(step, Compute):
+        return (*step.inputs, step.out)
+    assert isinstance(step, Copy | Collective)
+    return step.src, step.dst
+
+
+def _at(number: ByRank, rank: int) -> int:
+    return number if isinstance(number, int) else number[rank]
+
+
+def _collapse(numbers: Sequence[int]) -> ByRank:
+    first = numbers[0]
+    return first if all(n == first for n in numbers) else tuple(numbers)

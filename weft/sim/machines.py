@@ -1,0 +1,138 @@
+"""Models of machines: which numbers of a machine file (`weft.hw`) mean what to the simulator, and the machine that costs
+nothing.
+
+    compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
+    compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated
+    memory.copy_bandwidth, .l2              bytes read and written
+    link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction
+    link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
+    copy_engine.latency, .bandwidth, .count, .row
+    kernel_copy.units                       programs of a copying kernel
+    collective.all_gather, .all_gather_latency, .units
+    contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
+    contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
+    signal.local, .remote, host.step
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from weft.hw import Machine
+from weft.schedule import ITEM_BYTES
+from weft.sim.model import Model
+
+_LARGE = 8192
+
+
+def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None = None) -> Model:
+    """The model of `world_size` of these GPUs.
+
+    kernel_copy_units: programs of a copying kernel, where they are not the machine file's `kernel_copy.units`.
+    `KeyError` names the key that the machine file lacks.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: a model has one rank at least")
+
+    def number(key: str) -> float:
+        if key not in machine.quantities:
+            raise KeyError(
+                f"{machine.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
+            )
+        return machine[key].si
+
+    def per_us(key: str) -> float:
+        return number(key) * 1e-6
+
+    def us(key: str) -> float:
+        return number(key) * 1e6
+
+    def units(key: str) -> int:
+        return round(number(key))
+
+    port, pair = _links(machine)
+    model = Model(
+        name=machine.name,
+        world_size=world_size,
+        compute_units=units("compute.multiprocessors"),
+        matmul_flops_per_us={},
+        tile=(units("compute.tile_rows"), units("compute.tile_cols")),
+        tile_half=number("compute.tile_half"),
+        tile_ramp=number("compute.tile_ramp"),
+        vector_flops_per_us=per_us("compute.fp32_vector"),
+        launch_us=us("compute.launch"),
+        hbm_bytes_per_us=per_us("memory.copy_bandwidth"),
+        l2_bytes=number("memory.l2"),
+        port_bytes_per_us=port,
+        pair_bytes_per_us=pair,
+        copy_latency_us=us("copy_engine.latency"),
+        copy_bytes_per_us=per_us("copy_engine.bandwidth"),
+        copy_engines=units("copy_engine.count"),
+        copy_row_us=us("copy_engine.row"),
+        kernel_copy_units=kernel_copy_units or units("kernel_copy.units"),
+        put_bytes_per_us=_curve(machine, "stores"),
+        get_bytes_per_us=_curve(machine, "loads"),
+        collective_latency_us=us("collective.all_gather_latency"),
+        collective_bytes_per_us=per_us("collective.all_gather"),
+        collective_units=units("collective.units"),
+        copy_disturbance=_disturbance(
+            number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")
+        ),
+        kernel_copy_disturbance=_disturbance(
+            number("contention.kernel_copy_slowdown"),
+            number("contention.kernel_copy_units") / number("compute.multiprocessors"),
+            per_us("contention.kernel_copy_bandwidth"),
+        ),
+        signal_local_us=us("signal.local"),
+        signal_remote_us=us("signal.remote"),
+        host_step_us=us("host.step"),
+    )
+    rates = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
+    if not rates:
+        raise KeyError(f"{machine.name}: add compute.bf16_matmul_8192 (or of another dtype) to its machine file")
+    return replace(model, matmul_flops_per_us={d: _peak(model, d, rate) for d, rate in rates.items()})
+
+
+def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
+    """The rate on whole tiles with which the formula gives `flops_per_us` for the large matmul."""
+    flops = 2.0 * _LARGE**3
+    at_that_rate = replace(model, matmul_flops_per_us={dtype: flops_per_us}).matmul(_LARGE, _LARGE, _LARGE, dtype)
+    return flops_per_us * at_that_rate.time_us / (flops / flops_per_us - model.launch_us)
+
+
+def _links(machine: Machine) -> tuple[float, float]:
+    """(bytes/us of a port, of a pair): a switch limits ports, a mesh pairs."""
+    port, pair = "link.port_usable", "link.pair_usable"
+    if port in machine.quantities:
+        return machine[port].si * 1e-6, machine[port].si * 1e-6
+    if pair in machine.quantities:
+        return math.inf, machine[pair].si * 1e-6
+    raise KeyError(
+        f"{machine.name}: add {port} (GPUs on a switch) or {pair} (a link between every two) to its machine file"
+    )
+
+
+def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
+    found = [(key, re.fullmatch(rf"link\.{what}_(\d+)_programs", key)) for key in machine]
+    curve = sorted((int(match[1]), machine[key].si * 1e-6) for key, match in found if match)
+    if not curve:
+        raise KeyError(f"{machine.name}: add link.{what}_8_programs (or another number of them) to its machine file")
+    return tuple(curve)
+
+
+def _disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
+    """Compute lost per byte/us read or written: in that measurement every GPU read and wrote `bytes_per_us` each."""
+    return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
+
+
+NULL = Model(
+    name="null", world_size=0, compute_units=1, matmul_flops_per_us=dict.fromkeys(ITEM_BYTES, math.inf), tile=(128, 128),
+    tile_half=0.0, tile_ramp=0.0, vector_flops_per_us=math.inf, launch_us=0.0, hbm_bytes_per_us=math.inf,
+    l2_bytes=math.inf, port_bytes_per_us=math.inf, pair_bytes_per_us=math.inf, copy_latency_us=0.0,
+    copy_bytes_per_us=math.inf, copy_engines=1, copy_row_us=0.0, kernel_copy_units=1, put_bytes_per_us=((1, math.inf),),
+    get_bytes_per_us=((1, math.inf),), collective_latency_us=0.0, collective_bytes_per_us=math.inf, collective_units=1,
+    copy_disturbance=0.0, kernel_copy_disturbance=0.0, signal_local_us=0.0, signal_remote_us=0.0, host_step_us=0.0,
+)  # fmt: skip
+"""Everything takes no time, for any number of ranks."""
