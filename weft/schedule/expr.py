@@ -46,15 +46,6 @@ class Expr:
         except (ZeroDivisionError, IndexError) as error:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
-    def substitute(self, values: dict[str, int]) -> Index:
-        """The expression with these variables replaced; a number when none is left."""
-        if self.variables() <= values.keys():
-            return self.evaluate(values)
-        return Expr(_Replace(values).visit(ast.parse(self.text, mode="eval").body))
-
-    def __int__(self) -> int:
-        return self.evaluate({})
-
     def __add__(self, other: Index) -> Index:
         return self if other == 0 else _join(self, ast.Add(), other)
 
@@ -136,14 +127,6 @@ def _check(node: ast.expr) -> None:
             raise ValueError(
                 f"{ast.unparse(node)!r} is no expression of a schedule: use + - * // %, variables, numbers and tables"
             )
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, values: dict[str, int]) -> None:
-        self._values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(self._values[node.id]) if node.id in self._values else node
 
 
 RANK = Expr("rank")

@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 from weft.schedule.order import Event, Lanes, meeting
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import OPS, Buffer, Collective, Compute, Copy, Region, Set, Step, Wait
+from weft.schedule.text import describe
 
 Buffers = Sequence[dict[str, Buffer]]
 """For each rank, its buffers by name, with their sizes in numbers."""
@@ -61,7 +62,7 @@ def wrong_step(schedule: Schedule, buffers: Buffers, rank: int, step: Step) -> I
     misplaced = [fault for access in accesses(step) for fault in _misplaced(buffers, rank, access)]
     if isinstance(step, Collective) and (step.src.at, step.dst.at) != (rank, rank):
         misplaced.append("a collective is between buffers of the rank that calls it")
-    yield from misplaced or _misshapen(step, [buffers[rank][a.region.buffer].dtype for a in accesses(step)])
+    yield from misplaced or _misshapen(rank, step, [buffers[rank][a.region.buffer].dtype for a in accesses(step)])
 
 
 def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
@@ -97,24 +98,24 @@ def _wrong_signal(schedule: Schedule, step: Set | Wait) -> Iterator[str]:
 
 
 def _misplaced(buffers: Buffers, rank: int, access: Access) -> Iterator[str]:
-    region = access.region
+    region, text = access.region, describe(access.region, rank)
     at = cast(int, region.at)
     if not 0 <= at < len(buffers):
-        yield f"{region}: there is no rank {at}"
+        yield f"{text}: there is no rank {at}"
     elif region.buffer not in buffers[at]:
         yield f"there is no buffer {region.buffer!r}"
     else:
         buffer = buffers[at][region.buffer]
         row, end_row, col, end_col = box_of(region)
         if not (0 <= row <= end_row <= cast(int, buffer.rows) and 0 <= col <= end_col <= buffer.cols):
-            yield f"{region} is outside its buffer of {buffer.rows} x {buffer.cols}"
+            yield f"{text} is outside its buffer of {buffer.rows} x {buffer.cols}"
         if at != rank and buffer.role != "symmetric":
-            yield f"{region} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
+            yield f"{text} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
         if access.writes and buffer.role == "input":
-            yield f"{region} is written, and {region.buffer} is an input"
+            yield f"{text} is written, and {region.buffer} is an input"
 
 
-def _misshapen(step: Step, dtypes: list[str]) -> Iterator[str]:
+def _misshapen(rank: int, step: Step, dtypes: list[str]) -> Iterator[str]:
     if len(set(dtypes)) > 1:
         yield f"dtypes differ: {', '.join(dtypes)}"
     shapes = [(a.region.rows, a.region.cols) for a in accesses(step)]
@@ -135,4 +136,4 @@ def _misshapen(step: Step, dtypes: list[str]) -> Iterator[str]:
         same_place = (region.buffer, region.at) == (out_access.region.buffer, out_access.region.at)
         in_place = elementwise and region == out_access.region
         if same_place and not in_place and overlap(box_of(region), box_of(out_access.region)):
-            yield f"{out_access.region} is written while {region} is read"
+            yield f"{describe(out_access.region, rank)} is written while {describe(region, rank)} is read"

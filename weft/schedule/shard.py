@@ -49,8 +49,9 @@ def shard(p: AllGatherMatmul, *, chunks: int, lanes: int, by: Literal["dma", "ke
         to, source = peer(world, distance), peer(world, -distance)
         pieces = cut(p.rows[0], chunks, what="rows of a shard") if chunks > 1 else [(0, lookup(p.rows, RANK))]
         sender = d.lane(f"to +{distance}", "copy")
-        for reader in range(len(readers)):
-            sender.wait(free, to * len(readers) + reader, previous=True)
+        reading = {((distance - 1) * chunks + c + 1) % lanes for c in range(chunks)} | set(range(lanes, len(readers)))
+        for i in sorted(reading):
+            sender.wait(free, to * len(readers) + i, previous=True)
         for c, (first, count) in enumerate(pieces):
             target = box.part(rows=(lookup(begin, RANK) + first, count), at=to)
             sender.copy(x.part(rows=(first, count)), target, by).set(arrived, RANK * chunks + c, at=to)
@@ -60,6 +61,6 @@ def shard(p: AllGatherMatmul, *, chunks: int, lanes: int, by: Literal["dma", "ke
                 consumer.matmul(y.part(rows=rows), box.part(rows=rows), w.part())
             if gathered:
                 readers[-1].wait(arrived, source * chunks + c).copy(box.part(rows=rows), gathered.part(rows=rows))
-        for i, reader_lane in enumerate(readers):
-            reader_lane.set(free, RANK * len(readers) + i, at=source)
+        for i in sorted(reading):
+            readers[i].set(free, RANK * len(readers) + i, at=source)
     return d.schedule()

@@ -173,23 +173,22 @@ OPS = {
 
 
 def put_in(step: Any, values: dict[str, int]) -> Any:
-    """A step, region or index with these variables replaced by their values."""
+    """A step, region or index in numbers: its variables have these values."""
     if isinstance(step, Expr):
-        return step.substitute(values)
+        return step.evaluate(values)
     if isinstance(step, tuple):
         return tuple(put_in(item, values) for item in step)
-    if isinstance(step, Region | Copy | Compute | Collective | Set | Wait | For):
+    if isinstance(step, Region | Copy | Compute | Collective | Set | Wait):
         return replace(step, **{f.name: put_in(getattr(step, f.name), values) for f in fields(step)})
     return step
 
 
 def unrolled(steps: tuple[Step, ...], values: dict[str, int]) -> tuple[Step, ...]:
-    """`steps` as numbers: variables replaced and loops written out."""
+    """`steps` in numbers, loops written out."""
     result: list[Step] = []
     for step in steps:
         if isinstance(step, For):
-            extent = step.extent.evaluate(values) if isinstance(step.extent, Expr) else step.extent
-            for turn in range(extent):
+            for turn in range(put_in(step.extent, values)):
                 result.extend(unrolled(step.body, {**values, step.index: turn}))
         else:
             result.append(put_in(step, values))

@@ -59,9 +59,9 @@ def table(schedule: Schedule, rank: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def describe(step: Step, rank: int | None = None) -> str:
-    """A step on one line; in a step of `rank` in numbers, what is that rank's own goes without its number."""
-    return " ".join(str(_shown(step, rank, {})).split())
+def describe(item: Step | Region, rank: int | None = None) -> str:
+    """A step or region on one line; if it is one of `rank` in numbers, what is that rank's own goes without its number."""
+    return " ".join(str(_shown(item, rank, {})).split())
 
 
 def to_json(schedule: Schedule) -> str:

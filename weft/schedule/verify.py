@@ -135,7 +135,7 @@ def _check_memory(faults: _Faults, buffers: Buffers) -> None:
                 found.reads.append(reads)
                 found.writes.append(writes)
     for (rank, name, _), found in instances.items():
-        where = f"{name} of rank {rank}"
+        where = f"{name}@{rank}"
         common = _overlaps(found.boxes)
         _check_races(faults, happened, where, found, common)
         if buffers[rank][name].role != "input":
@@ -147,7 +147,7 @@ def _check_memory(faults: _Faults, buffers: Buffers) -> None:
                 written = [box for box, writes in zip(found.boxes, found.writes, strict=True) if writes]
                 if hole := _hole((0, cast(int, buffer.rows), 0, buffer.cols), written):
                     faults.add(
-                        f"hole in {buffer.name}", f"output {_text(buffer.name, hole)} of rank {rank} is never written"
+                        f"hole in {buffer.name}", f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
                     )
 
 

@@ -1,0 +1,274 @@
+"""Planted faults: each is found, and named with rank, lane, step and region. That what is right passes is tested with all
+candidates in test_schedule_candidates.py.
+
+The faults that a run may or may not show (races, early reuse) are also planted in real schedules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from weft.errors import ScheduleError
+from weft.schedule import (
+    RANK,
+    AllGatherMatmul,
+    Buffer,
+    Collective,
+    Copy,
+    Draft,
+    Expr,
+    Lane,
+    Region,
+    Schedule,
+    Set,
+    Signals,
+    Step,
+    Wait,
+    candidates,
+)
+from weft.schedule.verify import verify
+
+
+def push() -> Schedule:
+    """Each of two ranks puts x into the other's box, which computes on it and says when it is done."""
+    d = Draft("push", 2)
+    x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
+    box = d.buffer("box", 4, 8, "fp32", "symmetric")
+    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    peer = 1 - RANK
+    d.lane("out", "copy").wait(free, previous=True).copy(x.part(), box.part(at=peer)).set(arrived, at=peer)
+    d.lane("compute").wait(arrived).compute("silu", y.part(), box.part()).set(free, at=peer)
+    return d.schedule()
+
+
+def faults(schedule: Schedule) -> str:
+    with pytest.raises(ScheduleError) as error:
+        verify(schedule)
+    return str(error.value)
+
+
+def edited(schedule: Schedule, change: Callable[[Step], Step | None]) -> Schedule:
+    """Every step replaced by what `change` makes of it; None drops it."""
+    lanes = tuple(
+        replace(lane, steps=tuple(new for step in lane.steps if (new := change(step)) is not None))
+        for lane in schedule.lanes
+    )
+    return replace(schedule, lanes=lanes)
+
+
+def without(schedule: Schedule, kind: type, **values: object) -> Schedule:
+    return edited(
+        schedule, lambda s: None if isinstance(s, kind) and all(getattr(s, k) == v for k, v in values.items()) else s
+    )
+
+
+def with_steps(*steps: Step) -> Schedule:
+    """`push` with a further lane of these steps."""
+    schedule = push()
+    return replace(schedule, lanes=(*schedule.lanes, Lane("more", "compute", steps)))
+
+
+X, Y, BOX = (Region(name, 0, 4, 0, 8) for name in ("x", "y", "box"))
+
+
+def test_push_is_right() -> None:
+    verify(push())
+
+
+def test_missing_set() -> None:
+    assert faults(without(push(), Set, signal="arrived")) == (
+        "schedule push has 1 fault:\n"
+        "  rank 0, lane compute, step 1: wait arrived[0] | 1 sets are waited for, and a run makes 0 (and 1 times more)"
+    )
+
+
+def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
+    text = faults(edited(push(), lambda s: replace(s, count=2) if isinstance(s, Wait) and s.previous else s))
+    assert "lane out, step 1: wait free[0] x2 of the previous run | 2 sets are waited for, and a run makes 1" in text
+
+
+def test_a_circle() -> None:
+    text = faults(edited(push(), lambda s: replace(s, previous=False) if isinstance(s, Wait) else s))
+    assert text.startswith("schedule push hangs:")
+    for rank in range(2):
+        assert f"rank {rank}, lane out, step 1: wait free[0]: 0 of 1 sets come before it" in text
+        assert f"rank {rank}, lane compute, step 1: wait arrived[0]: 0 of 1 sets come before it" in text
+
+
+def test_a_wait_in_front_of_its_own_set() -> None:
+    schedule = with_steps(Wait("here"), Set("here"))
+    text = faults(replace(schedule, signals=(*schedule.signals, Signals("here", 1))))
+    assert "rank 0, lane more, step 1: wait here[0]: 0 of 1 sets come before it" in text
+    assert "arrived" not in text
+
+
+def test_early_reuse() -> None:
+    text = faults(without(push(), Wait, previous=True))
+    assert re.search(
+        r"race on box@\d: the first reads and the second writes there, a run early, and nothing orders them", text
+    )
+    assert "lane out, step 1 of run 2: copy x[0:+4, 0:+8] -> box@" in text
+    assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
+
+
+def test_a_missing_wait_is_a_race_and_not_a_read_of_nothing_as_well() -> None:
+    text = faults(without(push(), Wait, signal="arrived"))
+    assert re.search(r"race on box@\d: the first reads and the second writes there, and nothing orders them", text)
+    assert "nothing has written" not in text
+
+
+def test_two_writers() -> None:
+    text = faults(with_steps(Copy(X, Y)))
+    assert text.startswith("schedule push has 1 fault:\n  rank 0, lane ")
+    assert "lane compute, step 2: silu y[0:+4, 0:+8] = box[0:+4, 0:+8]" in text
+    assert "lane more, step 1: copy x[0:+4, 0:+8] -> y[0:+4, 0:+8] by dma" in text
+    assert "race on y@0: the first writes and the second writes there, and nothing orders them" in text
+
+
+def test_neighbours_that_do_not_overlap_are_no_race() -> None:
+    halves = [Region("y", 0, 4, col, 4) for col in (0, 4)]
+    schedule = without(push(), Copy)
+    schedule = edited(schedule, lambda s: None if getattr(s, "op", "") == "silu" else s)
+    copies = [(Copy(replace(half, buffer="x"), half),) for half in halves]
+    verify(replace(schedule, lanes=(*schedule.lanes, *(Lane(f"half {i}", "copy", c) for i, c in enumerate(copies)))))
+
+
+def test_an_output_that_is_not_covered() -> None:
+    part = Region("y", 0, 3, 0, 8)
+    text = faults(
+        edited(push(), lambda s: replace(s, out=part, inputs=(replace(part, buffer="box"),)) if hasattr(s, "op") else s)
+    )
+    assert "output y@0[3:+1, 0:+8] is never written (and 1 times more)" in text
+    assert text.startswith("schedule push has 1 fault:")
+
+
+def test_an_uninitialised_read() -> None:
+    part = Region("x", 0, 4, 2, 6)
+    text = faults(
+        edited(push(), lambda s: replace(s, src=part, dst=replace(s.dst, col=2, cols=6)) if isinstance(s, Copy) else s)
+    )
+    fault = r"rank (\d), lane compute, step 2: silu y\[0:\+4, 0:\+8\] = box\[0:\+4, 0:\+8\] \| it reads box@\1\[0:\+4, 0:\+2\]"
+    assert re.search(fault + ", which nothing has written in this run", text)
+
+
+def test_adding_to_what_is_not_there() -> None:
+    text = faults(edited(push(), lambda s: replace(s, accumulate=True) if hasattr(s, "op") else s))
+    assert "silu y[0:+4, 0:+8] += box[0:+4, 0:+8] | it reads y@" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Copy(BOX, X), "x[0:+4, 0:+8] is written, and x is an input"),
+        (Copy(X, replace(BOX, row=1)), "box[1:+4, 0:+8] is outside its buffer of 4 x 8"),
+        (Copy(X, replace(BOX, col=RANK - 1)), "box[0:+4, -1:+8] is outside its buffer of 4 x 8"),
+        (Copy(X, replace(BOX, rows=-4)), "is outside its buffer of 4 x 8"),
+        (Copy(X, replace(BOX, at=RANK + 1)), "there is no rank 2"),
+        (Copy(X, replace(BOX, at=-1)), "there is no rank -1"),
+        (Copy(X, replace(Y, at=1 - RANK)), "y@1[0:+4, 0:+8] is a peer's, and y is not symmetric but output"),
+        (Copy(X, replace(Y, buffer="z")), "there is no buffer 'z'"),
+        (Copy(X, replace(BOX, rows=3)), "a copy of [4, 8] does not fit into [3, 8]"),
+        (Copy(BOX, BOX), "box[0:+4, 0:+8] is written while box[0:+4, 0:+8] is read"),
+        (Set("arrived", 1), "index 1 is outside arrived, of 1 signals"),
+        (Set("arrived", 0, RANK + 1), "there is no rank 2"),
+        (Set("departed"), "there are no signals 'departed'"),
+        (Wait("arrived", -1), "index -1 is outside arrived, of 1 signals"),
+        (Wait("arrived", 0, 0), "count=0 must be at least 1"),
+    ],
+)
+def test_a_step_that_does_not_fit(step: Step, message: str) -> None:
+    text = faults(with_steps(step))
+    assert re.search(r"rank \d, lane more, step 1: (copy|set|wait) .* \| ", text)
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("op", "out", "inputs", "message"),
+    [
+        ("matmul", "out", ("a", "a"), "[4, 8] x [4, 8] does not fit into [4, 2]"),
+        ("matmul", "a", ("a", "b"), "[4, 8] x [8, 2] does not fit into [4, 8]"),
+        ("matmul", "half", ("a", "b"), "dtypes differ: fp32, fp32, fp16"),
+        ("add", "out", ("out", "a"), "shapes differ: [(4, 2), (4, 8), (4, 2)]"),
+        ("matmul", "square", ("square", "square"), "square[0:+4, 0:+4] is written while square[0:+4, 0:+4] is read"),
+    ],
+)
+def test_operands_that_do_not_fit(op: str, out: str, inputs: tuple[str, ...], message: str) -> None:
+    d = Draft("one", 1)
+    sizes = {
+        "a": (4, 8, "fp32"),
+        "b": (8, 2, "fp32"),
+        "out": (4, 2, "fp32"),
+        "half": (4, 2, "fp16"),
+        "square": (4, 4, "fp32"),
+    }
+    buffers = {name: d.buffer(name, *size, "scratch") for name, size in sizes.items()}
+    d.lane("compute").compute(op, buffers[out].part(), *(buffers[name].part() for name in inputs))
+    assert message in faults(d.schedule())
+
+
+def test_elementwise_operations_may_be_in_place() -> None:
+    d = Draft("one", 1)
+    x, y = d.buffer("x", 4, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
+    d.lane("compute").copy(x.part(), y.part()).compute("silu", y.part(), y.part()).compute(
+        "add", y.part(), y.part(), x.part()
+    )
+    verify(d.schedule())
+
+
+def test_collectives_that_do_not_fit() -> None:
+    d = Draft("gather", 2)
+    x, y = d.buffer("x", RANK + 1, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
+    d.lane("compute").all_gather(x.part(), y.part())
+    assert "the ranks give rows [1, 2] of 4 columns, and gather into [(4, 4), (4, 4)]" in faults(d.schedule())
+    d = Draft("gather", 2)
+    x, y = d.buffer("x", 2, 4, "fp32", "input"), d.buffer("y", 4, 4, "fp32", "output")
+    d.lane("compute").all_gather(x.part(), y.part())
+    verify(d.schedule())
+    d.lane("compute").repeat("i", RANK, *d.schedule().lanes[0].steps)
+    assert "of 2 ranks only [1] call this collective" in faults(d.schedule())
+    step = Collective("all_gather", Region("box", 0, 2, 0, 8), replace(BOX, at=1 - RANK))
+    assert "a collective is between buffers of the rank that calls it" in faults(with_steps(step))
+
+
+def test_declarations() -> None:
+    schedule = push()
+    bad = Buffer("box", 4 - 5 * RANK, 8, "fp32", "symmetric")
+    text = faults(replace(schedule, buffers=(*schedule.buffers, bad), lanes=schedule.lanes * 2))
+    assert "2 buffers are named 'box'" in text
+    assert "2 lanes are named 'out'" in text
+    assert "symmetric memory has one size on all ranks, and rows are 4 - rank * 5" in faults(
+        replace(schedule, buffers=(bad,))
+    )
+    assert "its sizes on the ranks are [(4, 8), (-1, 8)], and none can be negative" in faults(
+        replace(schedule, buffers=(bad,))
+    )
+    assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
+    assert "i needs a value for i" in faults(with_steps(Set("arrived", Expr("i"))))
+
+
+def test_the_first_ten_of_many_faults() -> None:
+    text = faults(with_steps(*[Set("departed")] * 40))
+    assert text.startswith("schedule push has 40 faults:\n")
+    assert len(text.splitlines()) == 11
+
+
+REAL = [
+    candidate.build()
+    for candidate in candidates(AllGatherMatmul.even(16, 2, 8, 4))
+    if ("by", "dma") in candidate.parameters and ("steps", 0) not in candidate.parameters
+]
+
+
+@pytest.mark.parametrize("schedule", REAL, ids=lambda s: s.name)
+def test_real_schedules_need_each_of_their_waits(schedule: Schedule) -> None:
+    """No wait of any candidate is there for nothing: without it something races."""
+    for i, lane in enumerate(schedule.lanes):
+        for number, step in enumerate(lane.steps):
+            if isinstance(step, Wait):
+                steps = lane.steps[:number] + lane.steps[number + 1 :]
+                lanes = (*schedule.lanes[:i], replace(lane, steps=steps), *schedule.lanes[i + 1 :])
+                assert "race on box@" in faults(replace(schedule, lanes=lanes)), (lane.name, str(step))
