@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,6 +31,15 @@ class DeadlockError(AssertionError):
 def interpret(schedule: Schedule, inputs: list[list[Tensors]], seed: int) -> list[list[Tensors]]:
     """`inputs[run][rank]` by buffer's name -> the same of outputs."""
     return _Machine(schedule, inputs, random.Random(seed)).run()
+
+
+def edited(schedule: Schedule, change: Callable[[Step], Step | None]) -> Schedule:
+    """Every step replaced by what `change` makes of it; None drops it."""
+    lanes = tuple(
+        replace(lane, steps=tuple(new for step in lane.steps if (new := change(step)) is not None))
+        for lane in schedule.lanes
+    )
+    return replace(schedule, lanes=lanes)
 
 
 class _Machine:

@@ -7,10 +7,10 @@ The faults that a run may or may not show (races, early reuse) are also planted 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from schedule_interpreter import edited
 
 from weft.errors import ScheduleError
 from weft.schedule import (
@@ -49,15 +49,6 @@ def faults(schedule: Schedule) -> str:
     with pytest.raises(ScheduleError) as error:
         verify(schedule)
     return str(error.value)
-
-
-def edited(schedule: Schedule, change: Callable[[Step], Step | None]) -> Schedule:
-    """Every step replaced by what `change` makes of it; None drops it."""
-    lanes = tuple(
-        replace(lane, steps=tuple(new for step in lane.steps if (new := change(step)) is not None))
-        for lane in schedule.lanes
-    )
-    return replace(schedule, lanes=lanes)
 
 
 def without(schedule: Schedule, kind: type, **values: object) -> Schedule:
