@@ -1,0 +1,167 @@
+"""A schedule on CPU processes: memory that they share, a thread for each lane, torch's kernels.
+
+Lanes. The first compute lane runs on the thread that calls `run`; each other lane has a thread of its own that stays.
+Copies, matmuls and waits let go of the interpreter while they last, so that lanes overlap.
+
+Order. A copy ends with a release fence, a set adds with release order, a wait reads with acquire order (csrc/signal.hpp):
+who has waited sees all that the setter's lane did before. Counters are never reset: run number e, from 1, starts where run
+e - 1 ended, at (e - 1) times the sets of a run.
+
+How ranks agree on a run, and how one refuses it, is in `weft.runtime.schedule_cpu_run`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from weft import env
+from weft.errors import ScheduleError
+from weft.runtime.schedule_cpu_program import Bound, Checked, Program
+from weft.runtime.schedule_cpu_run import Run, Tensors
+from weft.runtime.schedule_memory import agree_on_schedule
+from weft.schedule import Schedule, Set
+from weft.symm import Domain
+from weft.timeline import Span, Timeline
+
+
+class CpuSchedule:
+    """`schedule` on this rank of `domain`. Making it is collective: the ranks compare schedules and allocate memory.
+
+    Raises `DisagreementError` if the ranks' schedules differ, `ScheduleError` if one does not fit its memory or these
+    ranks, `OutOfSharedMemoryError`; each on every rank. It ends with `close()` or with the domain.
+    """
+
+    def __init__(self, schedule: Schedule, domain: Domain) -> None:
+        if domain.device.type != "cpu":
+            raise ValueError(f"a CpuSchedule needs a domain on CPU, not on {domain.device}: domain(group, 'cpu')")
+        agree_on_schedule(schedule, domain)
+        checked, error = None, ""
+        try:
+            checked = Checked(schedule, domain.rank, domain.world_size)
+        except ValueError as trouble:
+            error = str(trouble)
+        errors = [text for text in domain.all_gather(error, what=f"checks of schedule {schedule.name}") if text]
+        if checked is None or errors:
+            raise ScheduleError(errors[0])
+        self.schedule, self.domain = schedule, domain
+        self._run = Run(schedule.name, domain)
+        self._program: Program | None = Program(schedule, checked, self._run)
+        self._workers = [_Worker(f"weft {schedule.name}, {name}") for name, _ in self._program.lanes[1:]]
+        self._end_workers = weakref.finalize(self, _end_all, self._workers)
+        domain._holders.add(self)
+
+    def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> None:
+        """One run; every rank calls it. When it returns this rank's outputs are complete.
+
+        Args:
+            tensors: every input and output buffer by name, shaped as `schedule.buffers_of_rank(rank)` says, at any distance
+                between rows. What only matmuls read may also be the transpose of such a tensor. Nothing is copied.
+            deadline_s: how long each wait for another rank may last, in seconds (default `WEFT_DEADLINE_S`).
+            timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which is the same
+                for all processes. Sets are points.
+
+        Raises `RefusedError` on every rank if one has a tensor that will not do, which is found before that rank does
+        anything; what other ranks have in their outputs then means nothing, and the group stays usable. What else it
+        raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found), `PeerLostError`,
+        `DisagreementError` (ranks run different schedules), or the error of a step.
+        """
+        run = self._run
+        with run.calls.lock:
+            self.domain.check()
+            program = self._program  # held until the end: closing the domain meanwhile must not unmap what lanes use
+            if program is None:
+                raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
+            deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+            refusal = program.bind(tensors)
+            lanes = program.without_data() if refusal else program.lanes
+            spans: list[list[Span] | None] = [None if timeline is None else [] for _ in lanes]
+            first, *others = [partial(_play, *lane, run, spans_) for lane, spans_ in zip(lanes, spans, strict=True)]
+            run.begin(tensors, deadline_s, refuses=bool(refusal))
+            for worker, job in zip(self._workers, others, strict=True):
+                worker.begin(job)
+            first()
+            for worker in self._workers:
+                worker.wait(run)
+            if timeline is not None:
+                for recorded in spans:
+                    timeline.extend(recorded or ())
+            run.end(refusal)
+
+    def close(self) -> None:
+        """End the threads of this rank and give its memory up. Idempotent, not collective."""
+        with self._run.calls.lock:
+            self._end_workers()
+            self._program = None
+
+    def __enter__(self) -> CpuSchedule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:
+    """The steps of a lane in order, until one fails, here or on another lane of this rank."""
+    errors = run.errors
+    try:
+        for bound in steps:
+            if errors:
+                return
+            if spans is None:
+                bound.call()
+            else:
+                start = time.monotonic_ns()
+                bound.call()
+                end = start if isinstance(bound.step, Set) else time.monotonic_ns()
+                spans.append(Span(run.domain.rank, lane, bound.name, start / 1e3, end / 1e3, bound.sent_bytes))
+    except BaseException as error:
+        run.fail(error, f"lane {lane}")
+
+
+class _Worker(threading.Thread):
+    """Does one job at a time. It does not know who made it, and so does not keep it alive."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._go, self._done = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._done.acquire()
+        self._job: Callable[[], None] | None = None
+        self.start()
+
+    def begin(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._go.release()
+
+    def wait(self, run: Run) -> None:
+        """Until the job is done, come what may: it uses the caller's tensors."""
+        while True:
+            try:
+                self._done.acquire()
+                return
+            except BaseException as error:  # Ctrl-C
+                run.fail(error, "waiting for the other lanes")
+
+    def end(self) -> None:
+        self._job = None
+        self._go.release()
+        self.join()
+
+    def run(self) -> None:
+        while True:
+            self._go.acquire()
+            job = self._job
+            if job is None:
+                return
+            job()
+            del job
+            self._done.release()
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()

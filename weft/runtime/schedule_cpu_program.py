@@ -1,0 +1,325 @@
+"""The steps of one rank bound to the memory of CPU processes: each becomes a call whose arguments are known.
+
+Steps on the schedule's own buffers are bound once. One that touches a tensor of the caller's is bound anew when that tensor
+lies elsewhere than at the run before. Such views know an address and own nothing: no tensor is kept from run to run, and
+torch's autograd and inference mode have no say in what lanes do on threads of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from weft import _core
+from weft.errors import ScheduleError
+from weft.runtime.schedule_cpu_run import Run, Tensors
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.schedule import Buffer, Collective, Compute, Copy, For, Index, Lane, Region, Schedule, Set, Step, Wait, value
+from weft.schedule.fits import accesses, wrong_collectives, wrong_declarations, wrong_step
+from weft.schedule.order import sets_per_run
+from weft.schedule.text import describe
+from weft.symm import Domain
+
+_ELEMENTWISE: dict[str, Any] = {
+    "add": torch.ops.aten.add.out,
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+    "relu": torch.ops.aten.relu.out,
+}
+
+
+class Checked:
+    """A schedule in numbers as `rank` needs it. `ScheduleError` if a step of this rank does not fit its memory.
+
+    lanes: of this rank, those that do something, the first for the caller's thread. setters: by counter of this rank, the
+    ranks that set it in a run, one for each set. rows: by this rank's collectives in order, the rows of all ranks.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, world_size: int) -> None:
+        if schedule.world_size != world_size:
+            raise ScheduleError(
+                f"schedule {schedule.name} is for {schedule.world_size} ranks, and here are {world_size}"
+            )
+        lanes, meetings = schedule.of_rank(rank), _meetings(schedule)
+        ranks = [lanes if r == rank else meetings.of_rank(r) for r in range(world_size)]
+        self.buffers = schedule.buffers_of_rank(rank)
+        self.setters = {(s.name, index): list[int]() for s in schedule.signals for index in range(s.count)}
+        _require_fit(schedule, rank, ranks)
+        for setter, its_lanes in enumerate(ranks):
+            for lane in its_lanes:
+                for step in lane.steps:
+                    if isinstance(step, Set) and step.at == rank:
+                        self.setters[step.signal, value(step.index)].append(setter)
+        first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
+        self.lanes = [first, *(lane for lane in lanes if lane.steps and lane is not first)]
+        collectives = [[s for lane in of_rank for s in lane.steps if isinstance(s, Collective)] for of_rank in ranks]
+        self.rows = [tuple(value(step.src.rows) for step in same) for same in zip(*collectives, strict=True)]
+
+
+def _meetings(schedule: Schedule) -> Schedule:
+    """What others must know of a rank: its sets and collectives. To write out all steps of all ranks takes a while."""
+
+    def kept(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        steps = tuple(replace(step, body=kept(step.body)) if isinstance(step, For) else step for step in steps)
+        return tuple(step for step in steps if isinstance(step, Set | Collective | For))
+
+    return replace(schedule, lanes=tuple(replace(lane, steps=kept(lane.steps)) for lane in schedule.lanes))
+
+
+def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -> None:
+    buffers = [{b.name: b for b in schedule.buffers_of_rank(r)} for r in range(schedule.world_size)]
+    faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, ranks))]
+    if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
+        faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
+    sets = sets_per_run(ranks)
+    for lane in ranks[rank]:
+        for step in lane.steps:
+            wrong = list(wrong_step(schedule, buffers, rank, step))
+            if isinstance(step, Wait) and step.count > (n := sets[rank, step.signal, step.index]):
+                wrong.append(f"{step.count} sets are waited for, and a run makes {n}")
+            if isinstance(step, Compute) and not wrong and buffers[rank][step.out.buffer].dtype == "fp8":
+                wrong.append("there is no fp8 arithmetic on CPU: use bf16")
+            faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
+    if faults:
+        raise ScheduleError(f"schedule {schedule.name} on rank {rank}: {faults[0]}")
+
+
+@dataclass(slots=True, eq=False)
+class Bound:
+    """A step in numbers, and what does it. rows: of a collective, how many each rank has."""
+
+    step: Step
+    name: str
+    sent_bytes: int
+    rows: tuple[int, ...]
+    call: Callable[[], object]
+
+
+Lanes: TypeAlias = list[tuple[str, list[Bound]]]
+
+
+class Program:
+    """The lanes of this rank by name, ready to run. Making it is collective: it allocates."""
+
+    def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
+        self._run, self._rank, self._setters = run, run.domain.rank, checked.setters
+        self._layout = layout_of(schedule)
+        self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
+        self._places: dict[tuple[str, int], _Place] = {}
+        self._counters = self._allocate(schedule.name, run.domain, checked.buffers)
+        given = {b.name: b for b in checked.buffers if b.role in ("input", "output")}
+        users: dict[str, list[Bound]] = {name: [] for name in given}
+        rows = iter(checked.rows)
+        self.lanes: Lanes = []
+        for lane in checked.lanes:
+            steps = []
+            for step in lane.steps:
+                rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
+                bound = Bound(step, span_name(step, self._rank), self._sent_bytes(step), rows_of_ranks, _not_bound)
+                mine = given.keys() & {access.region.buffer for access in accesses(step)}
+                for name in mine:
+                    users[name].append(bound)
+                if not mine:
+                    bound.call = self._call(bound)
+                steps.append(bound)
+            self.lanes.append((lane.name, steps))
+        self._given = [_Given(buffer, users[name]) for name, buffer in given.items()]
+
+    def bind(self, tensors: Tensors) -> str:
+        """Point the steps to these tensors. If they will not do: why, and nothing is changed."""
+        try:
+            if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
+                raise ValueError(f"tensors are {list(tensors)}: pass {[given.name for given in self._given]}")
+            keys = [given.look(tensors[given.name]) for given in self._given]
+        except (AttributeError, TypeError, ValueError) as error:
+            return str(error)
+        stale: dict[Bound, None] = {}
+        for given, key in zip(self._given, keys, strict=True):
+            if key != given.key:
+                self._places[given.name, self._rank] = given.place(key)
+                stale.update(dict.fromkeys(given.steps))
+        for bound in stale:
+            bound.call = self._call(bound)
+        return ""
+
+    def without_data(self) -> Lanes:
+        """The lanes of a rank that refuses: what others wait for and nothing else, on none of the caller's tensors."""
+        kept = Set | Wait | Collective
+        return [(name, [self._empty(b) for b in steps if isinstance(b.step, kept)]) for name, steps in self.lanes]
+
+    def _empty(self, bound: Bound) -> Bound:
+        if not isinstance(bound.step, Collective):
+            return bound
+        src, dst = (torch.zeros(_size(r), dtype=self._dtypes[r.buffer]) for r in (bound.step.src, bound.step.dst))
+        return replace(bound, call=partial(self._run.all_gather, bound.rows, src, dst))
+
+    def _allocate(self, name: str, domain: Domain, buffers: tuple[Buffer, ...]) -> list[torch.Tensor]:
+        """Places of the schedule's own buffers; returns the counters of every rank."""
+        layout, ranks = self._layout, range(domain.world_size)
+        memory = domain.allocate(layout.buffer_bytes, what=f"buffers of schedule {name}")
+        counter_bytes = _core.COUNTER_BYTES * layout.n_counters
+        counters = domain.allocate(counter_bytes, what=f"signals of schedule {name}")
+        for buffer in buffers:
+            items, dtype = value(buffer.rows) * buffer.cols, self._dtypes[buffer.name]
+            if buffer.role == "symmetric":
+                for rank in ranks:
+                    flat = memory.tensor(rank, (items,), dtype, layout.buffers[buffer.name])
+                    self._places[buffer.name, rank] = _Place(flat, buffer.cols, 1)
+            elif buffer.role == "scratch":
+                self._places[buffer.name, self._rank] = _Place(torch.empty(items, dtype=dtype), buffer.cols, 1)
+        return [counters.tensor(rank, (counter_bytes,), torch.uint8) for rank in ranks]
+
+    def _call(self, bound: Bound) -> Callable[[], object]:
+        match bound.step:
+            case Copy(src, dst):
+                source, target = self._place(src), self._place(dst)
+                rows, cols = _size(src)
+                width = cols * source.flat.itemsize
+                to, begin = target.address(dst), source.address(src)
+                return partial(_core.copy_2d, to, target.pitch, begin, source.pitch, width, rows)
+            case Compute(op, out, inputs, accumulate):
+                return _arithmetic(op, self._view(out), [self._view(region) for region in inputs], accumulate)
+            case Collective(_, src, dst):
+                return partial(self._run.all_gather, bound.rows, self._view(src), self._view(dst))
+            case Set(signal, index, at):
+                return partial(_core.signal_add, self._counter(signal, index, value(at)), 1)
+            case Wait(signal, index, count, previous):
+                setters = self._setters[signal, value(index)]
+                ranks = tuple(dict.fromkeys(setters))
+                # Only of a rank that must set it in this run is it known that it has to call.
+                needs = ranks if not previous and (len(ranks) == 1 or count == len(setters)) else ()
+                return partial(
+                    self._run.wait,
+                    self._counter(signal, index, self._rank),
+                    len(setters),
+                    count - (2 if previous else 1) * len(setters),
+                    f"{signal}[{index}]",
+                    needs,
+                    ranks[0] if len(ranks) == 1 else None,
+                )
+        raise AssertionError(f"{bound.step} is not in numbers")
+
+    def _place(self, region: Region) -> _Place:
+        return self._places[region.buffer, value(region.at)]
+
+    def _view(self, region: Region) -> torch.Tensor:
+        return self._place(region).view(region)
+
+    def _counter(self, signal: str, index: Index, rank: int) -> int:
+        number = self._layout.counters[signal] + value(index)
+        return self._counters[rank].data_ptr() + _core.COUNTER_BYTES * number
+
+    def _sent_bytes(self, step: Step) -> int:
+        """What leaves this rank: with a put, yes; with a get, it leaves the other."""
+        match step:
+            case Copy(_, out) | Compute(_, out, _):
+                times = int(out.at != self._rank)
+            case Collective(_, out, _):
+                times = len(self._counters) - 1
+            case _:
+                return 0
+        rows, cols = _size(out)
+        return times * rows * cols * self._dtypes[out.buffer].itemsize
+
+
+@dataclass(slots=True, frozen=True)
+class _Place:
+    """A buffer of one rank as this process addresses it: all of it in one dimension, and strides in elements."""
+
+    flat: torch.Tensor
+    row_stride: int
+    col_stride: int
+
+    def view(self, region: Region) -> torch.Tensor:
+        return self.flat.as_strided(_size(region), (self.row_stride, self.col_stride), self._first(region))
+
+    def address(self, region: Region) -> int:
+        return self.flat.data_ptr() + self._first(region) * self.flat.itemsize
+
+    @property
+    def pitch(self) -> int:
+        return self.row_stride * self.flat.itemsize
+
+    def _first(self, region: Region) -> int:
+        return value(region.row) * self.row_stride + value(region.col) * self.col_stride
+
+
+class _Given:
+    """An input or output buffer: what the caller's tensor must be like, and where it was at the last run."""
+
+    def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
+        self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
+        self.shape = (value(buffer.rows), buffer.cols)
+        for_matmuls = all(isinstance(b.step, Compute) and b.step.op == "matmul" for b in steps)
+        self.transposable = buffer.role == "input" and for_matmuls
+        self.key = (-1, 0, 0)
+
+    def look(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """Its address and strides; `ValueError` if it will not do."""
+        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{self.name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: pass {self.shape} {self.dtype} on cpu"
+            )
+        (rows, cols), (row_stride, col_stride) = self.shape, tensor.stride()
+        # The stride of a dimension of size one means nothing.
+        col_stride = 1 if cols <= 1 else col_stride
+        row_stride = max(1, cols) if rows <= 1 else row_stride
+        row_major = col_stride == 1 and row_stride >= cols
+        if not row_major and not (self.transposable and row_stride == 1 and col_stride >= rows):
+            like = "rows or columns" if self.transposable else "rows"
+            raise ValueError(
+                f"{self.name} has strides {tensor.stride()}: its {like} must be in one piece each and not overlap; pass "
+                f"{self.name}.contiguous()"
+            )
+        return tensor.data_ptr(), row_stride, col_stride
+
+    def place(self, key: tuple[int, int, int]) -> _Place:
+        address, row_stride, col_stride = self.key = key
+        rows, cols = self.shape
+        items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
+        flat = _core.lease(address, [items * self.dtype.itemsize], 1, 8, 1, 0, ())  # uint8 on CPU, owned by nobody
+        return _Place(flat.view(self.dtype), row_stride, col_stride)
+
+
+def _size(region: Region) -> tuple[int, int]:
+    return value(region.rows), value(region.cols)
+
+
+def _not_bound() -> None:
+    raise AssertionError("bind comes first")
+
+
+def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumulate: bool) -> Callable[[], object]:
+    if op == "matmul":
+        return partial(torch.addmm, out, *inputs, out=out) if accumulate else partial(torch.mm, *inputs, out=out)
+    if not accumulate:
+        return partial(_ELEMENTWISE[op], *inputs, out=out)
+    return partial(_add_to, out, partial(_ELEMENTWISE[op], *inputs, out=torch.empty_like(out)))
+
+
+def _add_to(out: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
+    out.add_(call())
+
+
+def span_name(step: Step, rank: int) -> str:
+    """A step of `rank` in a timeline: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]"."""
+
+    def at(where: Index) -> str:
+        return "" if where == rank else f"@{where}"
+
+    match step:
+        case Copy(src, dst):
+            return f"copy {src.buffer}{at(src.at)} -> {dst.buffer}{at(dst.at)}"
+        case Compute(op, out):
+            return f"{op} {out.buffer}{at(out.at)}"
+        case Collective(op, src, dst):
+            return f"{op} {src.buffer} -> {dst.buffer}"
+        case Set(signal, index, where):
+            return f"set {signal}{at(where)}[{index}]"
+        case Wait(signal, index):
+            return f"wait {signal}[{index}]"
+    return describe(step)

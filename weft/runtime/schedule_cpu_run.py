@@ -1,0 +1,190 @@
+"""One run of a schedule on CPU processes, as the lanes of a rank share it: which one it is, how they wait, what went wrong.
+
+Nobody waits at the start of a run. A rank publishes which schedule it runs, and whether it refuses its tensors, and looks at
+what a peer published before it waits for a signal that only this peer can raise, at the latest at the end of the run. A rank
+that refuses plays its part in signals and collectives, without copies and computing: nobody waits in vain, counters stay in
+step, and then the run raises on all ranks. That is a few stores and loads of shared memory a run.
+
+Two slots in turn hold what a rank publishes. That is enough: who publishes call n + 2 has met everybody in call n + 1, and so
+everybody is done with call n; and who is read in call n cannot be further than n + 1.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from weft import _core
+from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError
+from weft.runtime.agreement import drop_closed
+from weft.symm import Domain
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+_LOOK_S = 0.1  # how long a wait for the library's collective lasts before it looks at the state of the group
+# `all_gather_into_tensor` is its name before torch 2.13.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_abandoned: list[Any] = []  # collectives that did not end, and the memory that the library may still touch
+
+
+class Calls:
+    """The runs of all schedules of a domain, in the order in which this rank calls them. Making it is collective."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        self.lock = threading.RLock()  # held during a run, and by who closes a schedule
+        self.names: list[str] = []  # of schedules, in the order in which the ranks made them
+        region = domain.allocate(3 * _core.COUNTER_BYTES, what="calls of schedules")
+        # A counter with the number of the call, then the two slots: number of the schedule, or its complement to refuse.
+        self._memory = [region.tensor(rank, (region.nbytes,), torch.uint8) for rank in range(domain.world_size)]
+        self._call = 0
+        self._schedule = 0
+        self._refuses: dict[int, bool] = {}  # by rank, of those that are known to be in this call
+
+    def begin(self, schedule: int, *, refuses: bool) -> None:
+        rank = self.domain.rank
+        self._call, self._schedule, self._refuses = self._call + 1, schedule, {rank: refuses}
+        own = self._memory[rank].data_ptr()
+        _core.signal_set(self._slot(own), ~schedule if refuses else schedule)
+        _core.signal_set(own, self._call)
+
+    def meet(self, peer: int, what: str, deadline_s: float) -> bool:
+        """Wait until `peer` makes this call too, for the sake of `what`; whether it refuses."""
+        known = self._refuses.get(peer)
+        if known is not None:
+            return known
+        counter = self._memory[peer].data_ptr()
+        if _core.signal_read(counter) < self._call:
+            name = f"{what} (call {self._call} of schedules)"
+            self.domain.wait(counter, self._call, name=name, peer=peer, deadline_s=deadline_s)
+        published = _core.signal_read(self._slot(counter))
+        theirs = max(published, ~published)
+        if theirs != self._schedule:
+            raise DisagreementError(
+                f"ranks call different schedules: rank {self.domain.rank} calls {self._name(self._schedule)} and rank {peer} "
+                f"calls {self._name(theirs)}: call the same operators in the same order on every rank"
+            )
+        self._refuses[peer] = published < 0
+        return published < 0
+
+    def _slot(self, counter: int) -> int:
+        return counter + _core.COUNTER_BYTES * (1 + self._call % 2)
+
+    def _name(self, schedule: int) -> str:
+        return f"{self.names[schedule]!r} (number {schedule} that was made)"
+
+
+_calls: dict[Domain, Calls] = {}
+
+
+def calls_of(domain: Domain) -> Calls:
+    """Collective at the first call for a domain."""
+    if domain not in _calls:
+        drop_closed(_calls)
+        _calls[domain] = Calls(domain)
+    return _calls[domain]
+
+
+class Run:
+    """What the lanes of this rank share: the number of the run, its deadline, their errors. Used again for every run."""
+
+    def __init__(self, name: str, domain: Domain) -> None:
+        self.name, self.domain, self.calls = name, domain, calls_of(domain)
+        self._number = len(self.calls.names)
+        self.calls.names.append(name)
+        self.errors: list[BaseException] = []
+        self._epoch = 0
+        self._deadline_s = 0.0
+        self._tensors: Tensors = {}
+
+    def begin(self, tensors: Tensors, deadline_s: float, *, refuses: bool) -> None:
+        self._tensors, self._deadline_s, self.errors = tensors, deadline_s, []
+        self._epoch += 1
+        self.calls.begin(self._number, refuses=refuses)
+
+    def fail(self, error: BaseException, where: str) -> None:
+        self.errors.append(error)
+        self.domain.poison(f"schedule {self.name}, {where}: {error!r}")  # without effect if the group has failed before
+
+    def end(self, refusal: str) -> None:
+        """Raise what went wrong here, or what the ranks say that refused."""
+        try:
+            if not self.errors:
+                self._raise_refusals(refusal)
+        except RefusedError:
+            raise
+        except BaseException as error:
+            self.fail(error, "end of the run")
+        finally:
+            errors, self.errors, self._tensors = self.errors, [], {}
+        if errors:
+            # Lanes that heard of a failure may have been quicker to say so than the one that met it.
+            causes = [error for error in errors if not isinstance(error, PoisonedGroupError)]
+            raise (causes or errors)[0]
+
+    def _raise_refusals(self, refusal: str) -> None:
+        ranks = range(self.domain.world_size)
+        if [rank for rank in ranks if self.calls.meet(rank, f"schedule {self.name}", self._deadline_s)]:  # all are met
+            mine = refusal and f"rank {self.domain.rank}: {refusal}"
+            texts = self.domain.all_gather(mine, what=f"refusals of {self.name}", deadline_s=self._deadline_s)
+            raise RefusedError("; ".join(text for text in texts if text))
+
+    def wait(
+        self, address: int, sets_per_run: int, offset: int, name: str, needs: tuple[int, ...], peer: int | None
+    ) -> None:
+        """Until this rank's counter is at epoch * sets_per_run + offset.
+
+        needs: the ranks without whose call it will not come. peer: the rank that raises it, if it is one.
+        """
+        wanted = self._epoch * sets_per_run + offset
+        if _core.signal_read(address) >= wanted:
+            return
+        for rank in needs:
+            self.calls.meet(rank, name, self._deadline_s)
+        self.domain.wait(address, wanted, name=name, peer=peer, deadline_s=self._deadline_s)
+
+    def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
+        """dst [sum(rows), cols] = src [rows[rank], cols] of all ranks, by the library. One thread at a time."""
+        if not dst.numel():
+            return
+        for peer in range(self.domain.world_size):  # the library knows nothing of our deadline
+            self.calls.meet(peer, f"all_gather of {self.name}", self._deadline_s)
+        group = self.domain.group
+        whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+        if len(set(rows)) == 1:
+            works = [_all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
+        else:  # which the library's all-gather does not know on CPU
+            parts = whole.split(rows)
+            parts[self.domain.rank].copy_(src)
+            sources = [rank for rank, count in enumerate(rows) if count]
+            works = [dist.broadcast(parts[rank], group_src=rank, group=group, async_op=True) for rank in sources]
+        try:
+            for work in works:
+                self._finish(work)
+        except BaseException:
+            _abandoned.append((works, src, whole, self._tensors))
+            raise
+        if whole is not dst:
+            dst.copy_(whole)
+
+    def _finish(self, work: dist.Work) -> None:
+        until = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    time.sleep(_LOOK_S)  # the library may notice before our watchdog that a peer is gone
+                    self.domain.check()
+                    raise
+            self.domain.check()
+            if time.monotonic() >= until:
+                raise DeadlineError(
+                    f"rank {self.domain.rank} waited {self._deadline_s:g} s for all_gather of {self.name}: wanted all "
+                    f"{self.domain.world_size} ranks, found some missing"
+                )
