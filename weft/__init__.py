@@ -18,11 +18,12 @@ _HOME = {
     "KeyedJaggedTensor": "weft.sparse",
     "KeyedTensor": "weft.sparse",
     "Timeline": "weft.timeline",
+    "all_gather_matmul": "weft.ops.all_gather_matmul",
     "embedding_all_to_all": "weft.ops.embedding_all_to_all",
     "embedding_pool": "weft.ops.embedding_pool",
     "place_tables": "weft.sparse",
 }
-_MODULES = ("errors", "nn", "sparse", "symm", "timeline", "trace")
+_MODULES = ("errors", "hw", "nn", "plan", "schedule", "sim", "sparse", "symm", "timeline", "trace")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

@@ -13,10 +13,12 @@ from weft.kernels import move as device_code
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ALIGNMENT = 16  # the widest access, in bytes
-_BLOCK_BYTES = 8192
-_BYTES_PER_PROGRAM = 16384  # of a copy: fewer programs for small copies, so that the signal comes sooner
-_MAX_PROGRAMS = 32  # measured on H200: 330 of the 354 GB/s that all compute units reach, and little taken from a GEMM
-_WARPS = 8
+_BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
+_MAX_PROGRAMS = 64
+_COPY_WARPS = 8
+# A signal alone must find room beside a GEMM that fills the registers of every compute unit: with more warps it would
+# have to wait for the end of the GEMM, and whoever waits for the signal with it.
+_SIGNAL_WARPS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ class Move:
         words = [*(number for wait in waits for number in wait), *sets, 0]
         table = torch.tensor(words, dtype=torch.int64, device=device)
         self._tables = (table, len(waits), table[2 * len(waits) :], len(sets), table[len(words) - 1 :], epoch_word)
-        self._grid = (max(1, min(_MAX_PROGRAMS, -(-shape.rows * shape.width // _BYTES_PER_PROGRAM))), 1, 1)
+        self._grid = (max(1, min(_MAX_PROGRAMS, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
+        warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow one for odd addresses.
-        self._variants = {step: _compiled_move(device, step) for step in {self._step, min(self._step, 2), 1}}
+        self._variants = {step: _compiled_move(device, step, warps) for step in {self._step, min(self._step, 2), 1}}
 
     def launch(self, epoch_given: int, source: int = 0, target: int = 0) -> None:
         """On the current stream; the epoch is what the device's word says plus `epoch_given`."""
@@ -91,19 +94,19 @@ class Stamps:
 
 
 @lru_cache(maxsize=64)
-def _compiled_move(device: torch.device, step: int) -> tuple[Any, tuple[Any, ...]]:
+def _compiled_move(device: torch.device, step: int, warps: int) -> tuple[Any, tuple[Any, ...]]:
     """A loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
     item = min(8, step)
     constants = {
         "ITEM": _ITEMS[item],
-        "BLOCK": _BLOCK_BYTES // item,
+        "BLOCK": _BLOCK_BYTES // item if warps == _COPY_WARPS else 32,
         "ALIGN": step // item,
         "PTX": torch.version.hip is None,
     }
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
     return _loaded(
-        device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], _WARPS, constants
+        device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], warps, constants
     ), tuple(constants.values())
 
 

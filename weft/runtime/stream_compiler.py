@@ -80,13 +80,14 @@ class StreamItems:
         self.stamps: Stamps | None = None
         self.program: Any = None
         self.bases: list[int] = []
+        self.leaves_main = False  # whether calls or launches go to other streams than the caller's
 
     def issue(self, tensors: Tensors, epoch: int) -> None:
         owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
         for i, name in enumerate(self.names):
             bases[i] = tensors[name].data_ptr()
-        main = torch.cuda.current_stream(owner.device)
-        streams[0] = main.cuda_stream
+        streams[0] = torch._C._cuda_getCurrentRawStream(owner.device.index)
+        main: Any = torch.cuda.current_stream(owner.device) if self.leaves_main else None
         given = 0 if self.on_device else epoch
         for kind, what, where in self.items:
             if kind == _NATIVE:
@@ -185,6 +186,7 @@ class _Compiler:
         if self.on_device and 0 not in self._knows_epoch:
             program.wait_event(0, begun)
         self._flush()
+        self.result.leaves_main = any(item.kind != _NATIVE and item.where for item in self.result.items)
         return self.result
 
     # --- grouping ---

@@ -46,6 +46,9 @@ class Expr:
         except (ZeroDivisionError, IndexError) as error:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
+    def __int__(self) -> int:
+        return self.evaluate({})
+
     def __add__(self, other: Index) -> Index:
         return self if other == 0 else _join(self, ast.Add(), other)
 

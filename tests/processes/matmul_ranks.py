@@ -1,0 +1,166 @@
+"""all_gather_matmul in tests: what runs on the ranks. Data are made from seeds, so every rank knows every other's."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+
+
+def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def shards_of(
+    world: int, shape: tuple[int, ...], gather_dim: int, rows: list[int] | None, dtype: torch.dtype, seed: int
+) -> list[torch.Tensor]:
+    sizes = rows or [shape[gather_dim]] * world
+    return [data(r, (*shape[:gather_dim], n, *shape[gather_dim + 1 :]), dtype, seed) for r, n in enumerate(sizes)]
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
+    """At most twice the error of torch's own op in the same dtype."""
+    scale = exact.abs().max().clamp_min(1e-30)
+    error = ((found.double() - exact).abs().max() / scale).item()
+    bound = 2 * max(((usual.double() - exact).abs().max() / scale).item(), 1e-6)
+    assert error <= bound, f"error {error:.3g}, torch's own is {bound / 2:.3g}"
+
+
+def forward(
+    group: dist.ProcessGroup, shape: tuple[int, ...], gather_dim: int, widths: list[int], rows: list[int] | None,
+    dtype: torch.dtype, return_A: bool, schedule: str | None, calls: int,
+) -> None:  # fmt: skip
+    rank, world, k = group.rank(), group.size(), shape[-1]
+    for call in range(calls):
+        shards = shards_of(world, shape, gather_dim, rows, dtype, call)
+        assert rows is None or len(rows) == world
+        Bs = [data(rank, (n, k), dtype, 50 + call + i).t() for i, n in enumerate(widths)]
+        A, ys = weft.all_gather_matmul(
+            shards[rank], Bs, gather_dim, group, return_A=return_A, schedule=schedule, rows=rows
+        )
+        whole = torch.cat(shards, gather_dim)
+        if return_A:
+            assert A is not None
+            assert torch.equal(A, whole)
+        else:
+            assert A is None
+        assert len(ys) == len(Bs)
+        for y, B in zip(ys, Bs, strict=True):
+            assert y.shape == (*whole.shape[:-1], B.shape[1])
+            assert y.dtype == dtype
+            close(y, whole.double() @ B.double(), whole @ B)
+
+
+def backward(
+    group: dist.ProcessGroup, rows: list[int], widths: list[int], return_A: bool, compiled: bool, dtype: torch.dtype
+) -> None:
+    """Gradients of a random weighing of all results, against autograd on the whole in float64."""
+    rank, world, k = group.rank(), group.size(), 12
+    shards = shards_of(world, (rows[rank], k), 0, rows, dtype, 1)
+    Bs_of = [[data(r, (k, n), dtype, 60 + i) for i, n in enumerate(widths)] for r in range(world)]
+    weights_of = [[data(r, (sum(rows), n), dtype, 70 + i) for i, n in enumerate([k, *widths])] for r in range(world)]
+
+    def loss(x: torch.Tensor, Bs: list[torch.Tensor]) -> torch.Tensor:
+        A, ys = weft.all_gather_matmul(x, Bs, 0, group.group_name, return_A=return_A, rows=rows)
+        total = sum((y * w).sum() for y, w in zip(ys, weights_of[rank][1:], strict=True))
+        return total + (A * weights_of[rank][0]).sum() if A is not None else total
+
+    x = shards[rank].clone().requires_grad_()
+    Bs = [B.clone().requires_grad_() for B in Bs_of[rank]]
+    (torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss)(x, Bs).backward()
+
+    exact_x = torch.cat(shards).double().requires_grad_()
+    exact_Bs = [[B.double().requires_grad_() for B in of_rank] for of_rank in Bs_of]
+    total = torch.zeros((), dtype=torch.float64)
+    for r in range(world):
+        for B, w in zip(exact_Bs[r], weights_of[r][1:], strict=True):
+            total = total + ((exact_x @ B) * w.double()).sum()
+        if return_A:
+            total = total + (exact_x * weights_of[r][0].double()).sum()
+    total.backward()
+    first = sum(rows[:rank])
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact_x.grad[first : first + rows[rank]], rtol=2e-4, atol=2e-3)
+    for B, exact in zip(Bs, exact_Bs[rank], strict=True):
+        assert B.grad is not None
+        torch.testing.assert_close(B.grad.double(), exact.grad, rtol=2e-4, atol=2e-3)
+
+
+def many_sizes(group: dist.ProcessGroup, count: int) -> None:
+    """Random M, back to back, two operators of a group taking turns; compared only afterwards."""
+    rank, world = group.rank(), group.size()
+    random = torch.Generator().manual_seed(5)
+    results = []
+    for call in range(count):
+        m = int(torch.randint(1, 40, (1,), generator=random))
+        shards = shards_of(world, (m, 16), 0, None, torch.float32, call)
+        B = data(rank, (16, 8 + 8 * (call % 2)), torch.float32, call)
+        name = "shard[chunks=1,lanes=1,by=dma]" if world > 1 else "serial"
+        results.append((weft.all_gather_matmul(shards[rank], [B], 0, group, schedule=name)[1][0], torch.cat(shards), B))
+    for y, whole, B in results:
+        close(y, whole.double() @ B.double(), whole @ B)
+
+
+def errors(group: dist.ProcessGroup) -> dict[str, str]:
+    """What bad arguments are told, each on every rank before anything is sent."""
+    x, B, world = torch.randn(4, 8), torch.randn(8, 3), group.size()
+    calls: dict[str, Any] = {
+        "one dimension": lambda: weft.all_gather_matmul(x[0], [B], 0, group),
+        "last dimension": lambda: weft.all_gather_matmul(x, [B], 1, group),
+        "no matrix": lambda: weft.all_gather_matmul(x, [], 0, group),
+        "other K": lambda: weft.all_gather_matmul(x, [B[:5]], 0, group),
+        "other dtype": lambda: weft.all_gather_matmul(x, [B.double()], 0, group),
+        "strange dtype": lambda: weft.all_gather_matmul(x.int(), [B.int()], 0, group),
+        "rows": lambda: weft.all_gather_matmul(x, [B], 0, group, rows=[5] * world),
+        "schedule": lambda: weft.all_gather_matmul(x, [B], 0, group, schedule="shrad"),
+        "cannot": lambda: weft.all_gather_matmul(
+            x[: 3 + (group.rank() == 0)], [B], 0, group, rows=[4] + [3] * (world - 1),
+            schedule="shard[chunks=2,lanes=1,by=dma]",
+        ),
+        "deadline": lambda: weft.all_gather_matmul(x, [B], 0, group, deadline_s=-1),
+    }  # fmt: skip
+    told = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            told[name] = str(error)
+    return told
+
+
+def copies(group: dist.ProcessGroup) -> list[str]:
+    """The warnings of calls whose layouts cost a copy, made twice each."""
+    x, B = torch.randn(8, 6).t()[:, ::2], torch.randn(8, 12)[::2, ::2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _, (y,) = weft.all_gather_matmul(x, [B], 0, group, return_A=False)
+    rank = group.rank()
+    torch.testing.assert_close(y[rank * 6 : (rank + 1) * 6], x @ B)
+    return [str(w.message) for w in caught]
+
+
+def never_comes(group: dist.ProcessGroup) -> str:
+    """Rank 0 calls twice and the others once."""
+    x, B = torch.randn(4, 8), torch.randn(8, 3)
+    name = "shard[chunks=1,lanes=1,by=dma]"
+    weft.all_gather_matmul(x, [B], 0, group, schedule=name)
+    if group.rank() == 0:
+        try:
+            weft.all_gather_matmul(x, [B], 0, group, schedule=name, deadline_s=1)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+    time.sleep(3)
+    return ""
+
+
+def checked_as_op(group: dist.ProcessGroup) -> None:
+    x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    arguments = (x, [B], group.group_name, True, "", [], 0.0)
+    torch.library.opcheck(torch.ops.weft.all_gather_matmul.default, arguments)

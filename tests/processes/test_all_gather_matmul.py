@@ -1,0 +1,83 @@
+"""weft.all_gather_matmul on CPU processes: results, gradients, torch.compile, layouts, bad input, a rank that does not come."""
+
+from __future__ import annotations
+
+import matmul_ranks as ranks
+import pytest
+import torch
+
+from weft.launch import Pool
+
+F32, BF16 = torch.float32, torch.bfloat16
+# shape of a shard, dimension, widths, rows of each rank, dtype, whether A is wanted, schedule
+FORWARD = {
+    "a matrix": ((5, 16), 0, [7], None, F32, True, None),
+    "three matrices in bf16": ((8, 32), 0, [16, 8, 8], None, BF16, False, None),
+    "pinned": ((6, 16), 0, [5], None, F32, False, "shard[chunks=2,lanes=2,by=dma]"),
+    "pinned, A wanted": ((6, 16), 0, [5, 4], None, F32, True, "shard[chunks=2,lanes=1,by=dma]"),
+    "serial": ((6, 16), 0, [5], None, F32, True, "serial"),
+    "serial, uneven": ((4, 16), 0, [5], [4, 0, 9, 2], F32, True, "serial"),
+    "uneven": ((4, 16), 0, [5], [4, 0, 9, 2], F32, True, "gather[by=kernel]"),
+    "a batch of sequences": ((3, 4, 16), 1, [6], None, F32, True, None),
+    "a batch, uneven": ((2, 3, 16), 1, [6], [3, 1, 2, 5], F32, True, None),
+    "no rows": ((0, 16), 0, [6], None, F32, True, None),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", FORWARD)
+def test_results(pool: Pool, world: int, name: str) -> None:
+    shape, gather_dim, widths, rows, dtype, return_A, schedule = FORWARD[name]
+    if rows is not None:
+        rows = rows[:world]
+    if world == 1:
+        schedule = None
+    pool.run(ranks.forward, shape, gather_dim, widths, rows, dtype, return_A, schedule, 3, ranks=world, timeout_s=60)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("return_A", [False, True], ids=["", "A wanted"])
+@pytest.mark.parametrize("rows", [[5, 5], [4, 0, 9]], ids=["even", "uneven"])
+def test_gradients(pool: Pool, rows: list[int], return_A: bool, compiled: bool) -> None:
+    pool.run(ranks.backward, rows, [6, 3], return_A, compiled, F32, ranks=len(rows), timeout_s=120)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_sizes_in_a_row(pool: Pool, world: int) -> None:
+    pool.run(ranks.many_sizes, 12, ranks=world, timeout_s=60)
+
+
+def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
+    expected = {
+        "one dimension": "at least two dimensions",
+        "last dimension": "gather_dim=1 must name a dimension of A_shard (4, 8) before the last",
+        "no matrix": "Bs is empty",
+        "other K": "Bs[0] has shape (5, 3): it must be [K=8, N]",
+        "other dtype": "Bs[0] is torch.float64",
+        "strange dtype": "A_shard is torch.int32: use one of",
+        "rows": "rows=(5, 5)",
+        "schedule": "no schedule 'shrad'",
+        "cannot": "are sent whole",
+        "deadline": "deadline_s=-1 must be positive",
+    }
+    for told in pool.run(ranks.errors, ranks=2, timeout_s=60):
+        assert told.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in told[name], name
+
+
+def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
+    for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
+        assert sum("A_shard is copied at every call" in text for text in told) == 1
+        assert sum("neither rows nor columns are contiguous" in text for text in told) == 1
+
+
+def test_a_rank_that_does_not_come(pool: Pool) -> None:
+    with Pool(2) as alone:
+        told, _ = alone.run(ranks.never_comes, timeout_s=60)
+    assert told.startswith("DeadlineError")
+    assert "rank 0 waited 1 s" in told
+
+
+def test_opcheck(pool: Pool) -> None:
+    pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)

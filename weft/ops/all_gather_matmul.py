@@ -1,0 +1,391 @@
+"""weft.all_gather_matmul: GEMMs that start before all of their input is there.
+
+From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
+the planner says which schedule (`weft.ops.choosing`); `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial
+schedule is called as a user would write it, past all of these, so that taking it costs nothing.
+
+Backward. With y_i = x @ w_i, x gathered from the ranks' shards:
+
+    grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
+
+x is gathered again while the first GEMMs run, and the reduce-scatter runs while the second ones do.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from weft import symm
+from weft.ops import choosing
+from weft.schedule import AllGatherMatmul
+from weft.timeline import Timeline
+
+_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    gather_dim: int,
+    group: dist.ProcessGroup | str,
+    *,
+    return_A: bool = True,
+    schedule: str | None = None,
+    rows: Sequence[int] | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """All-gather `A_shard` along `gather_dim` over `group` and multiply the result with each of `Bs`.
+
+    Signature and results are those of `torch.ops.symm_mem.fused_all_gather_matmul`. Equals
+
+        A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
+
+    but GEMMs on what is there run while the rest arrives, where that is faster: it is decided by shape and machine, and
+    where nothing beats the plain sequence of library calls, that is what happens. Collective over `group`. Differentiable
+    in A_shard and Bs; gradients are sums over ranks, not means.
+
+    A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D. Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied).
+    gather_dim: any dimension but the last.
+    group: a process group, or its name.
+    return_A: also return the gathered A (costs its memory, and a copy of what arrives).
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,lanes=1,by=dma]", ...).
+    rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
+    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
+        process group does.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device).
+
+    Returns (A or None, [A @ B for B in Bs]), on GPUs valid in stream order, in ordinary memory. The first call of a shape
+    is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
+    Memory: the results; and for each shape symmetric memory of the size of A, kept until the group goes.
+
+    Raises `ValueError` for bad arguments, `DisagreementError` when ranks describe different calls, `DeadlineError`,
+    `PeerLostError`, `PoisonedGroupError`. Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
+    Overlap".
+    """
+    x = A_shard if gather_dim == 0 and A_shard.dim() == 2 else A_shard.movedim(gather_dim, 0).flatten(0, -2)
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        name = group if isinstance(group, str) else group.group_name
+        sizes = [] if rows is None else [size * (x.shape[0] // max(1, A_shard.shape[gather_dim])) for size in rows]
+        results = torch.ops.weft.all_gather_matmul(x, Bs, name, return_A, schedule or "", sizes, deadline_s or 0.0)
+    else:
+        if isinstance(group, str):
+            group = _resolve_process_group(group)  # type: ignore[arg-type]
+        prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
+        if torch.is_grad_enabled() and (x.requires_grad or any(B.requires_grad for B in Bs)):
+            results = _Function.apply(prepared, deadline_s, timeline, x, *Bs)
+        else:
+            results = prepared(x, Bs, deadline_s, timeline)
+    if x is not A_shard:
+        # [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them.
+        others = [extent for d, extent in enumerate(A_shard.shape[:-1]) if d != gather_dim % A_shard.dim()]
+        results = [result.view(-1, *others, result.shape[1]).movedim(0, gather_dim) for result in results]
+    return (results[0], list(results[1:])) if return_A else (None, list(results))
+
+
+class _Prepared:
+    """Everything about calls of one shape on one group: made at the first, found by the others."""
+
+    def __init__(self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
+        self.p, self.group, self.device, self.pinned = p, group, device, pinned
+        self.domain = symm.domain(group, device) if p.world_size > 1 else None
+        self._serial = p.world_size == 1
+        self._executor: Any = None
+        self._shapes = [(p.m, n) for n in p.n]
+
+    @property
+    def stale(self) -> bool:
+        return self.domain is not None and self.domain.closed
+
+    def __call__(
+        self, x: torch.Tensor, Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor]:
+        """[gathered x if wanted, x @ B ...] of 2-D tensors."""
+        x = _contiguous(x)
+        if self._serial:
+            return self._in_turn(x, Bs)
+        results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
+        tensors = {"x_shard": x}
+        for i, (B, y) in enumerate(zip(Bs, results, strict=True)):
+            tensors[f"w{i}"] = B
+            tensors[f"y{i}"] = y
+        if self.p.return_gathered:
+            gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
+            tensors["x"] = gathered
+            results = [gathered, *results]
+        if self._executor is None:
+            assert self.domain is not None
+            self._executor = choosing.executor_for(self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s)
+            self._serial = self._executor is None
+            if self._serial:
+                return self._in_turn(x, Bs)
+        self._executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        return results
+
+    def _in_turn(self, x: torch.Tensor, Bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The library's collective, then its GEMMs."""
+        whole = x if self.p.world_size == 1 else gathered_by_library(x, self.p, self.group)
+        ys = [torch.mm(whole, B) for B in Bs]
+        return [whole, *ys] if self.p.return_gathered else ys
+
+
+def gathered_by_library(x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> torch.Tensor:
+    """[sum(rows), k] on every rank, by torch.distributed."""
+    whole = torch.empty(p.m, p.k, dtype=x.dtype, device=x.device)
+    if len(set(p.rows)) == 1:
+        dist.all_gather_into_tensor(whole, x, group=group)
+    elif x.device.type == "cuda":
+        dist.all_gather(list(whole.split(p.rows)), x, group=group)
+    else:  # gloo gathers equal parts only
+        padded = x.new_zeros(max(p.rows), p.k)
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in p.rows]
+        dist.all_gather(parts, padded, group=group)
+        torch.cat([part[:n] for part, n in zip(parts, p.rows, strict=True)], out=whole)
+    return whole
+
+
+# --- backward ---
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        prepared: _Prepared,
+        deadline_s: float | None,
+        timeline: Timeline | None,
+        x: torch.Tensor,
+        *Bs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        results = prepared(x, Bs, deadline_s, timeline)
+        ctx.prepared = prepared
+        # Where the caller holds the gathered x anyway it need not be gathered again.
+        ctx.save_for_backward(results[0] if prepared.p.return_gathered else x, *Bs)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        saved, *Bs = ctx.saved_tensors
+        return None, None, None, *_gradients(ctx.prepared, saved, Bs, list(grads), ctx.needs_input_grad[3:])
+
+
+def _gradients(
+    prepared: _Prepared, saved: torch.Tensor, Bs: list[torch.Tensor], grads: list[torch.Tensor], wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Of x_shard and of each B. `saved` is the gathered x if the caller wanted it, else the shard."""
+    p, group = prepared.p, prepared.group
+    grad_gathered = grads.pop(0) if p.return_gathered else None
+    regather = any(wanted[1:]) and not p.return_gathered and p.world_size > 1
+    whole, gathering = saved, None
+    if regather:
+        if len(set(p.rows)) == 1:
+            whole = saved.new_empty(p.m, p.k)
+            gathering = dist.all_gather_into_tensor(whole, saved.contiguous(), group=group, async_op=True)
+        else:
+            whole = gathered_by_library(saved.contiguous(), p, group)
+    grad_x = scattering = None
+    if wanted[0]:
+        partial = grads[0] @ Bs[0].t() if grad_gathered is None else torch.addmm(grad_gathered, grads[0], Bs[0].t())
+        for grad, B in zip(grads[1:], Bs[1:], strict=True):
+            partial.addmm_(grad, B.t())
+        grad_x, scattering = _reduce_scattered(partial, p, group)
+    if gathering is not None:
+        gathering.wait()
+    grad_Bs = [whole.t() @ grad if want else None for grad, want in zip(grads, wanted[1:], strict=True)]
+    if scattering is not None:
+        scattering.wait()
+    return [grad_x, *grad_Bs]
+
+
+def _reduce_scattered(partial: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """(this rank's rows of the sum over ranks, what to wait for before reading them)."""
+    rank = group.rank()
+    if p.world_size == 1:
+        return partial, None
+    if len(set(p.rows)) == 1 and partial.device.type == "cuda":
+        mine = partial.new_empty(p.rows[rank], p.k)
+        return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
+    work = dist.all_reduce(partial, group=group, async_op=True)
+    return partial.split(p.rows)[rank], work
+
+
+# --- what was prepared ---
+
+_prepared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Prepared]] = weakref.WeakKeyDictionary()
+
+
+def _prepared_for(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
+    schedule: str | None, rows: Sequence[int] | None, deadline_s: float | None,
+) -> _Prepared:  # fmt: skip
+    pinned = choosing.pinned() if schedule is None else schedule
+    layouts = tuple([(B.shape, B.stride(), B.dtype) for B in Bs])
+    sizes = None if rows is None else tuple(rows)
+    key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes)
+    known = _prepared.get(group)
+    if known is None:
+        known = _prepared[group] = {}
+    prepared = known.get(key)
+    if prepared is None or prepared.stale:
+        p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
+        if deadline_s is not None and deadline_s <= 0:
+            raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+        if pinned is not None:
+            choosing.check_name(pinned, p)
+        known[key] = prepared = _Prepared(p, group, A_shard.device, pinned)
+    return prepared
+
+
+def _problem(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
+    rows: tuple[int, ...] | None,
+) -> AllGatherMatmul:  # fmt: skip
+    """The call as a description; raises `ValueError` for what it cannot be."""
+    shape, world = A_shard.shape, group.size()
+    if A_shard.dim() < 2:
+        raise ValueError(f"A_shard has shape {tuple(shape)}: pass at least two dimensions, [rows, K]")
+    if not -A_shard.dim() <= gather_dim < A_shard.dim() or gather_dim % A_shard.dim() == A_shard.dim() - 1:
+        raise ValueError(
+            f"gather_dim={gather_dim} must name a dimension of A_shard {tuple(shape)} before the last: the last one is what "
+            f"the matmul sums over"
+        )
+    if A_shard.dtype not in _DTYPES:
+        raise ValueError(f"A_shard is {A_shard.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
+    if not Bs:
+        raise ValueError("Bs is empty: pass at least one matrix [K, N]")
+    for i, B in enumerate(Bs):
+        if B.dim() != 2 or B.shape[0] != shape[-1]:
+            raise ValueError(
+                f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard {tuple(shape)}"
+            )
+        if B.dtype != A_shard.dtype or B.device != A_shard.device:
+            raise ValueError(
+                f"Bs[{i}] is {B.dtype} on {B.device} and A_shard is {A_shard.dtype} on {A_shard.device}: use one dtype and device"
+            )
+        if 1 not in B.stride() and B.numel():
+            warnings.warn(
+                f"Bs[{i}] has strides {B.stride()}: neither rows nor columns are contiguous, so every GEMM copies it",
+                stacklevel=4,
+            )
+    extent = shape[gather_dim]
+    if rows is None:
+        rows = (extent,) * world
+    elif len(rows) != world or rows[group.rank()] != extent:
+        raise ValueError(
+            f"rows={rows} must have one entry for each of {world} ranks, and here, on rank {group.rank()}, be {extent}, the "
+            f"size of A_shard {tuple(shape)} in dimension {gather_dim}"
+        )
+    others = 1
+    for d, size in enumerate(shape[:-1]):
+        others *= 1 if d == gather_dim % A_shard.dim() else size
+    n = tuple(B.shape[1] for B in Bs)
+    return AllGatherMatmul(world, tuple(r * others for r in rows), n, shape[-1], _DTYPES[A_shard.dtype], return_A)
+
+
+_copied: set[tuple[int, ...]] = set()
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    if x.is_contiguous():
+        return x
+    if tuple(x.stride()) not in _copied:
+        _copied.add(tuple(x.stride()))
+        warnings.warn(
+            f"A_shard is copied at every call: its rows have strides {x.stride()}, pass contiguous ones", stacklevel=5
+        )
+    return x.contiguous()
+
+
+# --- for torch.compile: opaque ops; the results begin with the gathered x if it is wanted ---
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_CALL = "Tensor[] Bs, str group, bool return_x, str schedule, int[] rows"
+_library.define(f"all_gather_matmul(Tensor x_shard, {_CALL}, float deadline_s) -> Tensor[]")
+_library.define(f"all_gather_matmul_backward(Tensor saved, Tensor[] grads, Tensor x_shard, {_CALL}) -> Tensor[]")
+
+
+def _named(
+    x: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    group: str,
+    return_x: bool,
+    schedule: str,
+    rows: Sequence[int],
+    deadline_s: float,
+) -> _Prepared:
+    found = _resolve_process_group(group)  # type: ignore[arg-type]
+    return _prepared_for(x, Bs, 0, found, return_x, schedule or None, list(rows) or None, deadline_s or None)
+
+
+def _run(
+    x: torch.Tensor,
+    Bs: list[torch.Tensor],
+    group: str,
+    return_x: bool,
+    schedule: str,
+    rows: list[int],
+    deadline_s: float,
+) -> list[torch.Tensor]:
+    results = _named(x, Bs, group, return_x, schedule, rows, deadline_s)(x, Bs, deadline_s or None, None)
+    return [result.clone() if result is x else result for result in results]  # one rank: an op may not return its input
+
+
+def _fake(
+    x: torch.Tensor,
+    Bs: list[torch.Tensor],
+    group: str,
+    return_x: bool,
+    schedule: str,
+    rows: list[int],
+    deadline_s: float,
+) -> list[torch.Tensor]:
+    m = sum(rows) if rows else x.shape[0] * _resolve_process_group(group).size()  # type: ignore[arg-type]
+    return [x.new_empty(m, width) for width in [*([x.shape[1]] if return_x else []), *(B.shape[1] for B in Bs)]]
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, Bs, *ctx.call = inputs
+    ctx.save_for_backward(output[0] if ctx.call[1] else x, x, *Bs)
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    saved, x, *Bs = ctx.saved_tensors
+    group, return_x, schedule, rows, _ = ctx.call
+    grad_x, *grad_Bs = torch.ops.weft.all_gather_matmul_backward(
+        saved, list(grads), x, Bs, group, return_x, schedule, rows
+    )
+    return grad_x, grad_Bs, None, None, None, None, None
+
+
+def _run_backward(
+    saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
+    schedule: str, rows: list[int],
+) -> list[torch.Tensor]:  # fmt: skip
+    prepared = _named(x, Bs, group, return_x, schedule, rows, 0.0)
+    found = _gradients(prepared, saved, Bs, list(grads), [True] * (1 + len(Bs)))
+    return [grad.contiguous() for grad in found if grad is not None]
+
+
+def _fake_backward(
+    saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
+    schedule: str, rows: list[int],
+) -> list[torch.Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape), *(x.new_empty(B.shape) for B in Bs)]
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_gather_matmul", _run, _key)
+    _library.impl("all_gather_matmul_backward", _run_backward, _key)
+torch.library.register_fake("weft::all_gather_matmul", _fake, lib=_library)
+torch.library.register_fake("weft::all_gather_matmul_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("weft::all_gather_matmul", _backward, setup_context=_set_up, lib=_library)

@@ -1,0 +1,112 @@
+"""Which schedule a call takes: pinned, planned on a known machine, or measured on an unknown one.
+
+All ranks must take the same. A pinned name and a plan are functions of what all ranks know; measured times are agreed on by
+taking the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from weft import plan
+from weft.hw import known_machines, load_machine
+from weft.schedule import AllGatherMatmul, Candidate, NotApplicableError, Schedule, candidates
+from weft.sim import Model, model_of
+from weft.symm import Domain
+
+_MEASURED = ("serial", "gather[by=kernel]", "shard[chunks=1,lanes=1,by=dma]", "shard[chunks=2,lanes=1,by=dma]")
+_REPETITIONS = 5
+_CLEARLY = 0.97  # of the serial schedule's time: what another one must beat to be taken
+
+
+def pinned() -> str | None:
+    """The schedule that `with weft.plan.use(...)` names, if any."""
+    return plan.pinned()
+
+
+def check_name(name: str, p: AllGatherMatmul) -> None:
+    """`ValueError` if there is no such schedule, or it cannot do `p`."""
+    _candidate(name, p).build()
+
+
+def executor_for(
+    p: AllGatherMatmul,
+    domain: Domain,
+    tensors: dict[str, torch.Tensor],
+    pinned: str | None,
+    *,
+    deadline_s: float | None,
+) -> Any:
+    """What runs `p` here; None for the serial schedule, which needs nothing. Collective. `tensors` are the first call's."""
+    if pinned is not None:
+        return None if pinned == "serial" else executor(_candidate(pinned, p).build(), domain)
+    model = machine_model(domain.device, p.world_size)
+    if model is not None:
+        choice = plan.choose(p, model)
+        return None if choice.candidate.name == "serial" else executor(choice.schedule, domain)
+    return _fastest(p, domain, tensors, deadline_s)
+
+
+def executor(schedule: Schedule, domain: Domain) -> Any:
+    if domain.device.type == "cuda":
+        from weft.runtime.schedule_cuda import CudaSchedule  # needs Triton, which a CPU machine may lack
+
+        return CudaSchedule(schedule, domain)
+    from weft.runtime.schedule_cpu import CpuSchedule
+
+    return CpuSchedule(schedule, domain)
+
+
+@lru_cache(maxsize=64)
+def machine_model(device: torch.device, world_size: int) -> Model | None:
+    """The model of this machine, if there is a file for it."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for known in known_machines():
+        if load_machine(known).name == name:
+            return model_of(load_machine(known), world_size)
+    return None
+
+
+def _candidate(name: str, p: AllGatherMatmul) -> Candidate:
+    known = {candidate.name: candidate for candidate in candidates(p)}
+    if name not in known:
+        raise ValueError(f"no schedule {name!r} for all_gather_matmul: use one of {', '.join(known)}")
+    return known[name]
+
+
+def _fastest(p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> Any:
+    """Run the usual ones a few times each, on the tensors of the first call, and keep the fastest."""
+    best, best_s, serial_s = None, float("inf"), float("inf")
+    for name in _MEASURED:
+        try:
+            made = executor(_candidate(name, p).build(), domain)
+        except NotApplicableError:
+            continue
+        seconds = max(domain.all_gather(_time(made, tensors, deadline_s), what=f"times of {name}"))
+        if name == "serial":
+            serial_s = seconds
+        if seconds < min(best_s, _CLEARLY * serial_s):
+            if best is not None:
+                best.close()
+            best, best_s = (None if name == "serial" else made), seconds
+        if best is not made:
+            made.close()
+    return best
+
+
+def _time(made: Any, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> float:
+    """Median seconds of a run, after one to warm up."""
+    times = []
+    for _ in range(1 + _REPETITIONS):
+        start = time.perf_counter()
+        made.run(tensors, deadline_s=deadline_s)
+        if made.domain.device.type == "cuda":
+            torch.cuda.synchronize(made.domain.device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[_REPETITIONS // 2]
