@@ -115,7 +115,7 @@ def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> C
     uses = [_share("hbm", 0, _part(2 * target.bytes, us, model.hbm_bytes_per_us))]
     uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
     for distance in range(1, world):
-        uses += _wire(model, 0, distance, received / (world - 1), us)
+        uses += _wire(model, 0, distance, source.bytes, us)
     return _cost("peer", model.collective_latency_us, us, uses, source.bytes * (world - 1), joins=True)
 
 

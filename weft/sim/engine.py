@@ -58,7 +58,8 @@ def simulate(
     program = lower(schedule, model, alike=len(set(late)) == 1)
     engine = _Engine(program, late, _issue_times(program, model) if mode == "single" else None, runs)
     result = engine.run()
-    if result.end_us <= max(late) * runs and model != NULL:
+    works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))
+    if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
         raise ScheduleError(f"schedule {schedule.name} takes no time on {model.name}: there is no work in it")
     return result
 

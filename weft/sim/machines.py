@@ -97,9 +97,11 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
 
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
     """The rate on whole tiles with which the formula gives `flops_per_us` for the large matmul."""
-    flops = 2.0 * _LARGE**3
-    at_that_rate = replace(model, matmul_flops_per_us={dtype: flops_per_us}).matmul(_LARGE, _LARGE, _LARGE, dtype)
-    return flops_per_us * at_that_rate.time_us / (flops / flops_per_us - model.launch_us)
+    wanted_us, peak = 2.0 * _LARGE**3 / flops_per_us, flops_per_us
+    for _ in range(20):  # the time is nearly in inverse proportion to the rate, so each turn all but ends it
+        at_peak = replace(model, matmul_flops_per_us={dtype: peak})
+        peak *= at_peak.matmul_us(_LARGE, _LARGE, _LARGE, dtype) / wanted_us
+    return peak
 
 
 def _links(machine: Machine) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,10 +26,10 @@ class Event(NamedTuple):
 class Simulated:
     """Where all ranks do the same, only rank 0 was simulated, and stands for the others in what follows."""
 
-    program: Program
+    program: Program = field(repr=False)
     runs: int
     simulated_ends_us: dict[int, tuple[float, ...]]
-    events: list[Event]
+    events: list[Event] = field(repr=False)
 
     @property
     def end_us(self) -> float:
@@ -61,7 +61,7 @@ class Simulated:
     def exposed_us(self) -> float:
         """For how long the rank with the most of it had nothing to compute: communication that nothing hides."""
         busy = self._busy("matmul", "compute")
-        return max(ends[-1] - busy[rank] for rank, ends in self.simulated_ends_us.items())
+        return max(0.0, *(ends[-1] - busy[rank] for rank, ends in self.simulated_ends_us.items()))
 
     @cached_property
     def timeline(self) -> Timeline:

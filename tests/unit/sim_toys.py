@@ -1,0 +1,65 @@
+"""Models and schedules of the simulator's tests, with numbers that can be done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.hw import load_machine
+from weft.schedule import (
+    ITEM_BYTES,
+    RANK,
+    AllGatherMatmul,
+    Collective,
+    Copy,
+    Draft,
+    NotApplicableError,
+    Schedule,
+    candidates,
+)
+from weft.sim import NULL, Model, model_of
+
+TOY = replace(
+    NULL, name="toy", hbm_bytes_per_us=1e6, pair_bytes_per_us=100.0, copy_engines=8, copy_bytes_per_us=100.0,
+    copy_latency_us=7.0, put_bytes_per_us=((1, 50.0), (2, 100.0)), compute_units=4, kernel_copy_units=1,
+)  # fmt: skip
+"""A mesh with links of 100 bytes/us; memory that is never scarce; kernels that take no time."""
+
+SWITCH = replace(TOY, pair_bytes_per_us=100.0, port_bytes_per_us=100.0)
+
+
+def gpu(name: str, world: int) -> Model:
+    return model_of(load_machine(name), world)
+
+
+def puts(world: int, *targets: int, rows: int = 10, by: str = "dma") -> Schedule:
+    """Rank r puts `rows` rows of 100 bytes to r + distance, all at once, for each distance in `targets`."""
+    d = Draft("puts", world)
+    x = d.buffer("x", rows, 25, "fp32", "input")
+    for i, distance in enumerate(targets):
+        box = d.buffer(f"box{i}", rows, 25, "fp32", "symmetric")
+        d.lane(f"lane {i}", "copy").copy(x.part(), box.part(at=(RANK + distance) % world), by)  # type: ignore[arg-type]
+    return d.schedule()
+
+
+def all_schedules(problem: AllGatherMatmul) -> dict[str, Schedule]:
+    """Every registered way to do `problem`, by name."""
+    found = {}
+    for candidate in candidates(problem):
+        try:
+            found[candidate.name] = candidate.build()
+        except NotApplicableError:
+            continue
+    return found
+
+
+def bytes_leaving(schedule: Schedule, rank: int) -> int:
+    """What a rank sends in one run, added up over its steps."""
+    total = 0
+    for lane in schedule.of_rank(rank):
+        for step in lane.steps:
+            if isinstance(step, Copy) and step.src.at == rank != step.dst.at:
+                total += step.src.rows * step.src.cols * ITEM_BYTES[schedule.buffer(step.src.buffer).dtype]
+            if isinstance(step, Collective):
+                item = ITEM_BYTES[schedule.buffer(step.src.buffer).dtype]
+                total += step.src.rows * step.src.cols * item * (schedule.world_size - 1)
+    return total

@@ -1,0 +1,302 @@
+"""The fluid engine on schedules whose times can be worked out by hand: copies, contention, signals, stragglers, deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
+
+from weft.errors import ScheduleError
+from weft.schedule import RANK, AllGatherMatmul, Collective, Copy, Draft, Expr, Set, Wait
+from weft.sim import NULL, simulate
+from weft.sim.engine import _Engine
+from weft.sim.lower import lower
+
+# -- copies
+
+
+def test_one_copy_takes_latency_plus_bytes_over_bandwidth() -> None:
+    assert simulate(puts(2, 1), TOY).end_us == pytest.approx(7 + 1000 / 100)
+
+
+def test_two_copies_over_one_link_take_twice() -> None:
+    assert simulate(puts(2, 1, 1), TOY).end_us == pytest.approx(7 + 2 * 1000 / 100)
+
+
+def test_copies_over_different_links_do_not_disturb_each_other() -> None:
+    assert simulate(puts(4, 1, 2, 3), TOY).end_us == pytest.approx(7 + 1000 / 100)
+
+
+def test_behind_a_switch_a_rank_sends_no_more_than_its_port_does() -> None:
+    assert simulate(puts(4, 1, 2, 3), SWITCH).end_us == pytest.approx(7 + 3 * 1000 / 100)
+
+
+def test_copies_share_the_engines_there_are() -> None:
+    assert simulate(puts(4, 1, 2, 3), replace(TOY, copy_engines=1)).end_us == pytest.approx(7 + 3 * 1000 / 100)
+
+
+def test_a_copying_kernel_is_as_fast_as_its_compute_units_allow() -> None:
+    assert simulate(puts(2, 1, by="kernel"), TOY).end_us == pytest.approx(1000 / 50)
+    assert simulate(puts(2, 1, by="kernel"), replace(TOY, kernel_copy_units=2)).end_us == pytest.approx(1000 / 100)
+
+
+def test_rows_of_a_two_dimensional_copy_cost_extra_and_whole_rows_do_not() -> None:
+    model = replace(TOY, copy_row_us=0.5)
+    d = Draft("columns", 2)
+    x = d.buffer("x", 10, 50, "fp32", "input")
+    box = d.buffer("box", 10, 50, "fp32", "symmetric")
+    half = (0, 25)
+    d.lane("copy", "copy").copy(x.part(cols=half), box.part(cols=half, at=(RANK + 1) % 2))
+    assert simulate(d.schedule(), model).end_us == pytest.approx(7 + 1000 / 100 + 10 * 0.5)
+    assert simulate(puts(2, 1), model).end_us == pytest.approx(7 + 1000 / 100)
+
+
+# -- contention
+
+
+def _matmul_and_copy(by: str = "dma", lanes: int = 1) -> Draft:
+    """A 128^3 matmul in fp16 on each of `lanes` lanes, and a put of 30720 bytes."""
+    d = Draft("beside", 2)
+    a, b = d.buffer("a", 128, 128, "fp16", "input"), d.buffer("b", 128, 128, "fp16", "input")
+    for lane in range(lanes):
+        d.lane(f"compute {lane}").matmul(d.buffer(f"y{lane}", 128, 128, "fp16", "output").part(), a.part(), b.part())
+    x, box = d.buffer("x", 128, 120, "fp16", "input"), d.buffer("box", 128, 120, "fp16", "symmetric")
+    d.lane("copy", "copy").copy(x.part(), box.part(at=(RANK + 1) % 2), by)  # type: ignore[arg-type]
+    return d
+
+
+# The matmul: 2 x 128^3 operations in 200 us; 98304 bytes, which are 0.8 of this memory. The copy: 100 us, and rank and
+# peer together put 2 x 307.2 bytes/us on each memory.
+MATMUL_US, COPY_US = 200.0, 100.0
+SCARCE = replace(
+    TOY, compute_units=1, launch_us=1e-9, hbm_bytes_per_us=98304 / MATMUL_US / 0.8, pair_bytes_per_us=307.2,
+    matmul_flops_per_us={"fp16": 2 * 128**3 / MATMUL_US}, copy_bytes_per_us=307.2, copy_latency_us=0.0,
+)  # fmt: skip
+
+
+def test_a_matmul_beside_a_copy_loses_what_the_memory_lacks() -> None:
+    memory = 0.8 + 2 * 307.2 / SCARCE.hbm_bytes_per_us  # asked for, of 1
+    both = COPY_US * memory  # until the copy has ended, at 1 / memory of full speed
+    result = simulate(_matmul_and_copy().schedule(), SCARCE)
+    assert {s.name.split()[0]: s.end_us for s in result.timeline if s.rank == 0} == {
+        "copy": pytest.approx(both, rel=1e-6),
+        "matmul": pytest.approx(both + (MATMUL_US - COPY_US), rel=1e-6),
+    }
+
+
+def test_with_memory_enough_neither_loses() -> None:
+    plenty = replace(SCARCE, hbm_bytes_per_us=1e9)
+    result = simulate(_matmul_and_copy().schedule(), plenty)
+    assert sorted(s.end_us for s in result.timeline if s.rank == 0) == pytest.approx([COPY_US, MATMUL_US], rel=1e-6)
+
+
+def test_two_matmuls_on_two_lanes_share_the_compute_units() -> None:
+    plenty = replace(SCARCE, hbm_bytes_per_us=1e9)
+    assert simulate(_matmul_and_copy(lanes=2).schedule(), plenty).end_us == pytest.approx(2 * MATMUL_US, rel=1e-6)
+
+
+def test_matmuls_that_leave_units_idle_fill_each_others_gaps() -> None:
+    """16 tiles on 12 units are two waves, of which the second is a third full: 1.5 matmuls fit in the time of one."""
+    model = replace(SCARCE, hbm_bytes_per_us=1e12, compute_units=12, tile=(32, 32), launch_us=500.0)
+    alone = simulate(_matmul_and_copy(lanes=1).schedule(), model).end_us - 500
+    two = simulate(_matmul_and_copy(lanes=2).schedule(), model).end_us - 500
+    assert two == pytest.approx(2 * alone * (16 / 24))
+
+
+def test_a_copying_kernel_takes_its_compute_units_from_the_matmul() -> None:
+    """One unit of four; then the matmul gets three quarters of its speed until the copy has ended."""
+    model = replace(SCARCE, hbm_bytes_per_us=1e12, compute_units=4, tile=(32, 32), put_bytes_per_us=((1, 307.2),))
+    model = replace(model, matmul_flops_per_us={"fp16": 2 * 128**3 / MATMUL_US})
+    done_beside = COPY_US * 3 / 4
+    expected = COPY_US + MATMUL_US - done_beside
+    assert simulate(_matmul_and_copy("kernel").schedule(), model).end_us == pytest.approx(expected, rel=1e-6)
+
+
+def test_engines_disturb_a_matmul_without_being_slowed_down_themselves() -> None:
+    """Each GPU's memory is read at 307.2 bytes/us and written at as many; a tenth of its compute is lost by that."""
+    plenty = replace(SCARCE, hbm_bytes_per_us=1e12, copy_disturbance=0.1 / (2 * 307.2))
+    ends = sorted(s.end_us for s in simulate(_matmul_and_copy().schedule(), plenty).timeline if s.rank == 0)
+    assert ends == pytest.approx([COPY_US, MATMUL_US + 0.1 * COPY_US], rel=1e-6)
+
+
+# -- signals
+
+
+def _chain(world: int) -> Draft:
+    """Every rank puts to its right neighbour, and squares what comes from the left."""
+    d = Draft("chain", world)
+    x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10, 25, "fp32", "symmetric")
+    y = d.buffer("y", 10, 25, "fp32", "output")
+    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    right, left = (RANK + 1) % world, (RANK + world - 1) % world
+    d.lane("copy", "copy").wait(free, previous=True).copy(x.part(), box.part(at=right)).set(arrived, at=right)
+    d.lane("compute").wait(arrived).compute("relu", y.part(), box.part()).set(free, at=left)
+    return d
+
+
+SIGNALS = replace(TOY, signal_remote_us=2.0, launch_us=3.0)
+
+
+def test_a_wait_ends_when_the_signal_has_come() -> None:
+    result = simulate(_chain(4).schedule(), SIGNALS)
+    (wait,) = (s for s in result.timeline if s.rank == 2 and s.name == "wait arrived[0]")
+    assert (wait.start_us, wait.end_us) == (0, pytest.approx(7 + 10 + 2))
+    assert result.end_us == pytest.approx(7 + 10 + 2 + 3, abs=0.01)
+
+
+def test_runs_wait_for_the_run_before() -> None:
+    """A rank's second run begins when its lanes have ended; its copy then waits until the receiver has read the first."""
+    first, third = (simulate(_chain(3).schedule(), SIGNALS, runs=n) for n in (1, 3))
+    assert third.end_us == pytest.approx(3 * first.end_us + 2 * 2)  # the signal `free` travels between runs
+    assert third.per_run_us == pytest.approx(first.end_us + 2)
+    assert [len(ends) for ends in third.ends_us] == [3, 3, 3]
+    (waits,) = {
+        s.end_us - s.start_us for s in third.timeline if "previous" in s.name and s.rank == 0 and s.start_us == 0
+    }
+    assert waits == 0
+
+
+def test_a_straggler_delays_exactly_what_depends_on_it() -> None:
+    """Its right neighbour by all of it; itself until its copy has gone, for what it needs has long arrived."""
+    on_time = simulate(_chain(4).schedule(), SIGNALS).end_us
+    late = simulate(_chain(4).schedule(), SIGNALS, late_us=(0, 0, 50, 0)).ends_us
+    assert [ends[0] for ends in late] == pytest.approx([on_time, on_time, 50 + 7 + 10, on_time + 50])
+
+
+def test_a_collective_begins_when_the_last_rank_has_come() -> None:
+    problem = AllGatherMatmul.even(512, 256, 256, 4)
+    schedule = all_schedules(problem)["serial"]
+    model = gpu("h200", 4)
+    end = simulate(schedule, model).end_us
+    assert simulate(schedule, model, late_us=(0, 30, 0, 10)).end_us == pytest.approx(end + 30)
+
+
+def test_loops_are_written_out() -> None:
+    d = Draft("loop", 2)
+    x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10, 25, "fp32", "symmetric")
+    arrived = d.signals("arrived", 5)
+    part = x.part(rows=(Expr("i") * 2, 2)), box.part(rows=(Expr("i") * 2, 2), at=(RANK + 1) % 2)
+    d.lane("copy", "copy").repeat("i", 5, Copy(*part), Set("arrived", Expr("i"), (RANK + 1) % 2))
+    d.lane("compute").repeat("i", RANK + 4, Wait("arrived", Expr("i")))
+    result = simulate(d.schedule(), TOY)
+    assert [s.name for s in result.timeline if s.rank == 0 and s.lane == "compute"] == [
+        f"wait arrived[{i}]" for i in range(4)
+    ]
+    assert [s.name for s in result.timeline if s.rank == 1 and s.lane == "compute"] == [
+        f"wait arrived[{i}]" for i in range(5)
+    ]
+    assert result.end_us == pytest.approx(5 * (7 + 200 / 100))
+    assert arrived.count == 5
+
+
+# -- what may not be
+
+
+def test_a_deadlock_names_lanes_and_waits() -> None:
+    d = Draft("knot", 2)
+    ready = d.signals("ready", 2)
+    d.lane("left").wait(ready, 0).set(ready, 1)
+    d.lane("right").wait(ready, 1, count=2).set(ready, 0)
+    with pytest.raises(ScheduleError) as caught:
+        simulate(d.schedule(), TOY)
+    assert "lane 'left' in run 1: wait ready[0] has 0 of 1 sets" in str(caught.value)
+    assert "lane 'right' in run 1: wait ready[1] has 0 of 2 sets" in str(caught.value)
+
+
+def test_a_set_too_few_is_found_in_the_run_that_lacks_it() -> None:
+    d = Draft("twice", 2)
+    ready = d.signals("ready", 1)
+    d.lane("waits").wait(ready, count=2)
+    d.lane("sets").set(ready)
+    with pytest.raises(ScheduleError, match=r"rank 0 lane 'waits' in run 1: wait ready\[0\] has 1 of 2 sets"):
+        simulate(d.schedule(), NULL)
+
+
+def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
+    d = Draft("alone", 2)
+    x, y = d.buffer("x", 4, 4, "fp32", "input"), d.buffer("y", 8, 4, "fp32", "output")
+    d.lane("compute").repeat("i", RANK, Collective("all_gather", x.part(), y.part()))
+    with pytest.raises(ScheduleError, match="rank 1 lane 'compute' in run 1: all_gather x -> y, which not all ranks"):
+        simulate(d.schedule(), TOY)
+
+
+def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
+    nothing = all_schedules(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,lanes=1,by=dma]"]
+    with pytest.raises(ScheduleError, match="takes no time on NVIDIA H200"):
+        simulate(nothing, gpu("h200", 2))
+    assert simulate(nothing, NULL).end_us == 0
+    uneven = AllGatherMatmul(2, (0, 64), (16,), 16, "bf16")
+    result = simulate(all_schedules(uneven)["shard[chunks=1,lanes=1,by=dma]"], gpu("h200", 2))
+    assert result.end_us > 0
+    assert not [s for s in result.timeline if s.rank == 0 and s.name.startswith("copy")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"runs": 0}, "runs=0"),
+        ({"late_us": (1.0,)}, "must be 2 times"),
+        ({"late_us": (0, -1)}, "none of them negative"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(puts(2, 1), TOY, **arguments)
+
+
+def test_a_model_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="for 2 ranks, and the model for 4"):
+        simulate(puts(2, 1), gpu("h200", 4))
+
+
+# -- all schedules that there are
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("machine", ["h200", "mi300x"])
+def test_every_schedule_simulates_and_moves_the_bytes_it_says(machine: str, world: int) -> None:
+    problem = AllGatherMatmul.even(2048, 1024, 1024, world)
+    model = gpu(machine, world)
+    schedules = all_schedules(problem)
+    assert len(schedules) >= (30 if world > 1 else 1)
+    for name, schedule in schedules.items():
+        result = simulate(schedule, model)
+        assert result.end_us > model.matmul_us(problem.m, *problem.n, problem.k, problem.dtype), name
+        for rank in range(world):
+            sent = sum(s.bytes for s in result.timeline if s.rank == rank)
+            assert sent == bytes_leaving(schedule, rank), name
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
+    problem = AllGatherMatmul.even(12 * 64, 256, 512, world)
+    model = gpu("mi300x", world)
+    for name, schedule in all_schedules(problem).items():
+        one = simulate(schedule, model, runs=2)
+        each = _Engine(lower(schedule, model, alike=False), [0.0] * world, None, 2).run()
+        assert one.program.symmetric, name
+        assert not each.program.symmetric, name
+        spans = [
+            sorted((s.rank, s.lane, round(s.start_us, 5), s.name, round(s.end_us, 5), s.bytes) for s in result.timeline)
+            for result in (one, each)
+        ]
+        assert spans[0] == spans[1], name
+
+
+def test_uneven_shards_are_simulated_rank_by_rank() -> None:
+    problem = AllGatherMatmul(3, (100, 300, 200), (256,), 512, "bf16")
+    result = simulate(all_schedules(problem)["shard[chunks=1,lanes=1,by=dma]"], gpu("h200", 3))
+    assert not result.program.symmetric
+    assert {s.rank: s.bytes for s in result.timeline if s.bytes} == {0: 102400, 1: 307200, 2: 204800}
+
+
+def test_one_call_at_a_time_waits_for_the_host() -> None:
+    problem = AllGatherMatmul.even(8192, 4096, 8192, 2)
+    model = gpu("h200", 2)
+    for schedule in all_schedules(problem).values():
+        assert simulate(schedule, model, mode="single").end_us >= simulate(schedule, model).end_us
+    serial = all_schedules(problem)["serial"]
+    assert simulate(serial, model, mode="single").end_us == pytest.approx(
+        simulate(serial, model).end_us + model.host_step_us
+    )

@@ -1,0 +1,146 @@
+"""Costs: the matmul formula by hand and where measured points correct it, traffic, copies, machine files into models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from sim_toys import TOY, gpu
+
+from weft.hw import Machine, Quantity, known_machines, load_machine
+from weft.sim import NULL, model_of
+
+# One size of tile (32 is the smallest), four units, one operation a microsecond each; splitting k costs too much to pay.
+TILES = replace(
+    TOY, tile=(32, 32), compute_units=4, matmul_flops_per_us={"fp16": 4.0}, hbm_bytes_per_us=math.inf, launch_us=1e9
+)
+
+
+@pytest.mark.parametrize(("tiles", "waves"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_tiles_go_over_the_units_in_waves(tiles: int, waves: int) -> None:
+    found = TILES.matmul(32 * tiles, 32, 10, "fp16")
+    assert found.time_us == pytest.approx(waves * 2 * 32 * 32 * 10)
+    assert found.units_busy == pytest.approx(tiles / (4 * waves))
+
+
+def test_a_tile_that_is_partly_outside_costs_a_whole_one() -> None:
+    assert TILES.matmul(33, 20, 10, "fp16").time_us == TILES.matmul(64, 32, 10, "fp16").time_us
+
+
+def test_a_short_k_pays_for_the_ends_of_its_tiles() -> None:
+    ramp = replace(TILES, tile_ramp=30.0)
+    assert ramp.matmul(32, 32, 10, "fp16").time_us == pytest.approx(4 * TILES.matmul(32, 32, 10, "fp16").time_us)
+
+
+def test_smaller_tiles_are_less_efficient_but_fill_more_units() -> None:
+    model = replace(TILES, tile=(64, 64), tile_half=32.0)  # 64 x 64 is 1.5 times as efficient as 32 x 32
+    assert model.matmul(64, 64, 10, "fp16").time_us == pytest.approx(1.5 * 2 * 32 * 32 * 10)  # four small ones at once
+    assert model.matmul(128, 128, 10, "fp16").time_us == pytest.approx(2 * 64 * 64 * 10)  # four large ones at once
+
+
+def test_a_long_k_is_split_where_there_are_too_few_tiles() -> None:
+    model = replace(TILES, launch_us=5.0)
+    assert model.matmul(32, 32, 4000, "fp16").time_us == pytest.approx(5 + 2 * 32 * 32 * 1000)
+
+
+def test_a_matmul_that_memory_cannot_feed_takes_as_long_as_its_bytes() -> None:
+    model = replace(TILES, hbm_bytes_per_us=0.001)
+    found = model.matmul(32, 32, 32, "fp16")
+    assert found.hbm_bytes == 2 * 3 * 32 * 32
+    assert found.time_us == pytest.approx(found.hbm_bytes / 0.001)
+
+
+def test_operands_are_read_again_for_each_block_that_the_cache_does_not_hold() -> None:
+    """Four tiles at once are 64 x 64: of 128 x 128 there are four, and each reads its (64 + 64) x k."""
+    small = replace(TILES, l2_bytes=0.0)
+    assert small.matmul(128, 128, 10, "fp16").hbm_bytes == pytest.approx(2 * (4 * 128 * 10 + 128 * 128))
+    assert TILES.matmul(128, 128, 10, "fp16").hbm_bytes == pytest.approx(2 * (256 * 10 + 128 * 128))
+
+
+def test_measured_points_are_met_and_correct_their_neighbours() -> None:
+    model = gpu("h200", 2)
+    slow, fast = (4096, 4096, 4096, "bf16"), (512, 512, 512, "bf16")
+    plain = {shape: model.matmul_us(*shape) for shape in (slow, fast)}
+    corrected = model.with_measured({slow: 1.3 * plain[slow], fast: 0.8 * plain[fast]})
+    assert corrected.matmul_us(*slow) == pytest.approx(1.3 * plain[slow])
+    assert corrected.matmul_us(*fast) == pytest.approx(0.8 * plain[fast])
+    without_launch = [(corrected.matmul_us(*s) - model.launch_us) / (plain[s] - model.launch_us) for s in (slow, fast)]
+    between, other = (1448, 1448, 1448), (4096, 4096, 4096, "fp16")
+    ratio = corrected.matmul(*between, "bf16").time_us / model.matmul(*between, "bf16").time_us
+    assert ratio == pytest.approx(math.sqrt(math.prod(without_launch)), rel=0.01)  # as far from both
+    assert corrected.matmul_us(*other) == model.matmul_us(*other)
+
+
+def test_a_dtype_without_a_rate_is_named() -> None:
+    with pytest.raises(KeyError, match=r"add compute\.int8_matmul_8192"):
+        gpu("h200", 2).matmul(64, 64, 64, "int8")
+
+
+# -- machine files
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_the_large_matmul_is_as_fast_as_the_machine_file_says(name: str) -> None:
+    machine, model = load_machine(name), gpu(name, 2)
+    for dtype in model.matmul_flops_per_us:
+        rate = 2 * 8192**3 / model.matmul_us(8192, 8192, 8192, dtype) * 1e6
+        assert rate == pytest.approx(machine[f"compute.{dtype}_matmul_8192"].si, rel=1e-6)
+
+
+@pytest.mark.parametrize("megabytes", [1, 16, 256, 1000])
+def test_the_copy_engine_of_the_h200_follows_its_measured_curve(megabytes: int) -> None:
+    key = f"link.copy_engine_{megabytes}MB" if megabytes < 1000 else "link.copy_engine_1GB"
+    model, count = gpu("h200", 2), megabytes * 1e6
+    predicted = model.copy_latency_us + count / min(model.copy_bytes_per_us, model.port_bytes_per_us)
+    assert predicted == pytest.approx(count / load_machine("h200")[key].si * 1e6, rel=0.03)
+
+
+def test_copying_kernels_follow_the_curve_of_their_units() -> None:
+    h200 = load_machine("h200")
+    at = {n: model_of(h200, 2, kernel_copy_units=n) for n in (4, 8, 12, 16, 132, 200)}
+    assert at[8].kernel_copy_bytes_per_us(put=True) == 221e3
+    assert at[8].kernel_copy_bytes_per_us(put=False) == 105e3
+    assert at[4].kernel_copy_bytes_per_us(put=True) == pytest.approx(221e3 / 2)
+    assert at[12].kernel_copy_bytes_per_us(put=True) == pytest.approx((221e3 + 299e3) / 2)
+    assert at[200].kernel_copy_bytes_per_us(put=True) == 354e3
+
+
+def test_what_a_machine_file_lacks_is_named() -> None:
+    h200 = load_machine("h200")
+    for key in ("compute.launch", "memory.l2", "copy_engine.latency", "signal.remote", "contention.kernel_copy_units"):
+        with pytest.raises(KeyError, match=f"add {key} to its machine file"):
+            model_of(_without(h200, key), 2)
+    with pytest.raises(KeyError, match=r"add link\.port_usable .* or link\.pair_usable"):
+        model_of(_without(h200, "link.port_usable"), 2)
+    with pytest.raises(KeyError, match=r"link\.loads_8_programs"):
+        model_of(_without(h200, *(key for key in h200 if key.startswith("link.loads"))), 2)
+    with pytest.raises(KeyError, match=r"compute\.bf16_matmul_8192"):
+        model_of(_without(h200, *(key for key in h200 if key.endswith("matmul_8192"))), 2)
+    with pytest.raises(ValueError, match="world_size=0"):
+        model_of(h200, 0)
+
+
+def test_every_number_of_a_model_comes_from_its_machine_file() -> None:
+    """Change a number that the simulator is said to read, and the model changes with it; and with no other."""
+    others = ("memory.capacity", "memory.bandwidth", "link.bandwidth", "compute.bf16_dense", "link.copy_engine",
+              "collective.reduce_scatter", "collective.all_to_all", "heuristic.")  # fmt: skip
+    for name in known_machines():
+        machine = load_machine(name)
+        model = model_of(machine, 4)
+        read = {key for key in machine if model_of(_changed(machine, key), 4) != model}
+        assert read == {key for key in machine if not key.startswith(others)}
+
+
+def test_the_null_model_costs_nothing() -> None:
+    assert NULL.matmul_us(8192, 8192, 8192, "bf16") == 0
+    assert NULL.kernel_copy_bytes_per_us(put=True) == math.inf
+
+
+def _without(machine: Machine, *keys: str) -> Machine:
+    return Machine(machine.name, {key: q for key, q in machine.quantities.items() if key not in keys})
+
+
+def _changed(machine: Machine, key: str) -> Machine:
+    q = machine[key]
+    return Machine(machine.name, {**machine.quantities, key: Quantity(2 * q.value, q.unit, q.source, q.note)})

@@ -1,0 +1,124 @@
+"""Whatever the machine: no schedule is faster than its resources allow, and one rank may stand for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sim_toys import all_schedules, bytes_leaving
+
+from weft.schedule import AllGatherMatmul, Schedule
+from weft.sim import NULL, Model, simulate
+from weft.sim.engine import _Engine
+from weft.sim.lower import lower
+
+
+def _rate(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    switch = draw(st.booleans())
+    link = draw(_rate(1e3, 1e6))
+    copy = draw(_rate(1e3, 1e6))
+    return replace(
+        NULL,
+        name="random",
+        compute_units=draw(st.integers(2, 300)),
+        matmul_flops_per_us={"bf16": draw(_rate(1e6, 1e9))},
+        tile=draw(st.sampled_from([(128, 256), (256, 256), (64, 64)])),
+        tile_half=draw(_rate(0, 100)),
+        tile_ramp=draw(_rate(0, 200)),
+        vector_flops_per_us=draw(_rate(1e5, 1e8)),
+        launch_us=draw(_rate(0.1, 20)),
+        hbm_bytes_per_us=draw(_rate(1e4, 1e7)),
+        l2_bytes=draw(_rate(0, 3e8)),
+        port_bytes_per_us=link if switch else float("inf"),
+        pair_bytes_per_us=link,
+        copy_latency_us=draw(_rate(0, 50)),
+        copy_bytes_per_us=copy,
+        copy_engines=draw(st.integers(1, 16)),
+        copy_row_us=draw(_rate(0, 0.1)),
+        kernel_copy_units=draw(st.integers(1, 32)),
+        put_bytes_per_us=((8, copy), (64, 2 * copy)),
+        get_bytes_per_us=((8, copy),),
+        collective_latency_us=draw(_rate(0, 50)),
+        collective_bytes_per_us=link * draw(_rate(0.1, 1.0)),
+        collective_units=draw(st.integers(1, 2)),
+        copy_disturbance=draw(_rate(0, 0.3)) / (16 * copy),
+        kernel_copy_disturbance=draw(_rate(0, 0.3)) / (16 * copy),
+        signal_local_us=draw(_rate(0, 5)),
+        signal_remote_us=draw(_rate(0, 5)),
+        host_step_us=draw(_rate(0, 10)),
+    )
+
+
+WORLDS = (2, 3, 4)
+PROBLEMS = {world: AllGatherMatmul.even(world * 12 * 16, 320, 192, world) for world in WORLDS}
+SCHEDULES: dict[int, dict[str, Schedule]] = {world: all_schedules(PROBLEMS[world]) for world in WORLDS}
+SHARD = "shard[chunks=1,lanes=1,by=dma]"
+CASES = st.sampled_from([(world, name) for world in WORLDS for name in SCHEDULES[world]])
+RUNS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@RUNS
+@given(models(), CASES)
+def test_nothing_is_faster_than_what_it_needs(model: Model, case: tuple[int, str]) -> None:
+    world, name = case
+    schedule, problem = SCHEDULES[world][name], PROBLEMS[world]
+    result = simulate(schedule, model)
+    assert result.end_us >= problem.flops / model.matmul_flops_per_us["bf16"] * (1 - 1e-9)
+    sent = bytes_leaving(schedule, 0)
+    lanes = world - 1 if model.port_bytes_per_us == float("inf") else 1
+    assert result.end_us >= sent / (lanes * model.pair_bytes_per_us) * (1 - 1e-9)
+    assert result.end_us >= 2 * sent / model.hbm_bytes_per_us * (1 - 1e-9)  # sent, and as much received
+    assert 0 <= result.exposed_us <= result.end_us
+    assert max(result.compute_us) <= result.end_us * (1 + 1e-9)
+    for span in result.timeline:
+        assert 0 <= span.start_us <= span.end_us <= result.end_us
+
+
+@RUNS
+@given(models(), CASES)
+def test_all_ranks_simulated_end_when_the_one_does(model: Model, case: tuple[int, str]) -> None:
+    world, name = case
+    schedule = SCHEDULES[world][name]
+    one = simulate(schedule, model, runs=2).end_us
+    each = _Engine(lower(schedule, model, alike=False), [0.0] * world, None, 2).run().end_us
+    assert one == pytest.approx(each, rel=1e-6)
+
+
+FASTER = {
+    "links": lambda m, f: replace(
+        m, pair_bytes_per_us=m.pair_bytes_per_us * f, port_bytes_per_us=m.port_bytes_per_us * f
+    ),
+    "engines": lambda m, f: replace(m, copy_bytes_per_us=m.copy_bytes_per_us * f),
+    "memory": lambda m, f: replace(m, hbm_bytes_per_us=m.hbm_bytes_per_us * f),
+    "matmul": lambda m, f: replace(m, matmul_flops_per_us={"bf16": m.matmul_flops_per_us["bf16"] * f}),
+    "signals": lambda m, f: replace(m, signal_remote_us=m.signal_remote_us / f),
+}
+
+
+@RUNS
+@given(models(), st.sampled_from(WORLDS), st.sampled_from(sorted(FASTER)), st.floats(1, 10))
+def test_better_hardware_is_no_slower(model: Model, world: int, what: str, factor: float) -> None:
+    """Where matmuls and copies do not share anything; where they do, a faster copy may come at a worse moment."""
+    apart = replace(model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12)
+    cases = {"serial": model, SHARD: apart, "shard[chunks=2,lanes=1,by=dma]": apart}
+    for name, machine in cases.items():
+        better = simulate(SCHEDULES[world][name], FASTER[what](machine, factor)).end_us
+        assert better <= simulate(SCHEDULES[world][name], machine).end_us * (1 + 1e-6), name
+
+
+@RUNS
+@given(models(), CASES, st.lists(st.floats(0, 500), min_size=4, max_size=4))
+def test_stragglers_delay_by_no_more_than_they_are_late(model: Model, case: tuple[int, str], late: list[float]) -> None:
+    world, name = case
+    schedule = SCHEDULES[world][name]
+    on_time = simulate(schedule, model).end_us
+    found = simulate(schedule, model, late_us=late[:world])
+    assert found.end_us >= max(late[:world])
+    assert found.end_us <= on_time * world + max(late[:world])
