@@ -69,7 +69,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
 def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
     for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
         assert sum("A_shard is copied at every call" in text for text in told) == 1
-        assert sum("neither rows nor columns are contiguous" in text for text in told) == 1
+        assert sum("neither its rows nor its columns are contiguous" in text for text in told) == 1
 
 
 def test_a_rank_that_does_not_come(pool: Pool) -> None:

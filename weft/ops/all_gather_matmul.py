@@ -72,23 +72,26 @@ def all_gather_matmul(
     `PeerLostError`, `PoisonedGroupError`. Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
     Overlap".
     """
-    x = A_shard if gather_dim == 0 and A_shard.dim() == 2 else A_shard.movedim(gather_dim, 0).flatten(0, -2)
+    flat = gather_dim == 0 and A_shard.dim() == 2
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
         name = group if isinstance(group, str) else group.group_name
-        sizes = [] if rows is None else [size * (x.shape[0] // max(1, A_shard.shape[gather_dim])) for size in rows]
+        sizes = [] if rows is None else [size * _rows_of_one(A_shard.shape, gather_dim) for size in rows]
         results = torch.ops.weft.all_gather_matmul(x, Bs, name, return_A, schedule or "", sizes, deadline_s or 0.0)
     else:
         if isinstance(group, str):
             group = _resolve_process_group(group)  # type: ignore[arg-type]
         prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
+        x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
         if torch.is_grad_enabled() and (x.requires_grad or any(B.requires_grad for B in Bs)):
             results = _Function.apply(prepared, deadline_s, timeline, x, *Bs)
         else:
             results = prepared(x, Bs, deadline_s, timeline)
-    if x is not A_shard:
+    if not flat:
         # [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them.
         others = [extent for d, extent in enumerate(A_shard.shape[:-1]) if d != gather_dim % A_shard.dim()]
-        results = [result.view(-1, *others, result.shape[1]).movedim(0, gather_dim) for result in results]
+        extent = sum(rows) if rows is not None else -1
+        results = [result.view(extent, *others, result.shape[1]).movedim(0, gather_dim) for result in results]
     return (results[0], list(results[1:])) if return_A else (None, list(results))
 
 
@@ -101,6 +104,7 @@ class _Prepared:
         self._serial = p.world_size == 1
         self._executor: Any = None
         self._shapes = [(p.m, n) for n in p.n]
+        self._copied: frozenset[int] = frozenset()  # which of the weights have to be copied at every call
 
     @property
     def stale(self) -> bool:
@@ -116,7 +120,7 @@ class _Prepared:
         results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
         tensors = {"x_shard": x}
         for i, (B, y) in enumerate(zip(Bs, results, strict=True)):
-            tensors[f"w{i}"] = B
+            tensors[f"w{i}"] = B.contiguous() if i in self._copied else B
             tensors[f"y{i}"] = y
         if self.p.return_gathered:
             gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
@@ -243,7 +247,16 @@ def _prepared_for(
         if pinned is not None:
             choosing.check_name(pinned, p)
         known[key] = prepared = _Prepared(p, group, A_shard.device, pinned)
+        prepared._copied = frozenset(i for i, B in enumerate(Bs) if _is_scattered(B))
+        for i in prepared._copied:
+            text = "neither its rows nor its columns are contiguous; pass a contiguous one"
+            warnings.warn(f"Bs[{i}] is copied at every call: it has strides {Bs[i].stride()}, {text}", stacklevel=3)
     return prepared
+
+
+def _is_scattered(B: torch.Tensor) -> bool:
+    """Whether a library's GEMM would have to copy it: no dimension of more than one element is contiguous."""
+    return B.numel() > 1 and not any(step == 1 for extent, step in zip(B.shape, B.stride(), strict=True) if extent > 1)
 
 
 def _problem(
@@ -272,11 +285,6 @@ def _problem(
             raise ValueError(
                 f"Bs[{i}] is {B.dtype} on {B.device} and A_shard is {A_shard.dtype} on {A_shard.device}: use one dtype and device"
             )
-        if 1 not in B.stride() and B.numel():
-            warnings.warn(
-                f"Bs[{i}] has strides {B.stride()}: neither rows nor columns are contiguous, so every GEMM copies it",
-                stacklevel=4,
-            )
     extent = shape[gather_dim]
     if rows is None:
         rows = (extent,) * world
@@ -285,11 +293,17 @@ def _problem(
             f"rows={rows} must have one entry for each of {world} ranks, and here, on rank {group.rank()}, be {extent}, the "
             f"size of A_shard {tuple(shape)} in dimension {gather_dim}"
         )
-    others = 1
-    for d, size in enumerate(shape[:-1]):
-        others *= 1 if d == gather_dim % A_shard.dim() else size
+    others = _rows_of_one(shape, gather_dim)
     n = tuple(B.shape[1] for B in Bs)
     return AllGatherMatmul(world, tuple(r * others for r in rows), n, shape[-1], _DTYPES[A_shard.dtype], return_A)
+
+
+def _rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
+    """How many rows of the matrix one index of `gather_dim` is."""
+    rows = 1
+    for d, extent in enumerate(shape[:-1]):
+        rows *= 1 if d == gather_dim % len(shape) else extent
+    return rows
 
 
 _copied: set[tuple[int, ...]] = set()
@@ -364,7 +378,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_x, *grad_Bs = torch.ops.weft.all_gather_matmul_backward(
         saved, list(grads), x, Bs, group, return_x, schedule, rows
     )
-    return grad_x, grad_Bs, None, None, None, None, None
+    return grad_x, grad_Bs, None, None, None, [None] * len(rows), None  # as the inputs are, lists as lists
 
 
 def _run_backward(
