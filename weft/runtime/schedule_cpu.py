@@ -12,6 +12,7 @@ How ranks agree on a run, and how one refuses it, is in `weft.runtime.schedule_c
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import weakref
@@ -48,8 +49,7 @@ class CpuSchedule:
         if checked is None or errors:
             raise ScheduleError(errors[0])
         self.schedule, self.domain = schedule, domain
-        self._run = Run(schedule.name, domain)
-        self._program: Program | None = Program(schedule, checked, self._run)
+        self._program: Program | None = Program(schedule, checked, Run(schedule.name, domain))
         self._workers = [_Worker(f"weft {schedule.name}, {name}") for name, _ in self._program.lanes[1:]]
         self._end_workers = weakref.finalize(self, _end_all, self._workers)
         domain._holders.add(self)
@@ -69,22 +69,28 @@ class CpuSchedule:
         raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found), `PeerLostError`,
         `DisagreementError` (ranks run different schedules), or the error of a step.
         """
-        run = self._run
+        program = self._program  # held to the end: what lanes use is not unmapped under them, whoever closes what
+        if program is None:
+            self.domain.check()
+            raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
+        run = program.run
         with run.calls.lock:
             self.domain.check()
-            program = self._program  # held until the end: closing the domain meanwhile must not unmap what lanes use
-            if program is None:
-                raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
             refusal = program.bind(tensors)
             lanes = program.without_data() if refusal else program.lanes
             spans: list[list[Span] | None] = [None if timeline is None else [] for _ in lanes]
             first, *others = [partial(_play, *lane, run, spans_) for lane, spans_ in zip(lanes, spans, strict=True)]
+            begun: list[_Worker] = []
             run.begin(tensors, deadline_s, refuses=bool(refusal))
-            for worker, job in zip(self._workers, others, strict=True):
-                worker.begin(job)
-            first()
-            for worker in self._workers:
+            try:
+                for worker, job in zip(self._workers, others, strict=True):
+                    worker.begin(job)
+                    begun.append(worker)
+                first()
+            except BaseException as error:
+                run.fail(error, "start of a run")
+            for worker in begun:
                 worker.wait(run)
             if timeline is not None:
                 for recorded in spans:
@@ -93,9 +99,8 @@ class CpuSchedule:
 
     def close(self) -> None:
         """End the threads of this rank and give its memory up. Idempotent, not collective."""
-        with self._run.calls.lock:
-            self._end_workers()
-            self._program = None
+        self._end_workers()
+        self._program = None
 
     def __enter__(self) -> CpuSchedule:
         return self
@@ -127,15 +132,17 @@ class _Worker(threading.Thread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._go, self._done = threading.Lock(), threading.Lock()
-        self._go.acquire()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done, self._ending = threading.Lock(), threading.Lock()
         self._done.acquire()
-        self._job: Callable[[], None] | None = None
+        self._ended = False
         self.start()
 
     def begin(self, job: Callable[[], None]) -> None:
-        self._job = job
-        self._go.release()
+        with self._ending:
+            if self._ended:
+                raise ValueError("this CpuSchedule was closed during a run")
+            self._jobs.put(job)
 
     def wait(self, run: Run) -> None:
         """Until the job is done, come what may: it uses the caller's tensors."""
@@ -147,21 +154,20 @@ class _Worker(threading.Thread):
                 run.fail(error, "waiting for the other lanes")
 
     def end(self) -> None:
-        self._job = None
-        self._go.release()
-        self.join()
+        """After what was begun. Whoever calls may be this very thread, if collecting garbage closes the domain there."""
+        with self._ending:
+            self._ended = True
+            self._jobs.put(None)
+        if threading.current_thread() is not self:
+            self.join()
 
     def run(self) -> None:
-        while True:
-            self._go.acquire()
-            job = self._job
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             job()
             del job
             self._done.release()
 
 
 def _end_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().end()
+    for worker in workers:
+        worker.end()

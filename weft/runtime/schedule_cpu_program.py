@@ -106,7 +106,7 @@ class Program:
     """The lanes of this rank by name, ready to run. Making it is collective: it allocates."""
 
     def __init__(self, schedule: Schedule, checked: Checked, run: Run) -> None:
-        self._run, self._rank, self._setters = run, run.domain.rank, checked.setters
+        self.run, self._rank, self._setters = run, run.domain.rank, checked.setters
         self._layout = layout_of(schedule)
         self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
         self._places: dict[tuple[str, int], _Place] = {}
@@ -155,7 +155,7 @@ class Program:
         if not isinstance(bound.step, Collective):
             return bound
         src, dst = (torch.zeros(_size(r), dtype=self._dtypes[r.buffer]) for r in (bound.step.src, bound.step.dst))
-        return replace(bound, call=partial(self._run.all_gather, bound.rows, src, dst))
+        return replace(bound, call=partial(self.run.all_gather, bound.rows, src, dst))
 
     def _allocate(self, name: str, domain: Domain, buffers: tuple[Buffer, ...]) -> list[torch.Tensor]:
         """Places of the schedule's own buffers; returns the counters of every rank."""
@@ -184,7 +184,7 @@ class Program:
             case Compute(op, out, inputs, accumulate):
                 return _arithmetic(op, self._view(out), [self._view(region) for region in inputs], accumulate)
             case Collective(_, src, dst):
-                return partial(self._run.all_gather, bound.rows, self._view(src), self._view(dst))
+                return partial(self.run.all_gather, bound.rows, self._view(src), self._view(dst))
             case Set(signal, index, at):
                 return partial(_core.signal_add, self._counter(signal, index, value(at)), 1)
             case Wait(signal, index, count, previous):
@@ -193,7 +193,7 @@ class Program:
                 # Only of a rank that must set it in this run is it known that it has to call.
                 needs = ranks if not previous and (len(ranks) == 1 or count == len(setters)) else ()
                 return partial(
-                    self._run.wait,
+                    self.run.wait,
                     self._counter(signal, index, self._rank),
                     len(setters),
                     count - (2 if previous else 1) * len(setters),

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError
-from weft.runtime.agreement import drop_closed
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -36,7 +35,7 @@ class Calls:
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
-        self.lock = threading.RLock()  # held during a run, and by who closes a schedule
+        self.lock = threading.Lock()  # held during a run
         self.names: list[str] = []  # of schedules, in the order in which the ranks made them
         region = domain.allocate(3 * _core.COUNTER_BYTES, what="calls of schedules")
         # A counter with the number of the call, then the two slots: number of the schedule, or its complement to refuse.
@@ -44,6 +43,11 @@ class Calls:
         self._call = 0
         self._schedule = 0
         self._refuses: dict[int, bool] = {}  # by rank, of those that are known to be in this call
+        domain._holders.add(self)
+
+    def close(self) -> None:
+        """The domain ends. A run that is under way may go on using the memory."""
+        _calls.pop(self.domain, None)
 
     def begin(self, schedule: int, *, refuses: bool) -> None:
         rank = self.domain.rank
@@ -84,7 +88,6 @@ _calls: dict[Domain, Calls] = {}
 def calls_of(domain: Domain) -> Calls:
     """Collective at the first call for a domain."""
     if domain not in _calls:
-        drop_closed(_calls)
         _calls[domain] = Calls(domain)
     return _calls[domain]
 

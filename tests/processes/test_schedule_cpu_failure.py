@@ -1,0 +1,213 @@
+"""Schedules on CPU processes when a rank does not do its part: the others do not hang, and say who, what and since when.
+
+First ranks that are late, raise or leave, on groups of their own inside the shared pool; then ranks that are killed, in pools
+of their own. Deadlines are short where one is meant to be missed, and long where something else must end the wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schedule_cpu_ranks as ranks
+import torch.distributed as dist
+from pool import error_of
+from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
+
+from weft.launch import Pool, RankDiedError
+from weft.runtime.schedule_cpu import CpuSchedule
+from weft.schedule import AllGatherMatmul
+
+BAD_RANK = 1
+THREE = AllGatherMatmul(3, (4, 4, 4), (5,), 8, "fp32")
+LONG_S = 30.0
+# A step of rank 1 on a thread of its own, one on the caller's, and one of the library's collective.
+STEPS = [("shard", "copy x_shard -> box@2"), ("shard", "matmul y0"), ("serial", "all_gather x_shard -> gathered")]
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(list(range(group.size())))
+
+
+def again(group: dist.ProcessGroup, executor: CpuSchedule, tensors: ranks.Tensors) -> tuple[str, str]:
+    """What the next run on a failed group raises. A new group works."""
+    error = error_of(lambda: executor.run(tensors))
+    executor.close()
+    fresh = domain_of(own_group(group))
+    with CpuSchedule(executor.schedule, fresh) as new:
+        new.run(tensors)
+        assert_right(THREE, tensors, 0, "on a new group")
+        fresh.all_gather(None, what="all are done")
+    fresh.close()
+    return error
+
+
+def assert_over(answers: list[Any]) -> None:
+    for kind, text in answers:
+        assert kind == "PoisonedGroupError"
+        assert "make a new one" in text
+
+
+def absent(group, builder):
+    """Rank 1 does not call a second time."""
+    domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
+    executor = CpuSchedule(build(THREE, builder), domain)
+    executor.run(tensors)
+    started = time.monotonic()
+    if group.rank() == BAD_RANK:
+        ranks.wait_for_failure(domain)
+        error = "", ""
+    else:
+        error = error_of(lambda: executor.run(tensors, deadline_s=0.5))
+    return error, time.monotonic() - started, again(group, executor, tensors)
+
+
+@pytest.mark.parametrize(("builder", "what"), [("shard", r"arrived\[1\]"), ("serial", "all_gather of serial")])
+def test_a_rank_that_never_calls(pool: Pool, builder: str, what: str) -> None:
+    answers = pool.run(absent, builder, ranks=3)
+    errors = [answers[rank][0] for rank in (0, 2)]
+    missed = rf"rank [02] waited 0.5 s for {what} \(call 2 of schedules\) from rank 1 \(pid \d+\): wanted 2, found 1"
+    assert_deadline(errors, missed)
+    assert all(seconds < 20 for _, seconds, _ in answers)
+    assert_over([answer[-1] for answer in answers])
+
+
+def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
+    """Whoever missed the deadline first says so; others may have heard of it before theirs passed."""
+    kinds = {kind for kind, _ in errors}
+    assert "DeadlineError" in kinds
+    assert kinds <= {"DeadlineError", "PoisonedGroupError"}
+    for _, said in errors:
+        assert re.search(text, said), f"{text!r} is not in {said!r}"
+
+
+def stuck(group, builder, step, doing):
+    """Rank 1 calls, and at one of its steps raises, leaves, or does nothing until the others have given up."""
+    domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
+    executor = CpuSchedule(build(THREE, builder), domain)
+    executor.run(tensors)
+
+    def fail() -> None:
+        if doing == "raise":
+            raise ArithmeticError("on purpose")
+        if doing == "leave":
+            domain.close()
+        else:
+            ranks.wait_for_failure(domain)
+
+    if group.rank() == BAD_RANK:
+        ranks.intercept(executor, step, before=fail)
+    error = "", ""
+    try:
+        executor.run(tensors, deadline_s=0.5 if doing == "hang" else LONG_S)
+    except Exception as raised:
+        error = type(raised).__name__, str(raised)
+    return error, again(group, executor, tensors)
+
+
+@pytest.mark.parametrize(
+    ("builder", "step", "text"),
+    [
+        ("shard", "copy x_shard -> box@2", r"rank 2 waited 0.5 s for arrived\[1\] from rank 1 .*: wanted 2, found 1"),
+        ("serial", "all_gather x_shard -> gathered", r"rank [02] waited 0.5 s for all_gather of serial"),
+    ],
+)
+def test_a_rank_that_hangs_in_a_run(pool: Pool, builder: str, step: str, text: str) -> None:
+    answers = pool.run(stuck, builder, step, "hang", ranks=3)
+    # Rank 0 may have all that it waits for before it hears of the failure.
+    assert_deadline([error for rank, (error, _) in enumerate(answers) if rank != BAD_RANK and error[0]], text)
+    assert_over([last for _, last in answers])
+
+
+@pytest.mark.parametrize(("builder", "step"), STEPS)
+def test_a_rank_that_raises_in_a_run(pool: Pool, builder: str, step: str) -> None:
+    answers = pool.run(stuck, builder, step, "raise", ranks=3)
+    assert answers[BAD_RANK][0] == ("ArithmeticError", "on purpose")
+    for rank in (0, 2):
+        kind, text = answers[rank][0]
+        # Who has all that it needs of rank 1 may end its run before it hears.
+        assert kind in ("PoisonedGroupError", "")
+        assert not kind or re.search(rf"rank 1: schedule {builder}, lane .*: ArithmeticError\('on purpose'\)", text)
+    assert_over([last for _, last in answers])
+
+
+@pytest.mark.parametrize(("builder", "step"), STEPS[:2])
+def test_a_rank_whose_domain_is_closed_in_a_run(pool: Pool, builder: str, step: str) -> None:
+    answers = pool.run(stuck, builder, step, "leave", ranks=3)
+    for rank, ((kind, text), _) in enumerate(answers):
+        if rank == BAD_RANK:
+            assert kind in ("", "ValueError")
+            assert not kind or "closed" in text
+        else:  # it may have had all that it needs
+            assert kind in ("", "PeerLostError", "PoisonedGroupError")
+            assert not kind or re.search(r"rank 1 \(pid \d+\) closed its end of the group", text)
+
+
+def left(group, builder):
+    """Rank 1 closes its domain instead of calling a second time."""
+    domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
+    with CpuSchedule(build(THREE, builder), domain) as executor:
+        executor.run(tensors)
+        if group.rank() == BAD_RANK:
+            domain.close()
+            return "", ""
+        return error_of(lambda: executor.run(tensors, deadline_s=LONG_S))
+
+
+@pytest.mark.parametrize("builder", ["shard", "serial"])
+def test_a_rank_that_leaves_in_order(pool: Pool, builder: str) -> None:
+    for rank, (kind, text) in enumerate(pool.run(left, builder, ranks=3)):
+        if rank != BAD_RANK:
+            assert kind in ("PeerLostError", "PoisonedGroupError")
+            assert "rank 1" in text
+            assert "closed its end of the group" in text
+
+
+# --- ranks that are killed ---
+
+
+@pytest.fixture
+def mortals() -> Iterator[Pool]:
+    with Pool(3) as workers:
+        yield workers
+
+
+def killed(group, builder, step):
+    """Rank 1 is killed before its second run (no step) or in it."""
+    tensors = tensors_of(THREE, group.rank(), 0)
+    executor = CpuSchedule(build(THREE, builder), domain_of(group))
+    executor.run(tensors)
+    if group.rank() == BAD_RANK:
+        if not step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks.intercept(executor, step, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    errors = []
+    for _ in range(3):  # rank 1 may have done all its part before it dies: then the next run says so
+        with contextlib.suppress(AssertionError):
+            errors.append(error_of(lambda: executor.run(tensors, deadline_s=LONG_S)))
+    executor.close()
+    survivors = dist.new_group([0, 2], use_local_synchronization=True)
+    p = AllGatherMatmul.even(4, 3, 5, 2, "fp32")
+    tensors = tensors_of(p, survivors.rank(), 0)
+    with CpuSchedule(build(p, builder), domain_of(survivors)) as new:
+        new.run(tensors)
+        assert_right(p, tensors, 0, "survivors")
+    return errors
+
+
+@pytest.mark.parametrize(("builder", "step"), [("shard", ""), *STEPS])
+def test_a_rank_that_is_killed(mortals: Pool, builder: str, step: str) -> None:
+    answers = mortals.run(killed, builder, step, return_exceptions=True, timeout_s=60)
+    assert isinstance(answers[BAD_RANK], RankDiedError)
+    for rank in (0, 2):
+        assert not isinstance(answers[rank], BaseException), answers[rank]
+        kinds = [kind for kind, _ in answers[rank]]
+        assert kinds in (["PeerLostError", *["PoisonedGroupError"] * n] for n in (1, 2))
+        for _, text in answers[rank]:
+            assert re.search(r"rank 1 \(pid \d+\) died", text)
