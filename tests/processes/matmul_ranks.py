@@ -165,5 +165,5 @@ def never_comes(group: dist.ProcessGroup) -> str:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.all_gather_matmul(x, [B], 0, group)
-    arguments = (x, [B], group.group_name, True, "", [], 0.0)
+    arguments = (x, [B], group.group_name, True, "", None, 0.0)
     torch.library.opcheck(torch.ops.weft.all_gather_matmul.default, arguments)

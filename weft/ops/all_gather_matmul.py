@@ -76,7 +76,7 @@ def all_gather_matmul(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
         name = group if isinstance(group, str) else group.group_name
-        sizes = [] if rows is None else [size * _rows_of_one(A_shard.shape, gather_dim) for size in rows]
+        sizes = None if rows is None else [size * _rows_of_one(A_shard.shape, gather_dim) for size in rows]
         results = torch.ops.weft.all_gather_matmul(x, Bs, name, return_A, schedule or "", sizes, deadline_s or 0.0)
     else:
         if isinstance(group, str):
@@ -323,7 +323,7 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
 # --- for torch.compile: opaque ops; the results begin with the gathered x if it is wanted ---
 
 _library = torch.library.Library("weft", "FRAGMENT")
-_CALL = "Tensor[] Bs, str group, bool return_x, str schedule, int[] rows"
+_CALL = "Tensor[] Bs, str group, bool return_x, str schedule, int[]? rows"
 _library.define(f"all_gather_matmul(Tensor x_shard, {_CALL}, float deadline_s) -> Tensor[]")
 _library.define(f"all_gather_matmul_backward(Tensor saved, Tensor[] grads, Tensor x_shard, {_CALL}) -> Tensor[]")
 
@@ -334,11 +334,11 @@ def _named(
     group: str,
     return_x: bool,
     schedule: str,
-    rows: Sequence[int],
+    rows: Sequence[int] | None,
     deadline_s: float,
 ) -> _Prepared:
     found = _resolve_process_group(group)  # type: ignore[arg-type]
-    return _prepared_for(x, Bs, 0, found, return_x, schedule or None, list(rows) or None, deadline_s or None)
+    return _prepared_for(x, Bs, 0, found, return_x, schedule or None, rows, deadline_s or None)
 
 
 def _run(
@@ -347,7 +347,7 @@ def _run(
     group: str,
     return_x: bool,
     schedule: str,
-    rows: list[int],
+    rows: list[int] | None,
     deadline_s: float,
 ) -> list[torch.Tensor]:
     results = _named(x, Bs, group, return_x, schedule, rows, deadline_s)(x, Bs, deadline_s or None, None)
@@ -360,7 +360,7 @@ def _fake(
     group: str,
     return_x: bool,
     schedule: str,
-    rows: list[int],
+    rows: list[int] | None,
     deadline_s: float,
 ) -> list[torch.Tensor]:
     m = sum(rows) if rows else x.shape[0] * _resolve_process_group(group).size()  # type: ignore[arg-type]
@@ -378,12 +378,12 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_x, *grad_Bs = torch.ops.weft.all_gather_matmul_backward(
         saved, list(grads), x, Bs, group, return_x, schedule, rows
     )
-    return grad_x, grad_Bs, None, None, None, [None] * len(rows), None  # as the inputs are, lists as lists
+    return grad_x, grad_Bs, None, None, None, None, None
 
 
 def _run_backward(
     saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
-    schedule: str, rows: list[int],
+    schedule: str, rows: list[int] | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     prepared = _named(x, Bs, group, return_x, schedule, rows, 0.0)
     found = _gradients(prepared, saved, Bs, list(grads), [True] * (1 + len(Bs)))
@@ -392,7 +392,7 @@ def _run_backward(
 
 def _fake_backward(
     saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
-    schedule: str, rows: list[int],
+    schedule: str, rows: list[int] | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     return [x.new_empty(x.shape), *(x.new_empty(B.shape) for B in Bs)]
 
