@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def deadline_s() -> float:
@@ -31,3 +32,13 @@ def local_rank() -> int:
 def world_size() -> int:
     """`WORLD_SIZE` as torchrun sets it: how many ranks there are (default 1)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def quiet() -> bool:
+    """`WEFT_QUIET=1`: do not warn when an operator runs without overlap."""
+    return os.environ.get("WEFT_QUIET", "0") not in ("", "0")
+
+
+def cache_dir() -> Path:
+    """`WEFT_CACHE_DIR`: where calibrations and measured times are kept (default ~/.cache/weft)."""
+    return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")

@@ -1,4 +1,7 @@
-"""The command line: `weft demo`, `weft bench`, `weft doctor`. `weft --help` answers at once: torch loads when needed."""
+"""The command line: `weft demo`, `weft bench`, `weft plan`, `weft doctor`.
+
+`weft --help` answers at once: torch loads when needed.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import weft
+from weft.cli.plan import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +20,9 @@ app = typer.Typer(
     help="weft weaves communication through the computation that it depends on.\n\n"
     "Start with `weft doctor` (what can this machine do?), then `weft demo` (does it pay?).",
 )
+
+
+app.add_typer(plan, name="plan")
 
 
 class Operator(enum.StrEnum):
@@ -45,7 +49,14 @@ def main() -> None:
     """The `weft` command. An argument or path that cannot be used is a sentence and exit code 2, not a traceback."""
     try:
         app()
-    except (ValueError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except (
+        ValueError,
+        FileNotFoundError,
+        FileExistsError,
+        IsADirectoryError,
+        NotADirectoryError,
+        PermissionError,
+    ) as error:
         typer.secho(f"weft: {error}", fg="red", err=True)
         sys.exit(2)
 

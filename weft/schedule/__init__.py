@@ -8,6 +8,7 @@ from weft.schedule.problem import (
     NotApplicableError,
     Problem,
     builder,
+    builders_of,
     candidates,
     unregister,
 )
@@ -31,5 +32,5 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "Buffer", "Candidate", "Collective", "Compute", "Copy", "Draft", "Expr",
     "For", "Index", "Lane", "NotApplicableError", "Problem", "Region", "Schedule", "Set", "Signals", "Step", "Wait", "builder",
-    "candidates", "lookup", "unregister", "value",
+    "builders_of", "candidates", "lookup", "unregister", "value",
 ]  # fmt: skip

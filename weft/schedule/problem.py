@@ -116,6 +116,11 @@ def unregister(problem: type, name: str) -> None:
     del _builders[problem][name]
 
 
+def builders_of(problem: type) -> tuple[str, ...]:
+    """Names of the builders registered for `problem`."""
+    return tuple(_builders.get(problem, ()))
+
+
 def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
     """Every registered way to do `problem` (or those of the named builders), serial first. A candidate's `build()` may
     raise `NotApplicableError`."""

@@ -1,0 +1,105 @@
+"""`weft plan OP`: what would be chosen for a shape, on this or another machine, and why. Needs no torch and no GPU."""
+
+from __future__ import annotations
+
+import enum
+import json as json_text
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from weft.plan import Explanation
+
+plan = typer.Typer(
+    no_args_is_help=True,
+    help="What would be chosen for a shape, on this machine or another one, and why: candidates, predicted times, losses.",
+)
+
+
+class PlanMode(enum.StrEnum):
+    queued = "queued"
+    graph = "graph"
+    single = "single"
+
+
+@plan.command("all_gather_matmul")
+def all_gather_matmul(
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K", help="M: gathered rows. N: columns of one rank's weight. K: what is summed over."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs; M must be divisible by them.")] = 2,
+    hw: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")
+    ] = "bf16",
+    mode: Annotated[
+        PlanMode,
+        typer.Option(
+            help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+        ),
+    ] = PlanMode.queued,
+    everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file, as one JSON object.")] = None,
+) -> None:
+    """Plan y = all_gather(x_shard) @ w: [M / ranks, K] on each rank, and [K, N].
+
+    DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
+    rank has nothing to compute.
+
+        weft plan all_gather_matmul --shape 16384,8192,4096
+
+        weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
+
+        weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
+    """
+    from weft.plan import explanation
+
+    m, n, k = _shape(shape)
+    found = explanation("all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value)
+    print_explanation(found, None if everything else 10)
+    if json is not None:
+        json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
+
+
+def print_explanation(found: Explanation, shown: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.plan.explain import HEADER
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    facts = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    facts.add_column()
+    facts.add_column(overflow="fold")
+    for what, text in found.facts():
+        facts.add_row(f"[dim]{what}[/dim]", text.replace("[", r"\["), style="bold" if what == "choice" else "")
+    console.print(facts)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, title in enumerate(HEADER):
+        table.add_column(title, justify="left" if i in (0, len(HEADER) - 1) else "right", overflow="fold")
+    for cells in found.cells(shown):
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells), style="green" if cells[-1] == "taken" else "")
+    console.print()
+    console.print(table)
+    console.print()
+    for line in found.left_out(shown):
+        console.print(line, markup=False)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 3 or not all(size.strip().isdecimal() for size in sizes):
+        raise ValueError(f"shape {text!r} must be three whole numbers M,N,K, as 16384,8192,4096")
+    m, n, k = (int(size) for size in sizes)
+    return m, n, k

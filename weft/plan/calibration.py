@@ -1,0 +1,268 @@
+"""Calibration: a machine's own numbers in place of those in its file, measured once and kept with the versions they hold for.
+
+    GEMMs         on a grid of sizes, coarse first, then finer as long as there is time; the model corrects its formula by
+                  what it got wrong at the nearest of them
+    copies        by engine, by kernels of several sizes, of rows of a larger one; a collective; by bytes
+    the rest      launches, signals, the host's time for a step, a GEMM with a copy beside it
+
+What is timed, on which device, is not known here: `calibrate` says what to measure to something that can (`Measure`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from weft.plan import store
+from weft.plan.machine import versions
+from weft.schedule import ITEM_BYTES
+from weft.sim import Model
+
+_MOST_US = 20_000.0
+"""Of one thing that is measured: on a GPU a matmul of 15 TFLOP, of which a few repetitions still go into the budget."""
+_MOST_BYTES = 4 << 30
+_COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
+_KERNEL_COPY = 64 << 20
+_ROWS = ((1024, 4096), (8192, 2048))  # (rows, bytes of each)
+_CUBES = (8192, 4096, 2048, 1024, 512, 256)
+
+
+class Measure(Protocol):
+    """Times things on this machine. All ranks call the same methods in the same order, and get the same answers, the slowest
+    rank's: in microseconds, of work that is queued back to back on warm devices, where nothing else is said."""
+
+    machine: str
+    world_size: int
+    kernel_units: tuple[int, ...]  # programs of copying kernels that are worth knowing
+    copy_units: int  # programs of the kernel by which schedules copy
+
+    def elapsed_s(self) -> float:
+        """Since the beginning, the same on all ranks."""
+
+    def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
+        """[m, k] @ [k, n] by the library, random data, with its launch."""
+
+    def launch_us(self) -> float:
+        """From the end of a kernel to the start of the next: of kernels that do nothing, the time of each."""
+
+    def host_step_us(self) -> float:
+        """The host's time to issue one step of a schedule."""
+
+    def copy_us(self, count: int) -> float:
+        """`count` bytes to a peer by the copy engine, on all ranks at once, the next one begun when it has ended."""
+
+    def copy_rows_us(self, rows: int, row_bytes: int) -> float:
+        """The same of `rows` rows of so many bytes each, out of twice as wide ones."""
+
+    def kernel_copy_us(self, count: int, units: int, put: bool) -> float:
+        """The same by a kernel of `units` programs: stores to a peer, or loads from it; with its launch."""
+
+    def all_gather_us(self, count: int) -> float:
+        """The library's all-gather by which every rank receives `count` bytes that are not its own."""
+
+    def signal_us(self, remote: bool) -> float:
+        """From a set to the end of the wait for it, in another lane of this rank or at a peer."""
+
+    def gemm_beside_copy_us(
+        self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
+    ) -> tuple[float, float]:
+        """(time of the matmul, bytes/us of each copy) while every rank copies to a peer all the time."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, as it was measured; `apply` makes a model of it."""
+
+    machine: str
+    world_size: int
+    date: str
+    versions: Mapping[str, str]
+    gemms: tuple[tuple[int, int, int, str, float], ...]  # m, n, k, dtype, us
+    launch_us: float
+    host_step_us: float
+    copy_units: int = 1
+    copies: tuple[tuple[int, float], ...] = ()  # bytes, us
+    copy_rows: tuple[tuple[int, int, float], ...] = ()  # rows, bytes of each, us
+    puts: tuple[tuple[int, int, float], ...] = ()  # programs, bytes, us
+    gets: tuple[tuple[int, int, float], ...] = ()
+    all_gathers: tuple[tuple[int, float], ...] = ()  # bytes received, us
+    signal_local_us: float = 0.0
+    signal_remote_us: float = 0.0
+    beside: tuple[tuple[str, float, float], ...] = ()  # by, time over the time alone, bytes/us
+
+    def apply(self, model: Model) -> Model:
+        """`model` with these numbers. `ValueError` if they are another number of ranks', or make no sense."""
+        if model.world_size != self.world_size:
+            raise ValueError(f"calibrated with {self.world_size} ranks, and the model has {model.world_size}")
+        changed: dict[str, Any] = {
+            "launch_us": self.launch_us,
+            "host_step_us": self.host_step_us,
+            "measured_us": {(m, n, k, dtype): us for m, n, k, dtype, us in self.gemms},
+        }
+        if self.copies:
+            latency, rate = fit_line(self.copies, "copies by engine")
+            rows = [max(0.0, us - latency - n * size / rate) / n for n, size, us in self.copy_rows]
+            changed |= {
+                "copy_latency_us": latency,
+                "copy_bytes_per_us": rate,
+                "copy_row_us": float(np.median(rows)) if rows else model.copy_row_us,
+                "pair_bytes_per_us": max(rate, model.pair_bytes_per_us),
+                "port_bytes_per_us": max(rate, model.port_bytes_per_us),
+                "kernel_copy_units": self.copy_units,
+                "put_bytes_per_us": self._rates(self.puts),
+                "get_bytes_per_us": self._rates(self.gets),
+                "signal_local_us": self.signal_local_us,
+                "signal_remote_us": self.signal_remote_us,
+            }
+            latency, rate = fit_line(self.all_gathers, "all-gathers")
+            changed |= {"collective_latency_us": latency, "collective_bytes_per_us": rate}
+            held = {"dma": 0.0, "kernel": self.copy_units / model.compute_units}
+            for by, slowdown, bytes_per_us in self.beside:
+                lost = max(0.0, 1 - 1 / slowdown - held[by]) / (2 * bytes_per_us)
+                changed["copy_disturbance" if by == "dma" else "kernel_copy_disturbance"] = lost
+        return replace(model, **changed)
+
+    def _rates(self, copies: Sequence[tuple[int, int, float]]) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((units, count / max(us - self.launch_us, 0.1 * us)) for units, count, us in copies))
+
+    def save(self) -> Path:
+        """Where `find` finds it. One rank does this."""
+        path = store.path_of("calibration", self.machine, self.world_size)
+        store.write(path, asdict(self))
+        return path
+
+
+def find(machine: str, world_size: int) -> Calibration | None:
+    """The saved calibration of that machine and number of ranks; None if there is none.
+
+    `ValueError` if it was made with other versions than are installed here, or cannot be read: it says what to do.
+    """
+    path = store.path_of("calibration", machine, world_size)
+    content = store.read(path)
+    if content is None:
+        return None
+    try:
+        found = Calibration(**{f.name: _frozen(content[f.name]) for f in fields(Calibration)})
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}: run `weft plan calibrate` again") from error
+    if changed := store.differences(dict(found.versions), versions()):
+        raise ValueError(
+            f"the calibration of {machine} for {world_size} ranks ({path}) was made with {changed}: "
+            "run `weft plan calibrate` again"
+        )
+    return found
+
+
+def calibrate(
+    measure: Measure,
+    base: Model,
+    *,
+    dtypes: Sequence[str] = ("bf16",),
+    budget_s: float = 100.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Measure what `base` only assumes. Collective: all ranks come to the same numbers.
+
+    base: the machine's model by its file, by which sizes are kept within 20 ms each.
+    budget_s: no new GEMM is begun after so many seconds; the coarse grid of them is measured in any case.
+    say: told what is measured next.
+    """
+    launch = measure.launch_us()
+    found: dict[str, Any] = {"launch_us": launch, "host_step_us": measure.host_step_us()}
+    if measure.world_size > 1:
+        found |= _communication(measure, base, say)
+    gemms: dict[tuple[int, int, int, str], float] = {}
+    if measure.world_size > 1:
+        found["beside"], cube = _beside(measure, base, dtypes[0], say)
+        gemms.update(cube)
+    for level in range(3):
+        say(f"GEMMs, {('coarse grid', 'powers of two', 'steps of 1.5')[level]}")
+        for point in gemm_points(base, dtypes, level):
+            if level and measure.elapsed_s() >= budget_s:
+                break
+            if point not in gemms:
+                gemms[point] = measure.gemm_us(*point)
+    date = datetime.now(UTC).date().isoformat()
+    points = tuple((*point, us) for point, us in sorted(gemms.items()))
+    return Calibration(measure.machine, measure.world_size, date, versions(), points, **found)
+
+
+def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[int, int, int, str]]:
+    """(m, n, k, dtype) of a grid: sizes 4 times apart at level 0, 2 times at level 1, and at level 2 those between, too.
+    Without what takes longer than 20 ms or more than 4 GiB. Shuffled, so that part of a level covers all of it."""
+    axes = (_axis(16, 32768, level), _axis(256, 32768, level), _axis(256, 16384, level))
+    points = [
+        (m, n, k, dtype)
+        for m, n, k in itertools.product(*axes)
+        for dtype in dtypes
+        if base.matmul_us(m, n, k, dtype) <= _MOST_US and (m * k + k * n + m * n) * ITEM_BYTES[dtype] <= _MOST_BYTES
+    ]
+    random.Random(level).shuffle(points)
+    return points
+
+
+def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, float]:
+    """(latency in us, bytes/us) of time = latency + bytes / rate, with the least squares of relative errors."""
+    count, us = np.array(sorted(points), float).T
+    (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / us, count / us], 1), np.ones_like(us), rcond=None)
+    if latency < 0:  # within noise of none at all
+        latency, per_byte = 0.0, float(us @ count / (count @ count))
+    if per_byte <= 0:
+        raise ValueError(
+            f"times of {what} do not grow with their bytes: {dict(zip(count, us, strict=True))}: the machine was busy"
+        )
+    return float(latency), 1 / float(per_byte)
+
+
+def _axis(first: int, last: int, level: int) -> Iterator[int]:
+    size = first
+    while size <= last:
+        yield size
+        if level == 2 and size * 3 // 2 <= last:
+            yield size * 3 // 2
+        size *= 2 if level else 4
+
+
+def _communication(measure: Measure, base: Model, say: Callable[[str], None]) -> dict[str, Any]:
+    most = _MOST_US * min(base.copy_bytes_per_us, base.collective_bytes_per_us)
+    sizes = [count for count in _COPIES if count <= most]
+    count = min(_KERNEL_COPY, sizes[-1])
+    say("copies by engine")
+    copies = tuple((size, measure.copy_us(size)) for size in sizes)
+    rows = tuple((n, size, measure.copy_rows_us(n, size)) for n, size in _ROWS)
+    say("copies by kernel")
+    puts, gets = (
+        tuple((units, count, measure.kernel_copy_us(count, units, put)) for units in measure.kernel_units)
+        for put in (True, False)
+    )
+    say("all-gathers")
+    gathers = tuple((size, measure.all_gather_us(size)) for size in sizes)
+    say("signals")
+    return {
+        "copy_units": measure.copy_units, "copies": copies, "copy_rows": rows, "puts": puts, "gets": gets,
+        "all_gathers": gathers, "signal_local_us": measure.signal_us(False), "signal_remote_us": measure.signal_us(True),
+    }  # fmt: skip
+
+
+def _beside(
+    measure: Measure, base: Model, dtype: str, say: Callable[[str], None]
+) -> tuple[tuple[tuple[str, float, float], ...], dict[tuple[int, int, int, str], float]]:
+    """The slowdowns of the largest cube that is not too long, and its time alone, measured before and after."""
+    say("a GEMM beside copies")
+    size = next((c for c in _CUBES if base.matmul_us(c, c, c, dtype) <= _MOST_US), _CUBES[-1])
+    cube = (size, size, size, dtype)
+    before = measure.gemm_us(*cube)
+    beside = [(by, *measure.gemm_beside_copy_us(*cube, by)) for by in ("dma", "kernel")]
+    alone = (before + measure.gemm_us(*cube)) / 2
+    return tuple((by, us / alone, rate) for by, us, rate in beside), {cube: alone}
+
+
+def _frozen(content: Any) -> Any:
+    return tuple(map(_frozen, content)) if isinstance(content, list) else content

@@ -1,0 +1,188 @@
+"""Why a schedule was chosen, to be read: candidates, predicted and measured times, what each loses, the choice, the reason.
+
+Losses are factors of a queued run, 1 being none (`weft.sim.losses`): `DIL` from cutting an operation up, `CIL` from what
+runs beside it; `exposed` is the time in which a rank has nothing to compute. The terms are those of "Design Space Exploration
+of DMA based Finer-Grain Compute Communication Overlap", IV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.hw import Machine, load_machine
+from weft.plan import calibration
+from weft.plan.choose import AT_LEAST, Choice, Mode, Row, decide
+from weft.plan.heuristic import static_pick
+from weft.plan.machine import known_here, machine_name
+from weft.schedule import AllGatherMatmul, Problem
+from weft.sim import Model, model_of
+
+OPERATORS: Mapping[str, Callable[[int, int, int, int, str], Problem]] = {"all_gather_matmul": AllGatherMatmul.even}
+HEADER = (
+    "candidate",
+    "predicted us",
+    "measured us",
+    "GEMM DIL",
+    "GEMM CIL",
+    "comm DIL",
+    "comm CIL",
+    "exposed us",
+    "why not",
+)
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Explanation:
+    choice: Choice
+    machine: Machine
+    notes: tuple[str, ...]
+    """What the numbers rest on."""
+    heuristic: str
+    """The candidate that FiCCO's static heuristic picks."""
+
+    def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
+        """The table's rows: the `shown` fastest candidates, serial and the heuristic's; None: all that have a time."""
+        timed = [row for row in self.choice.rows if row.us is not None]
+        kept = timed if shown is None else timed[:shown]
+        also = [row for row in timed if row.candidate.name in ("serial", self.heuristic, self.choice.candidate.name)]
+        return [_cells(row) for row in timed if row in kept or row in also]
+
+    def left_out(self, shown: int | None = _SHOWN) -> list[str]:
+        """Sentences about candidates that are not in the table."""
+        timed = sum(row.us is not None for row in self.choice.rows) - len(self.cells(shown))
+        lines = [f"{timed} slower ones are not shown"] if timed else []
+        by_reason: dict[str, list[Row]] = {}
+        for row in self.choice.rows:
+            if row.us is None:
+                kind = "takes too long for certain" if row.why_not.startswith(AT_LEAST) else row.why_not
+                kind = "the same schedule as another" if kind.startswith("the same") else kind
+                by_reason.setdefault(kind, []).append(row)
+        for reason, rows in by_reason.items():
+            builders = dict.fromkeys(row.candidate.builder for row in rows)
+            lines.append(f"{len(rows)} of {', '.join(builders)}: {reason}")
+        return lines
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(what, text) above the table."""
+        p, choice = self.choice.problem, self.choice
+        rows = {row.candidate.name: row for row in choice.rows}
+        lines = [
+            ("operator", f"{p.name}: [{p.m}, {p.k}] gathered from {p.world_size} ranks @ [{p.k}, {'+'.join(map(str, p.n))}] "
+                         f"on each, {p.dtype}, {choice.mode}"),
+            ("machine", "; ".join([self.machine.name, *self.notes])),
+            ("choice", choice.candidate.name),
+            ("reason", choice.reason),
+        ]  # fmt: skip
+        if (losses := rows[choice.candidate.name].losses) is not None:
+            parts = f"GEMM {losses.gemm_us:.1f}, communication {losses.communication_us:.1f}"
+            taken = f"the choice takes {losses.over_ideal:.2f} of it, queued"
+            lines.append(("ideal", f"max({parts}) = {losses.ideal_us:.1f} us; {taken}"))
+        if "serial" in rows and (losses := rows["serial"].losses) is not None:
+            lines.append(("serial", f"{losses.exposed_us:.1f} us of communication exposed"))
+        return [*lines, ("heuristic", f"{self.heuristic}: {self._of_heuristic(rows)}")]
+
+    def _of_heuristic(self, rows: Mapping[str, Row]) -> str:
+        row = rows.get(self.heuristic)
+        if row is None or row.us is None:
+            return "not simulated" if row is None else row.why_not
+        return f"{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in microseconds."""
+        rows = [
+            {"candidate": row.candidate.name, "predicted_us": row.predicted_us, "measured_us": row.measured_us,
+             "losses": asdict(row.losses) if row.losses else None, "why_not": row.why_not}
+            for row in self.choice.rows
+        ]  # fmt: skip
+        return {
+            "op": self.choice.problem.name, "problem": asdict(self.choice.problem), "mode": self.choice.mode,
+            "machine": self.machine.name, "notes": self.notes, "choice": self.choice.candidate.name,
+            "reason": self.choice.reason, "heuristic": self.heuristic, "candidates": rows,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        facts = self.facts()
+        width = max(len(what) for what, _ in facts)
+        table = [HEADER, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        aligned = "<" + ">" * (len(HEADER) - 2) + "<"
+        lines = [
+            "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths, strict=True)).rstrip() for row in table
+        ]
+        return "\n".join([*(f"{what:<{width}}  {text}" for what, text in facts), "", *lines, "", *self.left_out()])
+
+
+def explain(
+    op: str,
+    *,
+    M: int,
+    N: int,
+    K: int,
+    ranks: int,
+    hw: str | Path | None = None,
+    dtype: str = "bf16",
+    mode: Mode = "queued",
+) -> str:
+    """What would be chosen for `op`, what else there is, and why; as text.
+
+    op: all_gather_matmul: M rows gathered, M / ranks from each, of K columns, times [K, N] on each rank.
+    hw: a machine file's name or path; by default this machine's, or h200 if it has none.
+
+    `ValueError` for an operator, machine, dtype or mode that is not known, or an M that `ranks` do not divide.
+    """
+    return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, dtype=dtype, mode=mode))
+
+
+def explanation(
+    op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, mode: Mode
+) -> Explanation:
+    if op not in OPERATORS:
+        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(OPERATORS)}")
+    problem = OPERATORS[op](M, N, K, ranks, dtype)
+    machine, model, notes = machine_and_model(hw, ranks)
+    if dtype not in model.matmul_flops_per_us:
+        raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
+    return Explanation(decide(problem, model, mode=mode), machine, notes, static_pick(problem, machine))
+
+
+def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model, tuple[str, ...]]:
+    """The machine, its model, calibrated if that was done, and what to know of that."""
+    notes = []
+    if hw is None:
+        hw = known_here()
+        if hw is None:
+            hw = "h200"
+            notes.append(f"{machine_name()} has no machine file, so this one is shown: give hw= to choose another")
+    machine = load_machine(hw)
+    try:
+        model = model_of(machine, ranks)
+    except KeyError as error:  # the file lacks a number
+        raise ValueError(error.args[0]) from error
+    try:
+        found = calibration.find(machine.name, ranks)
+    except ValueError as error:
+        return machine, model, (*notes, f"not calibrated: {error}")
+    if found is None:
+        return machine, model, (*notes, f"not calibrated with {ranks} ranks, by the machine file's numbers")
+    return machine, found.apply(model), (*notes, f"calibrated on {found.date}")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    found = row.losses
+    factors = () if found is None else (found.gemm_decomposition, found.gemm_contention, found.communication_decomposition,
+                                        found.communication_contention)  # fmt: skip
+    return (
+        row.candidate.name,
+        number(row.predicted_us, 1),
+        number(row.measured_us, 1),
+        *([number(factor, 2) for factor in factors] or [""] * 4),
+        number(found.exposed_us if found else None, 1),
+        row.why_not or "taken",
+    )

@@ -1,0 +1,45 @@
+"""Which schedule FiCCO's static heuristic picks: from the shape alone, without a model of what anything costs.
+
+    M <= K                  uniform-fused-2D
+    2MNK < threshold        uniform-fused-1D
+    2MNK > 5 threshold      hetero-unfused-1D
+    between                 hetero-fused-1D
+
+2MNK is the combined metric of the paper, op-to-byte ratio times memory traffic. Its threshold is the machine's: op-to-byte
+ratio times memory bandwidth, the peak rate. One is FLOP and the other FLOP/s, and the time between them is not given: here
+it is `heuristic.threshold` in the machine file, so that the question is how long the GEMM takes at the peak rate.
+
+M is the gathered rows. N is what the caller gives, the columns that one GPU computes: of a weight sharded over W of them, N / W.
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C and figure 12(a).
+"""
+
+from __future__ import annotations
+
+from weft.hw import Machine
+from weft.schedule import Problem
+
+_ABOVE = 5.0
+"""Times the threshold: where hetero-unfused-1D begins."""
+
+
+def static_pick(problem: Problem, machine: Machine) -> str:
+    """The candidate's name, with as many steps as ranks and copies by the copy engine, as the paper has them."""
+    if problem.m <= problem.k:
+        return _ficco("2d", "uniform", "fused")
+    threshold = peak_flops(machine, problem.dtype) * machine["heuristic.threshold"].si
+    if problem.flops < threshold:
+        return _ficco("1d", "uniform", "fused")
+    return _ficco("1d", "hetero", "unfused" if problem.flops > _ABOVE * threshold else "fused")
+
+
+def peak_flops(machine: Machine, dtype: str) -> float:
+    """FLOP/s by the datasheet; where that is not in the file, bf16's in proportion to what matmuls reach."""
+    if f"compute.{dtype}_dense" in machine.quantities:
+        return machine[f"compute.{dtype}_dense"].si
+    reached = machine[f"compute.{dtype}_matmul_8192"].si / machine["compute.bf16_matmul_8192"].si
+    return machine["compute.bf16_dense"].si * reached
+
+
+def _ficco(shape: str, start: str, gemms: str) -> str:
+    return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by=dma]"

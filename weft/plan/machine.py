@@ -1,0 +1,51 @@
+"""Which machine this is, and what versions run on it: what measured numbers are good for. Without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from weft.hw import known_machines, load_machine
+
+_NVIDIA = Path("/proc/driver/nvidia")
+_PACKAGES = ("weft", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+def machine_name(driver: Path = _NVIDIA) -> str:
+    """The first GPU's name as its driver gives it ("NVIDIA H200"), or the CPU's with its cores ("Xeon ..., 2 cores")."""
+    for information in sorted(driver.glob("gpus/*/information")):
+        if found := re.search(r"^Model:\s*(.+?)\s*$", information.read_text(), re.MULTILINE):
+            return found[1]
+    cores = len(os.sched_getaffinity(0))
+    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+
+
+def known_here(driver: Path = _NVIDIA) -> str | None:
+    """The machine file (`weft.hw`) of this machine, if there is one."""
+    here = machine_name(driver)
+    return next((known for known in known_machines() if load_machine(known).name == here), None)
+
+
+@lru_cache(maxsize=1)
+def versions() -> dict[str, str]:
+    """Of what decides how fast things are: packages, and the GPU's driver."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    driver = _NVIDIA / "version"
+    if driver.exists() and (number := re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text())):
+        found["driver"] = number[0]
+    return found
+
+
+def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    if cpuinfo.exists() and (found := re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo.read_text(), re.MULTILINE)):
+        return found[1]
+    return platform.machine()

@@ -1,0 +1,43 @@
+"""Measured numbers on disk: JSON files under `weft.env.cache_dir()`, each written whole, so that a reader never sees half."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from weft import env
+
+
+def path_of(kind: str, *names: object) -> Path:
+    """The file of what `names` name, such as cache_dir/calibration-nvidia-h200-2.json."""
+    words = [re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") for name in (kind, *names)]
+    return env.cache_dir() / f"{'-'.join(words)}.json"
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What was written; None without a file. `ValueError` if it is none of ours."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}): delete it, and measure again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}: delete it, and measure again")
+    return content
+
+
+def differences(then: dict[str, str], now: dict[str, str]) -> str:
+    """Which versions are not the same, as "torch 2.11.0, now 2.13.0"; empty if none."""
+    names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    return ", ".join(f"{name} {then.get(name, 'missing')}, now {now.get(name, 'missing')}" for name in names)
