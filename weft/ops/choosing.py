@@ -7,6 +7,7 @@ taking the slowest rank's.
 from __future__ import annotations
 
 import time
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from weft import plan
 from weft.hw import known_machines, load_machine
+from weft.plan.calibration import find
 from weft.schedule import AllGatherMatmul, Candidate, NotApplicableError, Schedule, candidates
 from weft.sim import Model, model_of
 from weft.symm import Domain
@@ -45,10 +47,12 @@ def executor_for(
     if pinned is not None:
         return None if pinned == "serial" else executor(_candidate(pinned, p).build(), domain)
     model = machine_model(domain.device, p.world_size)
-    if model is not None:
-        choice = plan.choose(p, model)
-        return None if choice.candidate.name == "serial" else executor(choice.schedule, domain)
-    return _fastest(p, domain, tensors, deadline_s)
+    # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+    mine = "" if model is None else plan.choose(p, model).candidate.name
+    name = domain.all_gather(mine, what=f"choices for {p}")[0]
+    if not name:
+        return _fastest(p, domain, tensors, deadline_s)
+    return None if name == "serial" else executor(_candidate(name, p).build(), domain)
 
 
 def executor(schedule: Schedule, domain: Domain) -> Any:
@@ -63,14 +67,20 @@ def executor(schedule: Schedule, domain: Domain) -> Any:
 
 @lru_cache(maxsize=64)
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """The model of this machine, if there is a file for it."""
+    """The model of this machine, if there is a file for it; calibrated, if it has been (`weft plan calibrate`)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    for known in known_machines():
-        if load_machine(known).name == name:
-            return model_of(load_machine(known), world_size)
-    return None
+    found = next((load_machine(known) for known in known_machines() if load_machine(known).name == name), None)
+    if found is None:
+        return None
+    model = model_of(found, world_size)
+    try:
+        calibration = find(name, world_size)
+    except ValueError as error:
+        warnings.warn(f"planning with the machine file's numbers: {error}", stacklevel=2)
+        return model
+    return model if calibration is None else calibration.apply(model)
 
 
 def _candidate(name: str, p: AllGatherMatmul) -> Candidate:

@@ -14,7 +14,7 @@ from weft.kernels import move as device_code
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ALIGNMENT = 16  # the widest access, in bytes
 _BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
-_MAX_PROGRAMS = 64
+MAX_PROGRAMS = 64  # of a copy, and so of the compute units that it takes away
 _COPY_WARPS = 8
 # A signal alone must find room beside a GEMM that fills the registers of every compute unit: with more warps it would
 # have to wait for the end of the GEMM, and whoever waits for the signal with it.
@@ -44,6 +44,7 @@ class Move:
         shape: Shape | None = None,
         waits: list[tuple[int, int]] | None = None,
         sets: list[int] | None = None,
+        most_programs: int = MAX_PROGRAMS,
     ) -> None:
         device = epoch_word.device
         self._shape = shape = shape or Shape(0, 0, _ALIGNMENT, _ALIGNMENT)
@@ -51,7 +52,7 @@ class Move:
         words = [*(number for wait in waits for number in wait), *sets, 0]
         table = torch.tensor(words, dtype=torch.int64, device=device)
         self._tables = (table, len(waits), table[2 * len(waits) :], len(sets), table[len(words) - 1 :], epoch_word)
-        self._grid = (max(1, min(_MAX_PROGRAMS, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
+        self._grid = (max(1, min(most_programs, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow one for odd addresses.

@@ -1,0 +1,220 @@
+"""What `weft.plan.calibrate` asks of two or more GPUs: how long GEMMs, copies, signals and collectives take here.
+
+All ranks measure at once, since that is how schedules use the machine: links both ways, every GPU's power. Every answer is
+the slowest rank's. Queued work stands behind a sleep of the device, so that the host is ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from weft import _core
+from weft.runtime.move import MAX_PROGRAMS, Move, Shape
+from weft.runtime.schedule_cuda import CudaSchedule
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import AllGatherMatmul, candidates
+from weft.symm import Domain
+
+_ENOUGH_US = 2000.0  # of measured work behind one sleep
+_SLEEP_CYCLES = 1_000_000
+_BUFFER_BYTES = 1 << 30
+_ROUNDS = 3
+_LARGEST_OPERAND = 1 << 31
+
+
+class GpuMeasure:
+    """See `weft.plan.calibration.Measure`. Collective: every rank makes one, and the same calls of it in the same order."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain, self.world_size, device = domain, domain.world_size, domain.device
+        self.machine = torch.cuda.get_device_name(device)
+        units = torch.cuda.get_device_properties(device).multi_processor_count
+        self.kernel_units = (*(n for n in (8, 16, 32, 64) if n < units), units)
+        self.copy_units = min(MAX_PROGRAMS, units)
+        self._device, self._began = device, time.monotonic()
+        self._peer = (domain.rank + 1) % domain.world_size
+        self._region = domain.allocate(_BUFFER_BYTES, what="calibration")
+        self._words = domain.allocate(64, what="signals of the calibration")
+        self._local = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8, device=device)
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._pool = torch.randn(
+            _LARGEST_OPERAND // 4, device=device
+        )  # random bits; GEMMs on zeros run at a higher clock
+        torch.cuda.synchronize(device)
+
+    def elapsed_s(self) -> float:
+        return max(self.domain.all_gather(time.monotonic() - self._began, what="time of the calibration"))
+
+    def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
+        a, b, out = self._operands(m, n, k, dtype)
+        return self._queued(lambda: torch.mm(a, b, out=out))
+
+    def launch_us(self) -> float:
+        one = torch.zeros(1, device=self._device)
+        return self._queued(lambda: one.add_(1))
+
+    def host_step_us(self) -> float:
+        p = AllGatherMatmul.even(256, 256, 256, self.world_size)
+        found = next(
+            c for c in candidates(p, ("shard",)) if dict(c.parameters) == {"chunks": 1, "lanes": 1, "by": "dma"}
+        )
+        executor = CudaSchedule(found.build(), self.domain)
+        tensors = {
+            "x_shard": torch.zeros(p.rows[0], p.k),
+            "w0": torch.zeros(p.k, p.n[0]),
+            "y0": torch.zeros(p.m, p.n[0]),
+        }
+        tensors = {name: t.to(self._device, torch.bfloat16) for name, t in tensors.items()}
+        times = []
+        for _ in range(1 + 10 * _ROUNDS):
+            self._meet()
+            start = time.perf_counter()
+            executor.run(tensors)
+            times.append((time.perf_counter() - start) * 1e6)
+        self._meet()
+        steps = len(executor.order)
+        executor.close()
+        return self._slowest(sorted(times[1:])[len(times) // 2] / steps)
+
+    def copy_us(self, count: int) -> float:
+        return self._program(lambda program: program.copy(0, 0, 0, count, 1, 0, count, count, 1))
+
+    def copy_rows_us(self, rows: int, row_bytes: int) -> float:
+        return self._program(lambda program: program.copy(0, 0, 0, 2 * row_bytes, 1, 0, 2 * row_bytes, row_bytes, rows))
+
+    def kernel_copy_us(self, count: int, units: int, put: bool) -> float:
+        move = Move(self._zero, shape=Shape(1, count, count, count), most_programs=units)
+        here, there = self._local.data_ptr(), self._region.address(self._peer)
+        return self._queued(lambda: move.launch(0, here, there) if put else move.launch(0, there, here))
+
+    def all_gather_us(self, count: int) -> float:
+        shard = max(16, count // max(1, self.world_size - 1))
+        whole = self._local[: shard * self.world_size] if shard * self.world_size <= _BUFFER_BYTES else None
+        if whole is None:
+            whole = torch.empty(shard * self.world_size, dtype=torch.uint8, device=self._device)
+        mine = self._pool.view(torch.uint8)[:shard]
+        return self._queued(lambda: dist.all_gather_into_tensor(whole, mine, group=self.domain.group))
+
+    def signal_us(self, remote: bool) -> float:
+        turns = 64
+        if not remote:
+            program = _core.StreamProgram(1, 2, 2)
+            for _ in range(turns):
+                program.record(0, 0)
+                program.wait_event(1, 0)
+                program.record(1, 1)
+                program.wait_event(0, 1)
+            streams = [torch.cuda.current_stream(self._device).cuda_stream, self._side.cuda_stream]
+            return self._queued(lambda: program.run(0, len(program), [0], streams, 0)) / (2 * turns)
+        # Rank 0 raises a word at its neighbour, which raises one back, and so on: one turn is two signals.
+        program = _core.StreamProgram(2, 1, 0)
+        first = self.domain.rank % 2 == 0
+        for turn in range(turns):
+            if not first:
+                program.wait(0, 0, 0, turn + 1)
+            program.write(0, 1, 0, turn + 1)
+            if first:
+                program.wait(0, 0, 0, turn + 1)
+        partner = self.domain.rank ^ 1
+        if partner >= self.world_size:
+            partner = self.domain.rank
+        bases, epochs = (
+            [self._words.address(self.domain.rank), self._words.address(partner)],
+            iter(range(0, 1 << 40, turns)),
+        )
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        return self._queued(lambda: program.run(0, len(program), bases, [stream], next(epochs)), calls=4) / (2 * turns)
+
+    def gemm_beside_copy_us(
+        self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
+    ) -> tuple[float, float]:
+        a, b, out = self._operands(m, n, k, dtype)
+        count = 64 << 20
+        if by == "dma":
+            program = _core.StreamProgram(2, 1, 0)
+            program.copy(0, 0, 0, count, 1, 0, count, count, 1)
+            bases = [self._region.address(self._peer), self._local.data_ptr()]
+
+            def copy() -> None:
+                program.run(0, 1, bases, [self._side.cuda_stream], 0)
+        else:
+            move = Move(self._zero, shape=Shape(1, count, count, count))
+
+            def copy() -> None:
+                move.launch(0, self._local.data_ptr(), self._region.address(self._peer))
+
+        calls = 4
+        alone = self.gemm_us(m, n, k, dtype)
+        # More copies than the GEMMs can last, and of those that end while they last the rate.
+        copies = int(4 * calls * alone * 400e3 / count) + 16
+        stamps = [torch.cuda.Event(enable_timing=True) for _ in range(copies + 1)]
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._meet()
+        torch.cuda._sleep(20 * _SLEEP_CYCLES)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            stamps[0].record()
+            for stamp in stamps[1:]:
+                copy()
+                stamp.record()
+        begin.record()
+        for _ in range(calls):
+            torch.mm(a, b, out=out)
+        end.record()
+        torch.cuda.synchronize(self._device)
+        during = begin.elapsed_time(end)
+        done = [t for t in (stamps[0].elapsed_time(stamp) for stamp in stamps[1:]) if t <= during] or [
+            stamps[0].elapsed_time(stamps[1])
+        ]
+        rate = len(done) * count / (done[-1] * 1e3)
+        return self._slowest(during * 1e3 / calls), min(self.domain.all_gather(rate, what="rates beside a GEMM"))
+
+    def close(self) -> None:
+        self._region.close()
+        self._words.close()
+
+    # --- timing ---
+
+    def _operands(self, m: int, n: int, k: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random [m, k], and [k, n] as `linear.weight.t()` has it."""
+        a = torch.randn(m, k, device=self._device).to(TORCH_DTYPE[dtype])
+        b = torch.randn(n, k, device=self._device).to(TORCH_DTYPE[dtype]).t()
+        return a, b, torch.empty(m, n, dtype=a.dtype, device=self._device)
+
+    def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
+        """Time of one recorded copy to the neighbour (base 0) from here (base 1)."""
+        program = _core.StreamProgram(2, 1, 0)
+        record(program)
+        bases = [self._region.address(self._peer), self._local.data_ptr()]
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        return self._queued(lambda: program.run(0, 1, bases, [stream], 0))
+
+    def _queued(self, call: Callable[[], object], calls: int | None = None) -> float:
+        call()
+        us = self._once(call, 2)
+        calls = calls or max(3, min(50, int(_ENOUGH_US / max(us, 1.0))))
+        return sorted(self._once(call, calls) for _ in range(_ROUNDS))[_ROUNDS // 2]
+
+    def _once(self, call: Callable[[], object], calls: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._meet()
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return self._slowest(begin.elapsed_time(end) * 1e3 / calls)
+
+    def _meet(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self.domain.all_gather(None, what="before a measurement")
+
+    def _slowest(self, us: float) -> float:
+        return max(self.domain.all_gather(us, what="a measured time"))
