@@ -22,6 +22,7 @@ from weft import symm
 from weft.launch import Pool
 from weft.runtime.schedule_cpu import CpuSchedule
 from weft.schedule import RANK, AllGatherMatmul, Draft, Schedule
+from weft.sim import NULL, simulate
 from weft.timeline import Span, Timeline
 
 BAD_RANK = 1
@@ -156,6 +157,7 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
     of_rank = pool.run(timelines, p, 40, ranks=2)
     # Not at every run on a machine with other things to do.
     assert any(overlap(timeline) for timelines in of_rank for timeline in timelines)
+    simulated = simulate(build(p, "shard", chunks=2, lanes=1), NULL).timeline
     for run in range(40):
         for rank, timeline in enumerate(timelines[run] for timelines in of_rank):
             assert timeline.ranks() == [rank]
@@ -163,6 +165,8 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
             for lane in timeline.lanes(rank):
                 spans = [span for span in timeline if span.lane == lane]
                 assert all(before.end_us <= after.start_us for before, after in itertools.pairwise(spans))
+                names = [span.name for span in spans if not span.name.startswith("set ")]
+                assert names == [span.name for span in simulated if (span.rank, span.lane) == (rank, lane)]
             assert sum(span.bytes for span in timeline) == p.largest_shard_bytes
             assert all(span.bytes == p.largest_shard_bytes // 2 for span in spans_of(timeline, "copy x_shard -> box@"))
             for index in (2 * (1 - rank), 2 * (1 - rank) + 1):

@@ -88,7 +88,7 @@ def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
 
 
 def stuck(group, builder, step, doing):
-    """Rank 1 calls, and at one of its steps raises, leaves, or does nothing until the others have given up."""
+    """Rank 1 calls, and at one of its steps raises, gets Ctrl-C, leaves, or does nothing until the others have given up."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain)
     executor.run(tensors)
@@ -96,6 +96,8 @@ def stuck(group, builder, step, doing):
     def fail() -> None:
         if doing == "raise":
             raise ArithmeticError("on purpose")
+        if doing == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         if doing == "leave":
             domain.close()
         else:
@@ -103,11 +105,14 @@ def stuck(group, builder, step, doing):
 
     if group.rank() == BAD_RANK:
         ranks.intercept(executor, step, before=fail)
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     error = "", ""
     try:
         executor.run(tensors, deadline_s=0.5 if doing == "hang" else LONG_S)
-    except Exception as raised:
+    except (Exception, KeyboardInterrupt) as raised:
         error = type(raised).__name__, str(raised)
+    if group.rank() == BAD_RANK:
+        signal.signal(signal.SIGINT, ignored)
     return error, again(group, executor, tensors)
 
 
@@ -126,14 +131,17 @@ def test_a_rank_that_hangs_in_a_run(pool: Pool, builder: str, step: str, text: s
 
 
 @pytest.mark.parametrize(("builder", "step"), STEPS)
-def test_a_rank_that_raises_in_a_run(pool: Pool, builder: str, step: str) -> None:
-    answers = pool.run(stuck, builder, step, "raise", ranks=3)
-    assert answers[BAD_RANK][0] == ("ArithmeticError", "on purpose")
+@pytest.mark.parametrize(
+    ("doing", "error"), [("raise", ("ArithmeticError", "on purpose")), ("interrupt", ("KeyboardInterrupt", ""))]
+)
+def test_a_rank_that_raises_in_a_run(pool: Pool, builder: str, step: str, doing: str, error: tuple[str, str]) -> None:
+    answers = pool.run(stuck, builder, step, doing, ranks=3)
+    assert answers[BAD_RANK][0] == error
     for rank in (0, 2):
         kind, text = answers[rank][0]
         # Who has all that it needs of rank 1 may end its run before it hears.
         assert kind in ("PoisonedGroupError", "")
-        assert not kind or re.search(rf"rank 1: schedule {builder}, lane .*: ArithmeticError\('on purpose'\)", text)
+        assert not kind or re.search(rf"rank 1: schedule {builder}, .*: {error[0]}\(.*{error[1]}", text)
     assert_over([last for _, last in answers])
 
 

@@ -306,7 +306,7 @@ def _add_to(out: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
 
 
 def span_name(step: Step, rank: int) -> str:
-    """A step of `rank` in a timeline: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]"."""
+    """A step of `rank` in a timeline, as the simulator names it: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]"."""
 
     def at(where: Index) -> str:
         return "" if where == rank else f"@{where}"
@@ -320,6 +320,6 @@ def span_name(step: Step, rank: int) -> str:
             return f"{op} {src.buffer} -> {dst.buffer}"
         case Set(signal, index, where):
             return f"set {signal}{at(where)}[{index}]"
-        case Wait(signal, index):
-            return f"wait {signal}[{index}]"
+        case Wait(signal, index, _, previous):
+            return f"wait {signal}[{index}]{' of the previous run' if previous else ''}"
     return describe(step)
