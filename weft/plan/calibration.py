@@ -2,8 +2,8 @@
 
     GEMMs         on a grid of sizes, coarse first, then finer as long as there is time; the model corrects its formula by
                   what it got wrong at the nearest of them
-    copies        by engine, by kernels of several sizes, of rows of a larger one; a collective; by bytes
-    the rest      launches, signals, the host's time for a step, a GEMM with a copy beside it
+    transfers     copies by engine and by kernel, the library's collective, by bytes: the model interpolates
+    the rest      launches, signals, the host's time for a step, rows of a two-dimensional copy, a GEMM beside a copy
 
 What is timed, on which device, is not known here: `calibrate` says what to measure to something that can (`Measure`).
 """
@@ -20,16 +20,18 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from weft.hw import Machine
 from weft.plan import store
 from weft.plan.machine import versions
 from weft.schedule import ITEM_BYTES
-from weft.sim import Model
+from weft.sim import Model, model_of
+from weft.sim.machines import disturbance
+from weft.sim.model import Transfer, interpolated
 
 _MOST_US = 20_000.0
 """Of one thing that is measured: on a GPU a matmul of 15 TFLOP, of which a few repetitions still go into the budget."""
 _MOST_BYTES = 4 << 30
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
-_KERNEL_COPY = 64 << 20
 _ROWS = ((1024, 4096), (8192, 2048))  # (rows, bytes of each)
 _CUBES = (8192, 4096, 2048, 1024, 512, 256)
 
@@ -40,7 +42,6 @@ class Measure(Protocol):
 
     machine: str
     world_size: int
-    kernel_units: tuple[int, ...]  # programs of copying kernels that are worth knowing
     copy_units: int  # programs of the kernel by which schedules copy
 
     def elapsed_s(self) -> float:
@@ -61,8 +62,8 @@ class Measure(Protocol):
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
         """The same of `rows` rows of so many bytes each, out of twice as wide ones."""
 
-    def kernel_copy_us(self, count: int, units: int, put: bool) -> float:
-        """The same by a kernel of `units` programs: stores to a peer, or loads from it; with its launch."""
+    def kernel_copy_us(self, count: int, put: bool) -> float:
+        """The same by the kernel that schedules use: stores to a peer, or loads from it; with its launch."""
 
     def all_gather_us(self, count: int) -> float:
         """The library's all-gather by which every rank receives `count` bytes that are not its own."""
@@ -90,8 +91,8 @@ class Calibration:
     copy_units: int = 1
     copies: tuple[tuple[int, float], ...] = ()  # bytes, us
     copy_rows: tuple[tuple[int, int, float], ...] = ()  # rows, bytes of each, us
-    puts: tuple[tuple[int, int, float], ...] = ()  # programs, bytes, us
-    gets: tuple[tuple[int, int, float], ...] = ()
+    puts: tuple[tuple[int, float], ...] = ()
+    gets: tuple[tuple[int, float], ...] = ()
     all_gathers: tuple[tuple[int, float], ...] = ()  # bytes received, us
     signal_local_us: float = 0.0
     signal_remote_us: float = 0.0
@@ -107,30 +108,37 @@ class Calibration:
             "measured_us": {(m, n, k, dtype): us for m, n, k, dtype, us in self.gemms},
         }
         if self.copies:
-            latency, rate = fit_line(self.copies, "copies by engine")
-            rows = [max(0.0, us - latency - n * size / rate) / n for n, size, us in self.copy_rows]
-            changed |= {
-                "copy_latency_us": latency,
-                "copy_bytes_per_us": rate,
-                "copy_row_us": float(np.median(rows)) if rows else model.copy_row_us,
-                "pair_bytes_per_us": max(rate, model.pair_bytes_per_us),
-                "port_bytes_per_us": max(rate, model.port_bytes_per_us),
-                "kernel_copy_units": self.copy_units,
-                "put_bytes_per_us": self._rates(self.puts),
-                "get_bytes_per_us": self._rates(self.gets),
-                "signal_local_us": self.signal_local_us,
-                "signal_remote_us": self.signal_remote_us,
-            }
-            latency, rate = fit_line(self.all_gathers, "all-gathers")
-            changed |= {"collective_latency_us": latency, "collective_bytes_per_us": rate}
-            held = {"dma": 0.0, "kernel": self.copy_units / model.compute_units}
-            for by, slowdown, bytes_per_us in self.beside:
-                lost = max(0.0, 1 - 1 / slowdown - held[by]) / (2 * bytes_per_us)
-                changed["copy_disturbance" if by == "dma" else "kernel_copy_disturbance"] = lost
+            changed |= self._transfers(model)
         return replace(model, **changed)
 
-    def _rates(self, copies: Sequence[tuple[int, int, float]]) -> tuple[tuple[int, float], ...]:
-        return tuple(sorted((units, count / max(us - self.launch_us, 0.1 * us)) for units, count, us in copies))
+    def _transfers(self, model: Model) -> dict[str, Any]:
+        latency, rate = fit_line(self.copies, "copies by engine")
+        collective_latency, collective_rate = fit_line(self.all_gathers, "all-gathers")
+        curves: dict[Transfer, tuple[tuple[float, float], ...]] = {
+            "copy": self.copies, "put": self.puts, "get": self.gets, "all_gather": self.all_gathers
+        }  # fmt: skip
+        rows = [max(0.0, us - interpolated(self.copies, n * size)) / n for n, size, us in self.copy_rows]
+        changed: dict[str, Any] = {
+            "measured_transfers_us": curves,
+            "copy_latency_us": latency,
+            "copy_bytes_per_us": rate,
+            "copy_row_us": float(np.median(rows)) if rows else model.copy_row_us,
+            # One pair was measured, whose copies cannot be faster than its link.
+            "pair_bytes_per_us": max(_fastest(self.copies), model.pair_bytes_per_us),
+            "port_bytes_per_us": max(_fastest(self.copies), model.port_bytes_per_us),
+            "kernel_copy_units": self.copy_units,
+            "put_bytes_per_us": ((self.copy_units, _fastest(self.puts)),),
+            "get_bytes_per_us": ((self.copy_units, _fastest(self.gets)),),
+            "collective_latency_us": collective_latency,
+            "collective_bytes_per_us": collective_rate,
+            "signal_local_us": self.signal_local_us,
+            "signal_remote_us": self.signal_remote_us,
+        }
+        held = {"dma": 0.0, "kernel": self.copy_units / model.compute_units}
+        for by, slowdown, bytes_per_us in self.beside:
+            name = "copy_disturbance" if by == "dma" else "kernel_copy_disturbance"
+            changed[name] = disturbance(slowdown, held[by], bytes_per_us)
+        return changed
 
     def save(self) -> Path:
         """Where `find` finds it. One rank does this."""
@@ -158,6 +166,19 @@ def find(machine: str, world_size: int) -> Calibration | None:
             "run `weft plan calibrate` again"
         )
     return found
+
+
+def calibrated(machine: Machine, ranks: int) -> tuple[Model, str]:
+    """The model of `ranks` of these GPUs with the saved calibration applied, if there is one for the versions that are
+    installed; and a note on what its numbers rest on. `KeyError` names a number that the machine file lacks."""
+    model = model_of(machine, ranks)
+    try:
+        found = find(machine.name, ranks)
+    except ValueError as error:
+        return model, f"not calibrated: {error}"
+    if found is None:
+        return model, f"not calibrated with {ranks} ranks, by the machine file's numbers"
+    return found.apply(model), f"calibrated on {found.date}"
 
 
 def calibrate(
@@ -209,7 +230,8 @@ def gemm_points(base: Model, dtypes: Sequence[str], level: int) -> list[tuple[in
 
 
 def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, float]:
-    """(latency in us, bytes/us) of time = latency + bytes / rate, with the least squares of relative errors."""
+    """(latency in us, bytes/us) of time = latency + bytes / rate, with the least squares of relative errors; the latency is
+    no longer than the shortest of the times."""
     count, us = np.array(sorted(points), float).T
     (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / us, count / us], 1), np.ones_like(us), rcond=None)
     if latency < 0:  # within noise of none at all
@@ -218,7 +240,12 @@ def fit_line(points: Iterable[tuple[int, float]], what: str) -> tuple[float, flo
         raise ValueError(
             f"times of {what} do not grow with their bytes: {dict(zip(count, us, strict=True))}: the machine was busy"
         )
-    return float(latency), 1 / float(per_byte)
+    return min(float(latency), float(us.min())), 1 / float(per_byte)
+
+
+def _fastest(copies: Iterable[tuple[int, float]]) -> float:
+    """Bytes/us of the one with the highest rate."""
+    return max(count / us for count, us in copies)
 
 
 def _axis(first: int, last: int, level: int) -> Iterator[int]:
@@ -233,15 +260,12 @@ def _axis(first: int, last: int, level: int) -> Iterator[int]:
 def _communication(measure: Measure, base: Model, say: Callable[[str], None]) -> dict[str, Any]:
     most = _MOST_US * min(base.copy_bytes_per_us, base.collective_bytes_per_us)
     sizes = [count for count in _COPIES if count <= most]
-    count = min(_KERNEL_COPY, sizes[-1])
     say("copies by engine")
     copies = tuple((size, measure.copy_us(size)) for size in sizes)
     rows = tuple((n, size, measure.copy_rows_us(n, size)) for n, size in _ROWS)
     say("copies by kernel")
-    puts, gets = (
-        tuple((units, count, measure.kernel_copy_us(count, units, put)) for units in measure.kernel_units)
-        for put in (True, False)
-    )
+    puts = tuple((size, measure.kernel_copy_us(size, True)) for size in sizes)
+    gets = tuple((size, measure.kernel_copy_us(size, False)) for size in sizes)
     say("all-gathers")
     gathers = tuple((size, measure.all_gather_us(size)) for size in sizes)
     say("signals")

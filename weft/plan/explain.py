@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.hw import Machine, load_machine
-from weft.plan import calibration
+from weft.plan.calibration import calibrated
 from weft.plan.choose import AT_LEAST, Choice, Mode, Row, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
 from weft.schedule import AllGatherMatmul, Problem
-from weft.sim import Model, model_of
+from weft.sim import Model
 
 OPERATORS: Mapping[str, Callable[[int, int, int, int, str], Problem]] = {"all_gather_matmul": AllGatherMatmul.even}
 HEADER = (
@@ -159,16 +159,10 @@ def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model
             notes.append(f"{machine_name()} has no machine file, so this one is shown: give hw= to choose another")
     machine = load_machine(hw)
     try:
-        model = model_of(machine, ranks)
+        model, note = calibrated(machine, ranks)
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
-    try:
-        found = calibration.find(machine.name, ranks)
-    except ValueError as error:
-        return machine, model, (*notes, f"not calibrated: {error}")
-    if found is None:
-        return machine, model, (*notes, f"not calibrated with {ranks} ranks, by the machine file's numbers")
-    return machine, found.apply(model), (*notes, f"calibrated on {found.date}")
+    return machine, model, (*notes, note)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def _peer_copy(model: Model, source: Operand, target: Operand, by: str) -> Cost:
     count, put = source.bytes, source.at == 0
     wire = min(model.pair_bytes_per_us, model.port_bytes_per_us, model.hbm_bytes_per_us)
     if by == "kernel":
-        us = count / min(wire, model.kernel_copy_bytes_per_us(put))
+        us = max(count / wire, model.transfer_us("put" if put else "get", count))
         held = model.kernel_copy_units / model.compute_units
         latency, disturbance, uses = (
             model.launch_us,
@@ -90,7 +90,7 @@ def _peer_copy(model: Model, source: Operand, target: Operand, by: str) -> Cost:
             [Use("hold", ("compute", 0, 0), held)],
         )
     else:
-        us = count / min(wire, model.copy_bytes_per_us)
+        us = max(count / wire, model.transfer_us("copy", count))
         if not (source.whole_rows and target.whole_rows) and source.rows > 1:
             us += source.rows * model.copy_row_us
         latency, disturbance, uses = (
@@ -111,7 +111,7 @@ def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> C
     if world == 1:
         return _local_copy(model, source.bytes, "kernel")
     received = target.bytes - source.bytes
-    us = received / model.collective_bytes_per_us
+    us = model.transfer_us("all_gather", received)
     uses = [_share("hbm", 0, _part(2 * target.bytes, us, model.hbm_bytes_per_us))]
     uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
     for distance in range(1, world):

@@ -77,10 +77,10 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         collective_latency_us=us("collective.all_gather_latency"),
         collective_bytes_per_us=per_us("collective.all_gather"),
         collective_units=units("collective.units"),
-        copy_disturbance=_disturbance(
+        copy_disturbance=disturbance(
             number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")
         ),
-        kernel_copy_disturbance=_disturbance(
+        kernel_copy_disturbance=disturbance(
             number("contention.kernel_copy_slowdown"),
             number("contention.kernel_copy_units") / number("compute.multiprocessors"),
             per_us("contention.kernel_copy_bandwidth"),
@@ -124,7 +124,7 @@ def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
     return tuple(curve)
 
 
-def _disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
+def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> float:
     """Compute lost per byte/us read or written: in that measurement every GPU read and wrote `bytes_per_us` each."""
     return max(0.0, 1 - 1 / slowdown - share_held) / (2 * bytes_per_us)
 

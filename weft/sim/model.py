@@ -18,16 +18,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from weft.schedule import ITEM_BYTES
 
 MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
-_NEAREST = 4
+_NEAREST = 8
+"""Measured matmuls that correct another one: on a grid, the corners of a cell."""
+
+Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather"]
+"""By an engine; by a kernel that stores to a peer, or loads from it; the library's collective, by the bytes a rank receives."""
 
 
 class Matmul(NamedTuple):
@@ -76,6 +83,8 @@ class Model:
 
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by what it got wrong at the nearest."""
+    measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
@@ -104,26 +113,50 @@ class Model:
             below = above
         return below[1]
 
+    def transfer_us(self, how: Transfer, count: float) -> float:
+        """Of `count` bytes, alone, after the latency or launch; where it was measured, by interpolation in logarithms."""
+        latency, rate = {
+            "copy": (self.copy_latency_us, self.copy_bytes_per_us),
+            "put": (self.launch_us, self.kernel_copy_bytes_per_us(True)),
+            "get": (self.launch_us, self.kernel_copy_bytes_per_us(False)),
+            "all_gather": (self.collective_latency_us, self.collective_bytes_per_us),
+        }[how]
+        curve = self.measured_transfers_us.get(how)
+        if not curve or count <= 0:
+            return count / rate
+        return max(0.0, interpolated(curve, count) - latency)
+
     def _formula(self, m: int, n: int, k: int, dtype: str) -> Matmul:
-        """By the best tile and split."""
+        us, busy, traffic = (float(found[0]) for found in self._formulas(np.array([[m, n, k]]), dtype))
+        return Matmul(us, busy, traffic)
+
+    def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(time, units busy, memory traffic), each [count], of shapes [count, 3]; by the best tile and split of each."""
         if dtype not in self.matmul_flops_per_us:
             known = ", ".join(self.matmul_flops_per_us)
             raise KeyError(
                 f"{self.name}: no matmul rate for {dtype}, only for {known}: add compute.{dtype}_matmul_8192"
             )
-        best = (math.inf, 1.0)
-        for (rows, cols), split in itertools.product(_tiles(*self.tile), _SPLITS):
-            tiles = math.ceil(m / rows) * math.ceil(n / cols) * split
-            waves = math.ceil(tiles / self.compute_units)
-            rate = self.matmul_flops_per_us[dtype] * self._tile_efficiency(rows, cols) / self.compute_units
-            us = waves * 2 * rows * cols * (math.ceil(k / split) + self.tile_ramp) / rate
-            if split > 1:  # partial sums, in fp32, are written and read again
-                us += self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us
-            best = min(best, (us, tiles / (waves * self.compute_units)))
-        computing_us, busy = best
-        traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])
-        us = max(computing_us, traffic / self.hbm_bytes_per_us)
-        return Matmul(us, busy * computing_us / us if us > 0 else 0.0, traffic)
+        m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
+        rows, cols, split, efficiency = self._ways
+        tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
+        waves = np.ceil(tiles / self.compute_units)
+        rate = self.matmul_flops_per_us[dtype] * efficiency / self.compute_units
+        us = waves * 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
+        # If k is split, partial sums, in fp32, are written and read again.
+        us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
+        computing_us = us.min(1)
+        # Of ways that take the same time, the one with fewer units: the library has no reason to take more.
+        busy = np.where(us == computing_us[:, None], tiles / (waves * self.compute_units), np.inf).min(1)
+        traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
+        alone_us = np.maximum(computing_us, traffic / self.hbm_bytes_per_us)
+        return alone_us, busy * np.divide(computing_us, alone_us, out=np.zeros_like(busy), where=alone_us > 0), traffic
+
+    @cached_property
+    def _ways(self) -> np.ndarray:
+        """[4, ways]: rows, cols, parts of k and efficiency of all tiles and splits."""
+        ways = itertools.product(_tiles(*self.tile), _SPLITS)
+        return np.array([(r, c, split, self._tile_efficiency(r, c)) for (r, c), split in ways]).T
 
     def _tile_efficiency(self, rows: int, cols: int) -> float:
         """Compared with the largest tile."""
@@ -133,32 +166,51 @@ class Model:
 
         return loss(*self.tile) / loss(rows, cols)
 
-    def _matmul_traffic(self, m: int, n: int, k: int, item_bytes: int) -> float:
+    def _matmul_traffic(self, m: np.ndarray, n: np.ndarray, k: np.ndarray, item_bytes: int) -> np.ndarray:
         """Bytes to and from memory: what runs at once is a block of tiles about square, which shares its operands."""
         once = (m + n) * k * item_bytes
         area = self.compute_units * self.tile[0] * self.tile[1]
-        rows = min(m, math.sqrt(area))
-        cols = min(n, area / rows)
-        blocks = math.ceil(m / rows) * math.ceil(n / cols)
-        operands = once if once <= self.l2_bytes else max(once, blocks * (rows + cols) * k * item_bytes)
-        return operands + m * n * item_bytes
+        rows = np.minimum(m, math.sqrt(area))
+        cols = np.minimum(n, area / rows)
+        blocks = np.ceil(m / rows) * np.ceil(n / cols)
+        again = np.maximum(once, blocks * (rows + cols) * k * item_bytes)
+        return np.where(once <= self.l2_bytes, once, again) + m * n * item_bytes
+
+    @cached_property
+    def _errors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By dtype, of the measured matmuls: sizes in octaves [count, 3], log of measured over predicted time [count]."""
+        found = {}
+        for dtype in {shape[3] for shape in self.measured_us}:
+            shapes = np.array([shape[:3] for shape in self.measured_us if shape[3] == dtype])
+            measured = np.array([us for shape, us in self.measured_us.items() if shape[3] == dtype])
+            us = self._formulas(shapes, dtype)[0]
+            found[dtype] = np.log2(shapes), np.log(np.maximum(measured - self.launch_us, 0.01 * us) / us)
+        return found
 
     def _correction(self, shape: MatmulShape) -> float:
-        """Measured over predicted time: the mean of the nearest measured shapes, weighted by 1 / distance^2 in octaves."""
-        near: list[tuple[float, float]] = []
-        for (m, n, k, dtype), measured in self.measured_us.items():
-            if dtype == shape[3]:
-                distance = sum(math.log2(a / b) ** 2 for a, b in zip((m, n, k), shape[:3], strict=True) if b > 0)
-                us = self._formula(m, n, k, dtype).time_us
-                near.append((distance, max(measured - self.launch_us, 0.01 * us) / us))
-        near = sorted(near)[:_NEAREST]
-        if not near:
+        """Measured over predicted time: the geometric mean of the nearest measured shapes, weighted by 1 / distance^4 in
+        octaves. With a power above the three dimensions, what is far does not outweigh what is near by being more."""
+        *sizes, dtype = shape
+        if dtype not in self._errors or min(sizes) < 1:
             return 1.0
-        if near[0][0] < 1e-9:
-            return near[0][1]
-        weights = [1 / distance for distance, _ in near]
-        logs = sum(w * math.log(ratio) for w, (_, ratio) in zip(weights, near, strict=True))
-        return math.exp(logs / sum(weights))
+        octaves, logs = self._errors[dtype]
+        squares = ((octaves - np.log2(np.array(sizes, float))) ** 2).sum(1)
+        nearest = int(squares.argmin())
+        if squares[nearest] < 1e-9:
+            return math.exp(logs[nearest])
+        farthest = np.partition(squares, min(_NEAREST, len(squares)) - 1)[:_NEAREST].max()
+        kept = squares <= farthest + 1e-9  # all that are as far as the last one: there is no order among them
+        weights = squares[kept] ** -2
+        return math.exp(weights @ logs[kept] / weights.sum())
+
+
+def interpolated(curve: Sequence[tuple[float, float]], count: float) -> float:
+    """Time for `count` bytes from points (bytes, us) by rising bytes: a straight line between logarithms, the first time
+    below the first point, the last one's rate above the last."""
+    sizes, times = np.array(curve, float).T
+    if count > sizes[-1]:
+        return float(times[-1] * count / sizes[-1])
+    return math.exp(np.interp(math.log(count), np.log(sizes), np.log(times)))
 
 
 def _tiles(rows: int, cols: int) -> list[tuple[int, int]]:
