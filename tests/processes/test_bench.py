@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from weft.bench import console
-from weft.bench.arms import BASELINE, SerialArm, Variant, column_runs, make_arm, why_not
 from weft.bench.ceilings import Ceilings, measure_ceilings
-from weft.bench.embedding_all_to_all import check, measure
+from weft.bench.embedding_all_to_all import OPERATOR, measure
+from weft.bench.embedding_arms import SerialArm, Variant, column_runs, make_arm, why_not
+from weft.bench.embedding_inputs import Fixed, UniformBags
+from weft.bench.embedding_presets import FULL, EmbeddingPreset, TableShape
+from weft.bench.embedding_workload import BASELINE, EmbeddingWorkload, Traffic, pooled_float64
 from weft.bench.harness import Ranks, summarise, time_arms
-from weft.bench.inputs import Fixed, UniformBags
+from weft.bench.measure import check
 from weft.bench.options import BenchOptions
-from weft.bench.presets import FULL, EmbeddingPreset, TableShape
-from weft.bench.results import to_records
-from weft.bench.workload import Traffic, Workload, pooled_float64
+from weft.bench.run import ceilings_for
 from weft.launch import Pool
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
 from weft.timeline import Timeline
@@ -62,14 +63,15 @@ def test_names_of_variants() -> None:
         ({"ranks": 0}, "ranks=0 must be at least 1"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"dtype": "fp8"}, "dtype='fp8'"),
-        ({"modes": ("graph",)}, "modes="),
+        ({"modes": ("graph",)}, "modes=.*must be of single, queued"),
+        ({"seconds": 0.0}, r"seconds=0\.0 must be above 0"),
         ({"scale": 3.0}, r"scale=3\.0"),
         ({"variants": ("fbgemm",)}, "variant 'fbgemm' cannot run here: it is compared on GPUs"),
     ],
 )
 def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BenchOptions(**wrong)
+        BenchOptions(OPERATOR.name, **wrong)
 
 
 def test_column_runs_merge_neighbours_of_one_rank() -> None:
@@ -128,7 +130,7 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 
 
 def _traffic(group: dist.ProcessGroup) -> Traffic:
-    return Workload(TINY.config(group.size(), FULL), _ranks(group), input_sets=2).traffic()
+    return EmbeddingWorkload(TINY.config(group.size(), FULL), _ranks(group), input_sets=2).traffic()
 
 
 def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
@@ -145,7 +147,7 @@ def test_bytes_of_a_tiny_configuration_by_hand(pool: Pool) -> None:
 class _Broken(SerialArm):
     """Correct, except for what `spoil` does to the output."""
 
-    def __init__(self, work: Workload, spoil) -> None:
+    def __init__(self, work: EmbeddingWorkload, spoil) -> None:
         super().__init__(work)
         self.inner, self.spoil = make_arm(BASELINE, work), spoil
 
@@ -172,16 +174,17 @@ def _short(output: torch.Tensor) -> torch.Tensor:
 
 
 def _checks(group: dist.ProcessGroup) -> dict[str, float | str]:
-    work = Workload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=2)
+    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=2)
     found: dict[str, float | str] = dict(
-        check({n: make_arm(n, work) for n in (BASELINE, "batched", "direct", "put")}, work)
+        check({n: make_arm(n, work) for n in (BASELINE, "batched", "direct", "put")}, work).errors
     )
     for spoil in (_one_element, _unwritten_row, _short):
-        arms = {BASELINE: make_arm(BASELINE, work), spoil.__name__: _Broken(work, spoil)}
-        try:
-            check(arms, work)
-        except RuntimeError as error:
-            found[spoil.__name__] = str(error)
+        broken = {spoil.__name__: _Broken(work, spoil)}
+        found |= check({BASELINE: make_arm(BASELINE, work)} | broken, work).wrong
+    try:
+        check({BASELINE: _Broken(work, _short)}, work)
+    except RuntimeError as error:
+        found["baseline"] = str(error)
     return found
 
 
@@ -191,6 +194,7 @@ def test_wrong_results_are_refused_on_every_rank(pool: Pool, ranks: int) -> None
         assert all(found[name] < 1e-6 for name in (BASELINE, "batched", "direct", "put"))
         for name in ("_one_element", "_unwritten_row", "_short"):
             assert f"ragged: {name} differs from the float64 reference" in found[name]
+        assert "embedding_bag differs" in found["baseline"], "nothing to compare with: an error at once"
 
 
 def _sleepy(group: dist.ProcessGroup) -> dict:
@@ -232,15 +236,20 @@ def test_every_rank_reports_the_slowest_rank(pool: Pool) -> None:
 
 
 def _measured(group: dist.ProcessGroup) -> list[dict]:
-    options = BenchOptions(variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0)
-    return to_records(measure(RAGGED, _ranks(group), options, lambda what, share: None), options, "run")
+    options = BenchOptions(
+        OPERATOR.name, variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0
+    )
+    ranks = _ranks(group)
+    return measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
+        options, "run"
+    )
 
 
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
     rows = pool.run(_measured, ranks=2)[0]
     assert [r["variant"] for r in rows] == [BASELINE, "batched", "put", "direct-natural"]
     wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms "
-    wanted += "floor_ratio error versions commit date"
+    wanted += "floor_ratio error versions commit date first_call_ms host_us"
     base = rows[0]
     for row in rows:
         assert set(wanted.split()) <= set(row)
@@ -256,7 +265,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
 
 
 def _traced(group: dist.ProcessGroup) -> dict[str, Timeline]:
-    work = Workload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=1)
+    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=1)
     timelines = {name: Timeline() for name in (BASELINE, "put", "direct")}
     for name, timeline in timelines.items():
         make_arm(name, work).traced(0, timeline)
@@ -285,12 +294,12 @@ def test_ceilings_are_the_same_on_every_rank(pool: Pool) -> None:
     assert all(0 < c.link < 1e13 and 0 < c.memory < 1e13 for c in first)
     (alone,) = pool.run(_copies, ranks=1)
     assert alone[0].link == math.inf
-    assert alone[0].as_gbps()["link_gbps"] is None
+    assert alone[0].as_fields()["link_gbps"] is None
 
 
 def _half(group: dist.ProcessGroup, dtype: torch.dtype) -> float:
-    work = Workload(RAGGED.config(group.size(), FULL, dtype), _ranks(group), input_sets=1)
-    return max(check({name: make_arm(name, work) for name in (BASELINE, "batched", "direct")}, work).values())
+    work = EmbeddingWorkload(RAGGED.config(group.size(), FULL, dtype), _ranks(group), input_sets=1)
+    return max(check({name: make_arm(name, work) for name in (BASELINE, "batched", "direct")}, work).errors.values())
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])

@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from weft.bench.inputs import Fixed, UniformBags, UniformRows, Zipf, jagged_input
-from weft.bench.presets import (
+from weft.bench.embedding_inputs import Fixed, UniformBags, UniformRows, Zipf, jagged_input
+from weft.bench.embedding_presets import (
     META_2021_DISTINCT,
     META_2021_HOT_SHARE,
     META_2021_INDICES,

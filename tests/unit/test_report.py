@@ -14,7 +14,8 @@ VARIANTS = {"embedding_bag": 10.0, "batched": 6.0, "direct": 4.0, "put": 5.0}
 def _records(config: str, run: str = "a", factor: float = 1.0, scale: float = 1.0) -> list[dict]:
     return [
         {
-            "config": config, "variant": variant, "mode": "queued", "dtype": "fp32", "run": run, "ranks": 2,
+            "op": "embedding_all_to_all", "config": config, "variant": variant,
+            "mode": "queued", "dtype": "fp32", "run": run, "ranks": 2,
             "p50_ms": ms * factor, "floor_ratio": ms * factor / 3.2, "scale": scale, "rows_scale": scale,
             "machine": "an abacus", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
         }

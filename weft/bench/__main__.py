@@ -8,27 +8,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weft.bench.embedding_all_to_all import bench
 from weft.bench.harness import MODES
+from weft.bench.operator import OPERATORS
 from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.results import OP
+from weft.bench.run import bench
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m weft.bench", description=__doc__)
-    parser.add_argument("operator", choices=[OP])
+    parser.add_argument("operator", choices=list(OPERATORS))
     parser.add_argument("--preset")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--variants", help="comma-separated")
     parser.add_argument("--mode", action="append", choices=MODES, default=[])
     parser.add_argument("--scale", help="as 1/32 or 0.03")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float)
     a = parser.parse_args()
     try:
         options = BenchOptions.from_text(
+            a.operator,
             preset=a.preset,
             ranks=a.ranks,
             device=a.device,
@@ -38,6 +40,7 @@ def main() -> None:
             dtype=a.dtype,
             json=a.json,
             quick=a.quick,
+            seconds=a.seconds,
         )
     except ValueError as error:
         parser.error(str(error))

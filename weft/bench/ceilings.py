@@ -3,6 +3,7 @@
 Memory bandwidth is a local copy, bytes read plus bytes written; on CPU the better of that and reading alone (ranks
 share the memory bus, so all of them copy at the same time, with the threads that the benchmark gives them). Link
 bandwidth is a copy into the next rank's memory, bytes one way: the copy engine on GPUs, memcpy to shared memory on CPU.
+The matmul rate is that of one large GEMM of random numbers with the second operand transposed, as `nn.Linear` has it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,30 @@ from weft.bench.harness import Ranks
 from weft.symm import SymmetricBuffer
 
 _REPETITIONS = 7
-_COPIES = 5  # back to back on a GPU: a launch takes 2% of a copy of 1 GiB
+_IN_A_ROW = 5  # on a GPU: a launch takes 2% of a copy of 1 GiB
+_GEMM = {"cuda": 8192, "cpu": 1024}
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of one rank. `link` is infinite where there is no other rank."""
+    """Bytes per second of one rank; `link` is infinite where there is no other rank. `matmul`: FLOP/s, if measured."""
 
     memory: float
     link: float
+    matmul: float | None = None
 
-    def as_gbps(self) -> dict[str, float | None]:
-        return {"memory_gbps": self.memory / 1e9, "link_gbps": None if self.link == float("inf") else self.link / 1e9}
+    def as_fields(self) -> dict[str, float | None]:
+        return {
+            "memory_gbps": self.memory / 1e9,
+            "link_gbps": None if self.link == float("inf") else self.link / 1e9,
+        } | ({} if self.matmul is None else {"matmul_tflops": self.matmul / 1e12})
 
 
-def measure_ceilings(ranks: Ranks, buffer_bytes: int | None = None) -> list[Ceilings]:
+def measure_ceilings(
+    ranks: Ranks, buffer_bytes: int | None = None, matmul_dtype: torch.dtype | None = None
+) -> list[Ceilings]:
     """Each rank's ceilings, on every rank. Collective. Uses 2 x `buffer_bytes` (default 2 GiB on GPUs, 128 MiB on CPU)
-    per rank, and as much symmetric memory, all freed before return."""
+    per rank, and as much symmetric memory, all freed before return. The matmul rate only for a dtype."""
     size = buffer_bytes or (2 << 30 if ranks.device.type == "cuda" else 128 << 20)
     source = torch.ones(size // 4, device=ranks.device)
     target = torch.zeros_like(source)
@@ -46,10 +54,15 @@ def measure_ceilings(ranks: Ranks, buffer_bytes: int | None = None) -> list[Ceil
             peer = buffer.peer((ranks.rank + 1) % ranks.world_size)
             link = size / _best_seconds(lambda: peer.copy_(source), ranks)
             del peer
-    return [Ceilings(*values) for values in ranks.gather([memory, link])]
+    found = [memory, link]
+    if matmul_dtype is not None:
+        extent = _GEMM[ranks.device.type]
+        a, b = (torch.randn(extent, extent, device=ranks.device).to(matmul_dtype) for _ in range(2))
+        found.append(2.0 * extent**3 / _best_seconds(lambda: torch.mm(a, b.t()), ranks))
+    return [Ceilings(*values) for values in ranks.gather(found)]
 
 
-def _best_seconds(copy: Callable[[], object], ranks: Ranks) -> float:
+def _best_seconds(call: Callable[[], object], ranks: Ranks) -> float:
     """The best of a few: a ceiling is what the machine can do, not what it does while a neighbour is busy."""
     best = float("inf")
     for _ in range(_REPETITIONS):
@@ -58,13 +71,13 @@ def _best_seconds(copy: Callable[[], object], ranks: Ranks) -> float:
         if ranks.device.type == "cuda":
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
-            for _ in range(_COPIES):
-                copy()
+            for _ in range(_IN_A_ROW):
+                call()
             after.record()
             torch.cuda.synchronize(ranks.device)
-            best = min(best, before.elapsed_time(after) / 1e3 / _COPIES)
+            best = min(best, before.elapsed_time(after) / 1e3 / _IN_A_ROW)
         else:
             start = time.perf_counter()
-            copy()
+            call()
             best = min(best, time.perf_counter() - start)
     return best

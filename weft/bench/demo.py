@@ -8,12 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from weft.bench import records
-from weft.bench.arms import BASELINE
 from weft.bench.console import progress
-from weft.bench.embedding_all_to_all import make_ranks, measure
+from weft.bench.embedding_all_to_all import OPERATOR, measure
+from weft.bench.embedding_presets import PRESETS
+from weft.bench.embedding_workload import BASELINE
+from weft.bench.measure import STEPS
 from weft.bench.options import BenchOptions
-from weft.bench.presets import PRESETS
-from weft.bench.results import OP, print_measured
+from weft.bench.run import ceilings_for, make_ranks
 from weft.launch import run_ranks
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace
@@ -36,7 +37,7 @@ class Shown:
 def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     """Run on `ranks` CPU processes, print the table, and write `overlap.png` and `trace.json` into `directory`."""
     options = BenchOptions(
-        preset="dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
+        OPERATOR.name, "dcnv2", ranks=ranks, variants=("batched", "direct", "put"), scale=scale, read_mib=128
     )
     directory.mkdir(parents=True, exist_ok=True)  # now, because the run takes a while
     timelines, title, speedup, error = run_ranks(ranks, _rank, options)[0]
@@ -50,8 +51,11 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
     """One rank's part: the timelines of all ranks by arm (on rank 0), a title, the best speedup, the largest error."""
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
-    with progress(1 + len(options.modes), shown=rank == 0) as step:
-        measured = measure(preset, ranks, options, step)
+    with progress(STEPS + len(options.modes), shown=rank == 0) as step:
+        measured = measure(preset, ranks, options, ceilings_for(options, ranks), step)
+    if measured.wrong:
+        raise RuntimeError("\n".join(measured.wrong))
+    results = measured.results
     timelines = {}
     for name, label in _TRACED.items():
         traces = []
@@ -66,9 +70,11 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config = measured.work.config
-    title = f"{OP}, {config.name}, {config.scale}:\n{config.describe()}\n{records.environment('cpu').machine}"
+    title = (
+        f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{records.environment('cpu').machine}"
+    )
     if rank == 0:
-        print_measured(measured, preset, options)
+        measured.show(options)
     fused = [name for name in measured.arms if name in ("direct", "put")]
-    speedup = max(measured.speedup("queued", name, BASELINE) for name in fused)
-    return (timelines if rank == 0 else {}), title, speedup, max(measured.errors[name] for name in fused)
+    speedup = max(results.speedup("queued", name, BASELINE) for name in fused)
+    return (timelines if rank == 0 else {}), title, speedup, max(results.errors[name] for name in fused)

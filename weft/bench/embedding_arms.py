@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.bench.workload import Workload
+from weft.bench.embedding_workload import BASELINE, EmbeddingWorkload
 from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
@@ -30,14 +30,13 @@ from weft.sparse.check import check_jagged
 from weft.symm import domain
 from weft.timeline import Timeline
 
-BASELINE = "embedding_bag"
 _OUTPUT_BUFFERS = 1  # no result is held across calls
 
 
 class Arm(ABC):
     """One way to compute the output of a workload's input set."""
 
-    def __init__(self, work: Workload):
+    def __init__(self, work: EmbeddingWorkload):
         self.work = work
 
     @abstractmethod
@@ -59,7 +58,7 @@ class Arm(ABC):
 class SerialArm(Arm):
     """Pool, then exchange, then unpack."""
 
-    def __init__(self, work: Workload):
+    def __init__(self, work: EmbeddingWorkload):
         super().__init__(work)
         sharding = work.config.sharding
         dims = [sum(s.dim for s in sharding.local_slots(r)) for r in range(sharding.world_size)]
@@ -120,7 +119,7 @@ class SerialArm(Arm):
 class EmbeddingBagArm(SerialArm):
     """One `nn.EmbeddingBag` per table: what a user of plain torch writes, and what both papers start from."""
 
-    def __init__(self, work: Workload):
+    def __init__(self, work: EmbeddingWorkload):
         super().__init__(work)
         self.bags = [
             nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
@@ -151,7 +150,7 @@ class EmbeddingBagArm(SerialArm):
 class BatchedArm(SerialArm):
     """Our own kernel pools all tables in one launch; then the same exchange. The honest strong baseline."""
 
-    def __init__(self, work: Workload):
+    def __init__(self, work: EmbeddingWorkload):
         super().__init__(work)
         sharding = work.config.sharding
         self.tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
@@ -165,7 +164,7 @@ class BatchedArm(SerialArm):
 class FbgemmArm(SerialArm):
     """FBGEMM's table-batched kernel (the one under TorchRec) with tables on the device, forward only."""
 
-    def __init__(self, work: Workload):
+    def __init__(self, work: EmbeddingWorkload):
         super().__init__(work)
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -211,7 +210,7 @@ class Variant:
 class FusedArm(Arm):
     """weft's operator."""
 
-    def __init__(self, work: Workload, variant: Variant):
+    def __init__(self, work: EmbeddingWorkload, variant: Variant):
         super().__init__(work)
         self.variant = variant
         preset = work.config
@@ -267,7 +266,7 @@ class FusedArm(Arm):
 class PerTableArm(FusedArm):
     """weft's kernel launched once for each table instead of once for all: the fused paper's intra-node variant."""
 
-    def __init__(self, work: Workload):
+    def __init__(self, work: EmbeddingWorkload):
         super().__init__(work, Variant("direct"))
         config, rank = work.config, work.ranks.rank
         self.inputs = [as_jagged(features) for features in work.inputs]
@@ -313,7 +312,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-def make_arm(name: str, work: Workload) -> Arm:
+def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
     variant = Variant.parse(name)
     return ARMS[name](work) if variant is None else FusedArm(work, variant)
 

@@ -23,7 +23,7 @@ from fractions import Fraction
 
 import torch
 
-from weft.bench.inputs import Bags, Fixed, Rows, UniformBags, UniformRows, Zipf
+from weft.bench.embedding_inputs import Bags, Fixed, Rows, UniformBags, UniformRows, Zipf
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
 
 _UNIFORM = UniformRows()

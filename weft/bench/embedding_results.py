@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from weft.bench import records
-from weft.bench.arms import BASELINE, BASELINES, Arm, FusedArm
 from weft.bench.ceilings import Ceilings
 from weft.bench.console import print_table
-from weft.bench.harness import Mode, Timing
+from weft.bench.embedding_arms import BASELINES, Arm, FusedArm
+from weft.bench.embedding_presets import EmbeddingPreset
+from weft.bench.embedding_workload import BASELINE, EmbeddingWorkload, Traffic
+from weft.bench.harness import Mode
+from weft.bench.measure import Results
+from weft.bench.operator import Record
 from weft.bench.options import BenchOptions
-from weft.bench.presets import EmbeddingPreset
-from weft.bench.workload import Traffic, Workload
+from weft.bench.tables import geomean, markdown_table, milliseconds, times
 
-OP = "embedding_all_to_all"
 POOL = " pooling alone"
+DEFAULT = "direct"  # what transport="auto" takes
 _LAST_COLUMNS = ("over\nfloor", "pool\nms", "extra\nMB", "error")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A configuration's results: timings by (mode, arm), where `arm + POOL` is a serial arm's pooling alone."""
+class MeasuredEmbedding:
+    """A configuration's results, where arm + POOL is a serial arm's pooling alone."""
 
-    work: Workload
-    timings: dict[tuple[Mode, str], Timing]
-    errors: dict[str, float]
+    preset: EmbeddingPreset
+    work: EmbeddingWorkload
+    results: Results
     arms: dict[str, Arm]
     traffic: list[Traffic]
     ceilings: list[Ceilings]
@@ -36,11 +36,12 @@ class Measured:
     kernels: dict[str, dict[str, int]]  # of fused arms on GPUs, on this rank
 
     @property
+    def wrong(self) -> list[str]:
+        return [why for (mode, _), why in self.results.left_out.items() if mode is None]
+
+    @property
     def floor_ms(self) -> float:
         return max(t.floor_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
-
-    def speedup(self, mode: Mode, name: str, over: str) -> float:
-        return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
 
     def put_us_per_slice(self, mode: Mode, name: str) -> float | None:
         """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
@@ -48,131 +49,141 @@ class Measured:
         (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
         """
         arm, direct = self.arms[name], next((n for n in self.arms if n == name.replace("put", "direct", 1)), "direct")
-        if not isinstance(arm, FusedArm) or name not in self.kernels or direct not in self.arms:
+        timings = self.results.timings
+        if not isinstance(arm, FusedArm) or name not in self.kernels or (mode, direct) not in timings:
             return None
         slices = arm.slices_sent()
-        longer_ms = self.timings[mode, name].p50_ms - self.timings[mode, direct].p50_ms
+        longer_ms = timings[mode, name].p50_ms - timings[mode, direct].p50_ms
         return 1e3 * longer_ms * self.kernels[name]["grid"] / slices if slices else None
 
-
-def to_records(measured: Measured, options: BenchOptions, run: str) -> list[dict[str, Any]]:
-    """One JSON-ready object per (variant, mode)."""
-    work, config = measured.work, measured.work.config
-    floors = [t.floor_ms(c) for t, c in zip(measured.traffic, measured.ceilings, strict=True)]
-    slowest = floors.index(max(floors))
-    traffic = measured.traffic[slowest]
-    common = {
-        "op": OP,
-        "config": config.name,
-        "device": options.device,
-        "ranks": work.ranks.world_size,
-        "dtype": options.dtype,
-        "baseline": BASELINE,
-        "floor_ms": measured.floor_ms,
-        "run": run,
-        "scale": float(config.scale.batch),
-        "rows_scale": float(config.scale.rows),
-        "shape": config.describe(),
-        "threads": torch.get_num_threads() if options.device == "cpu" else None,
-        "traffic_bytes": {field: round(getattr(traffic, field)) for field in Traffic.__dataclass_fields__},
-        "ceilings": [c.as_gbps() for c in measured.ceilings],
-        **records.environment(options.device).as_fields(),
-    }
-    rows = []
-    for mode in options.modes:
-        for name in measured.arms:
-            timing = measured.timings[mode, name]
-            pool = measured.timings.get((mode, name + POOL))
-            extra_bytes, how = measured.memory[name]
-            rows.append(
-                {
-                    **common,
-                    "variant": name,
-                    "mode": mode,
-                    "p20_ms": timing.p20_ms,
-                    "p50_ms": timing.p50_ms,
-                    "p80_ms": timing.p80_ms,
-                    "skew_ms": timing.skew_ms,
-                    "repetitions": timing.repetitions,
-                    "calls": timing.calls,
-                    "speedup": measured.speedup(mode, name, BASELINE),
-                    "speedup_over": {
-                        other: measured.speedup(mode, name, other) for other in BASELINES if other in measured.arms
-                    },
-                    "floor_ratio": timing.p50_ms / measured.floor_ms,
-                    "pool_ms": pool.p50_ms if pool else None,
-                    "error": measured.errors[name],
-                    "extra_bytes": extra_bytes,
-                    "extra_bytes_how": how,
-                    "kernel": measured.kernels.get(name),
-                    "put_us_per_slice": measured.put_us_per_slice(mode, name),
-                }
-            )
-    return rows
-
-
-def print_measured(measured: Measured, preset: EmbeddingPreset, options: BenchOptions) -> None:
-    """Print a configuration's table."""
-    config = measured.work.config
-    others = [name for name in BASELINES if name in measured.arms]
-    rows = []
-    for mode in options.modes:
-        for name in measured.arms:
-            timing, pool = measured.timings[mode, name], measured.timings.get((mode, name + POOL))
-            rows.append(
-                (
-                    name,
-                    mode,
-                    f"{timing.p50_ms:.3f}",
-                    f"{timing.p20_ms:.3f} - {timing.p80_ms:.3f}",
-                    f"{timing.skew_ms:.3f}",
-                    *(f"{measured.speedup(mode, name, other):.2f}x" for other in others),
-                    f"{timing.p50_ms / measured.floor_ms:.2f}",
-                    f"{pool.p50_ms:.3f}" if pool else "",
-                    f"{measured.memory[name][0] / 1e6:.1f}",
-                    f"{measured.errors[name]:.1e}",
+    def records(self, options: BenchOptions, run: str) -> list[Record]:
+        config = self.work.config
+        floors = [t.floor_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True)]
+        traffic = self.traffic[floors.index(max(floors))]
+        common = records.common_fields(
+            options, config.name, self.work.ranks.world_size, BASELINE, self.floor_ms, self.ceilings, run
+        ) | {
+            "scale": float(config.scale.batch),
+            "rows_scale": float(config.scale.rows),
+            "shape": config.describe(),
+            "traffic_bytes": {field: round(getattr(traffic, field)) for field in Traffic.__dataclass_fields__},
+        }
+        rows = []
+        for mode in options.modes:
+            for name in self._timed(mode):
+                pool = self.results.timings.get((mode, name + POOL))
+                extra_bytes, how = self.memory[name]
+                rows.append(
+                    common
+                    | records.arm_fields(self.results, mode, name, common, BASELINES)
+                    | {
+                        "pool_ms": pool.p50_ms if pool else None,
+                        "extra_bytes": extra_bytes,
+                        "extra_bytes_how": how,
+                        "kernel": self.kernels.get(name),
+                        "put_us_per_slice": self.put_us_per_slice(mode, name),
+                    }
                 )
-            )
-    ceilings = measured.ceilings[0].as_gbps()
-    link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
-    print_table(
-        f"{OP} {config.name} ({preset.about}), {options.dtype}, {options.device}",
-        ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{o}" for o in others), *_LAST_COLUMNS),
-        rows,
-        (
-            f"{config.describe()}; {config.scale}",
-            f"floor {measured.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
-            *kernel_notes(measured, options.modes),
-        ),
-        section=1,
-        optional=("pool\nms", "p20 - p80", "skew", "extra\nMB", "error"),
-    )
+        return rows
 
-
-def kernel_notes(measured: Measured, modes: tuple[Mode, ...]) -> list[str]:
-    """A line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
-    notes = []
-    for name, kernel in measured.kernels.items():
-        line = (
-            f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, {kernel['programs_per_sm']} programs on "
-            f"an SM, {kernel['grid']} in all"
+    def show(self, options: BenchOptions) -> None:
+        config = self.work.config
+        others = [name for name in BASELINES if self.results.timed(options.modes[0], name)]
+        rows = []
+        for mode in options.modes:
+            for name in self._timed(mode):
+                timing, pool = self.results.timings[mode, name], self.results.timings.get((mode, name + POOL))
+                over = [times(self.results.speedup(mode, name, o)) for o in others]
+                rows.append(
+                    (
+                        name,
+                        mode,
+                        f"{timing.p50_ms:.3f}",
+                        f"{timing.p20_ms:.3f} - {timing.p80_ms:.3f}",
+                        f"{timing.skew_ms:.3f}",
+                        *over,
+                        f"{timing.p50_ms / self.floor_ms:.2f}",
+                        f"{pool.p50_ms:.3f}" if pool else "",
+                        f"{self.memory[name][0] / 1e6:.1f}",
+                        f"{self.results.errors[name]:.1e}",
+                    )
+                )
+        ceilings = self.ceilings[0].as_fields()
+        link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
+        print_table(
+            f"{options.op} {config.name} ({self.preset.about}), {options.dtype}, {options.device}",
+            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{o}" for o in others), *_LAST_COLUMNS),
+            rows,
+            (
+                f"{config.describe()}; {config.scale}",
+                f"floor {self.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
+                *self._kernel_notes(options.modes),
+                *self.wrong,
+            ),
+            section=1,
+            optional=("pool\nms", "p20 - p80", "skew", "extra\nMB", "error"),
         )
-        costs = [(mode, measured.put_us_per_slice(mode, name)) for mode in modes]
-        said = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
-        notes.append(f"{line}; put, fence and flag of a slice: {said}" if said else line)
-    return notes
+
+    def _timed(self, mode: Mode) -> list[str]:
+        return [name for name in self.arms if self.results.timed(mode, name)]
+
+    def _kernel_notes(self, modes: tuple[Mode, ...]) -> list[str]:
+        """A line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
+        notes = []
+        for name, kernel in self.kernels.items():
+            line = (
+                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, {kernel['programs_per_sm']} programs on "
+                f"an SM, {kernel['grid']} in all"
+            )
+            costs = [(mode, self.put_us_per_slice(mode, name)) for mode in modes if self.results.timed(mode, name)]
+            said = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
+            notes.append(f"{line}; put, fence and flag of a slice: {said}" if said else line)
+        return notes
 
 
-def print_means(written: list[dict[str, Any]], options: BenchOptions) -> None:
+def show_means(written: Sequence[Record], options: BenchOptions) -> None:
     """Print the geometric mean of each variant's speedup over all configurations."""
     others = [name for name in BASELINES if any(r["variant"] == name for r in written)]
     rows = []
     for mode in options.modes:
         for name in dict.fromkeys(r["variant"] for r in written):
             mine = [r["speedup_over"] for r in written if r["variant"] == name and r["mode"] == mode]
-            means = [math.exp(sum(math.log(s[o]) for s in mine) / len(mine)) for o in others]
-            worst = [min(s[o] for s in mine) for o in others]
-            rows.append((name, mode, *(f"{m:.2f}x" for m in means), *(f"{w:.2f}x" for w in worst)))
+            over = [[s[o] for s in mine if o in s] for o in others]
+            rows.append((name, mode, *(times(geomean(o)) for o in over), *(times(min(o, default=None)) for o in over)))
     columns = ("variant", "mode", *(f"vs\n{o}" for o in others), *(f"worst vs\n{o}" for o in others))
     count = len({r["config"] for r in written})
     print_table(f"Geometric mean over {count} configurations", columns, rows, section=1)
+
+
+def table(rows: Sequence[Record]) -> str:
+    """Markdown: the time of every arm, and the default variant's speedup over each baseline and time over the floor."""
+    variants = list(dict.fromkeys(r["variant"] for r in rows))
+    baselines = [v for v in BASELINES if v in variants]
+    fused = [v for v in variants if v not in BASELINES]
+    # Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them.
+    judged = [DEFAULT] if DEFAULT in fused else fused[:1]
+    header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
+    header += [f"{f} vs {b}" for f in judged for b in baselines] + [f"{f} / floor" for f in judged]
+    lines = []
+    gains: dict[tuple[str, str], list[float]] = {(f, b): [] for f in judged for b in baselines}
+    for config in dict.fromkeys(r["config"] for r in rows):
+        by_variant = {r["variant"]: r for r in rows if r["config"] == config}
+        cells = [config + _scale(next(iter(by_variant.values())))]
+        cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
+        for (f, b), found in gains.items():
+            gain = by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"] if {f, b} <= set(by_variant) else None
+            found += [] if gain is None else [gain]
+            cells.append(times(gain))
+        cells += [f"{by_variant[f]['floor_ratio']:.2f}" if f in by_variant else "" for f in judged]
+        lines.append(cells)
+    if len(lines) > 1:
+        empty = [""] * len(baselines + fused)
+        lines.append(["geometric mean", *empty, *(times(geomean(g)) for g in gains.values()), *([""] * len(judged))])
+    return markdown_table(header, lines)
+
+
+def _scale(record: Record) -> str:
+    batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
+    if batch == rows:
+        return f" (1/{batch})" if batch > 1 else ""
+    return f" (batch 1/{batch}, rows 1/{rows})"

@@ -1,9 +1,10 @@
-"""Timing across ranks: arms alternate, a repetition takes as long as its slowest rank, and calls come in two ways.
+"""Timing across ranks: arms alternate, a repetition takes as long as its slowest rank, and calls come in three ways.
 
 - `single`: all ranks start together, one call, a synchronisation. What a caller sees who waits for each result.
 - `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls
-  are enqueued behind a sleep of the device, so that the host is ahead and launch time is hidden unless it exceeds the
-  work. On CPU a call returns when its result is there, so `queued` only drops the common start.
+  are enqueued behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work.
+  On CPU a call returns when its result is there, so `queued` only drops the common start.
+- `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
 
 Arms take turns inside each repetition (clocks, temperature and neighbours drift), starting with another arm each time.
 """
@@ -13,19 +14,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-Mode = Literal["single", "queued"]
-MODES: tuple[Mode, ...] = ("single", "queued")
+Mode = Literal["single", "queued", "graph"]
+MODES: tuple[Mode, ...] = ("single", "queued", "graph")
 Call = Callable[[int], object]  # one call on the input set of that number
 
 _SLEEP_CYCLES_PER_S = (
     2.0e9  # at least the clock of any present GPU: a sleep may be longer than asked, never much shorter
 )
+_LONGEST_SLEEP_S = 0.2
+_ATTEMPTS = 4  # to enqueue a row of calls before the sleep is over
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call. `skew_ms` is the median over repetitions of slowest minus fastest rank."""
+    """Milliseconds of one call. `skew_ms` is the median over repetitions of slowest minus fastest rank; `host_us`, on
+    GPUs, what the call kept the host busy, also the slowest rank's median."""
 
     p20_ms: float
     p50_ms: float
@@ -76,12 +80,15 @@ class Timing:
     skew_ms: float
     repetitions: int
     calls: int = 1
+    host_us: float | None = None
 
     def __str__(self) -> str:
         return f"{self.p50_ms:.3f} ms ({self.p20_ms:.3f} to {self.p80_ms:.3f})"
 
 
-def summarise(repetitions_ms: Sequence[Sequence[float]], calls: int = 1) -> Timing:
+def summarise(
+    repetitions_ms: Sequence[Sequence[float]], calls: int = 1, host_us: Sequence[Sequence[float]] | None = None
+) -> Timing:
     """`repetitions_ms[i][rank]` -> the slowest rank's percentiles. Raises ValueError on no repetition."""
     if not repetitions_ms:
         raise ValueError("no repetition was timed: ask for at least one")
@@ -89,7 +96,8 @@ def summarise(repetitions_ms: Sequence[Sequence[float]], calls: int = 1) -> Timi
     slowest = times.max(axis=1)
     p20, p50, p80 = (float(np.percentile(slowest, p)) for p in (20, 50, 80))
     skew = float(np.median(slowest - times.min(axis=1)))
-    return Timing(p20, p50, p80, skew, len(repetitions_ms), calls)
+    host = None if host_us is None else float(np.median(np.asarray(host_us, dtype=float).max(axis=1)))
+    return Timing(p20, p50, p80, skew, len(repetitions_ms), calls, host)
 
 
 def time_arms(
@@ -105,23 +113,25 @@ def time_arms(
     """Time `arms` in turns, on all ranks at once; every rank returns the same.
 
     The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through
-    `input_sets`. `advance` is told after each repetition which share of the whole it was.
+    `input_sets`. `advance` is told after each repetition which share of the whole it was. For `graph` an arm is what
+    replays.
     """
-    measure = _measure_cuda if ranks.device.type == "cuda" else _measure_cpu
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
     calls = 1 if mode == "single" else max(3, min(20, round(0.25 * seconds / slowest_s)))
     count = max(repetitions[0], min(repetitions[1], round(seconds / (slowest_s * calls))))
+    clock = _HostClock if ranks.device.type == "cpu" else _OneCallClock if mode == "single" else _QueueClock
+    clocks: dict[str, _Clock] = {name: clock(call, ranks, mode, calls, input_sets) for name, call in arms.items()}
     names = list(arms)
-    mine: dict[str, list[float]] = {name: [] for name in names}
+    mine: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for repetition in range(count):
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
-            mine[name].append(measure(arms[name], ranks, mode, calls, input_sets, repetition))
+            mine[name].append(clocks[name].measure(repetition))
         advance(1 / count)
     timings = {}
     for name in names:
-        by_rank = ranks.gather(mine[name])
-        timings[name] = summarise(list(zip(*by_rank, strict=True)), calls)
+        of_ranks, busy = (list(zip(*ranks.gather([found[i] for found in mine[name]]), strict=True)) for i in range(2))
+        timings[name] = summarise(of_ranks, calls, busy if ranks.device.type == "cuda" else None)
     return timings
 
 
@@ -137,35 +147,66 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
     return max(ranks.most(seconds), 1e-6)
 
 
-def _measure_cpu(call: Call, ranks: Ranks, mode: Mode, calls: int, input_sets: int, repetition: int) -> float:
-    ranks.start_together()
-    start = time.perf_counter()
-    for i in range(calls):
-        call((repetition + i) % input_sets)
-    return 1e3 * (time.perf_counter() - start) / calls
+class _Clock(Protocol):
+    def measure(self, repetition: int) -> tuple[float, float]:
+        """(milliseconds of a call, microseconds of it that the host was busy), on this rank."""
 
 
-def _measure_cuda(call: Call, ranks: Ranks, mode: Mode, calls: int, input_sets: int, repetition: int) -> float:
-    torch.cuda.synchronize(ranks.device)
-    if mode == "single":
-        ranks.start_together()
+@dataclass
+class _HostClock:
+    """A call returns when its result is there."""
+
+    call: Call
+    ranks: Ranks
+    mode: Mode
+    calls: int
+    input_sets: int
+
+    def measure(self, repetition: int) -> tuple[float, float]:
+        self.ranks.start_together()
         start = time.perf_counter()
-        call(repetition % input_sets)
-        torch.cuda.synchronize(ranks.device)
-        return 1e3 * (time.perf_counter() - start)
-    # How long the host takes to enqueue is measured by an unslept round; the next one sleeps that long first.
-    ranks.start_together()
-    start = time.perf_counter()
-    for i in range(calls):
-        call(i % input_sets)
-    enqueue_s = ranks.most(time.perf_counter() - start)
-    torch.cuda.synchronize(ranks.device)
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    ranks.start_together()
-    torch.cuda._sleep(int(min(1.2 * enqueue_s + 1e-3, 0.2) * _SLEEP_CYCLES_PER_S))
-    before.record()
-    for i in range(calls):
-        call((repetition + i) % input_sets)
-    after.record()
-    torch.cuda.synchronize(ranks.device)
-    return before.elapsed_time(after) / calls
+        for i in range(self.calls):
+            self.call((repetition + i) % self.input_sets)
+        seconds = (time.perf_counter() - start) / self.calls
+        return 1e3 * seconds, 1e6 * seconds
+
+
+class _OneCallClock(_HostClock):
+    """One call and a synchronisation."""
+
+    def measure(self, repetition: int) -> tuple[float, float]:
+        torch.cuda.synchronize(self.ranks.device)
+        self.ranks.start_together()
+        start = time.perf_counter()
+        self.call(repetition % self.input_sets)
+        host_s = time.perf_counter() - start
+        torch.cuda.synchronize(self.ranks.device)
+        return 1e3 * (time.perf_counter() - start), 1e6 * host_s
+
+
+@dataclass
+class _QueueClock(_HostClock):
+    """A row of calls behind a sleep of the device. If the sleep was over on any rank before all calls were enqueued, the
+    row is measured again behind a longer one; so the first row, behind none, says how long enqueueing takes."""
+
+    sleep_s: float = 0.0
+
+    def measure(self, repetition: int) -> tuple[float, float]:
+        for _ in range(_ATTEMPTS):
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize(self.ranks.device)
+            self.ranks.start_together()
+            torch.cuda._sleep(int(self.sleep_s * _SLEEP_CYCLES_PER_S))
+            before.record()
+            start = time.perf_counter()
+            for i in range(self.calls):
+                self.call((repetition + i) % self.input_sets)
+            enqueue_s = time.perf_counter() - start
+            late = before.query()
+            after.record()
+            torch.cuda.synchronize(self.ranks.device)
+            if self.ranks.most(float(late)) == 0 or self.sleep_s == _LONGEST_SLEEP_S:
+                break
+            longer_s = max(1.5 * self.sleep_s, 1.3 * self.ranks.most(enqueue_s) + 1e-3)
+            self.sleep_s = min(longer_s, _LONGEST_SLEEP_S)
+        return before.elapsed_time(after) / self.calls, 1e6 * enqueue_s / self.calls

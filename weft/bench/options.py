@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,50 +11,63 @@ from pathlib import Path
 import torch
 
 from weft import env
-from weft.bench.arms import why_not
 from weft.bench.harness import MODES, Mode
-from weft.bench.presets import find_presets
+from weft.bench.operator import operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to run. `preset=None`: all. `scale=None`: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second
-    or so per variant: a call may read `read_mib` MiB of rows with each thread). `quick`: small inputs and few
-    repetitions, to try things out."""
+    """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default (`from_text`).
+    `scale` (embedding_all_to_all), None: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second or so per
+    variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest arm of a mode. `quick`:
+    small inputs and few repetitions, to try things out."""
 
+    op: str
     preset: str | None = None
     ranks: int = 2
     device: str = "cpu"
     variants: tuple[str, ...] = ()
-    modes: tuple[Mode, ...] = MODES
+    modes: tuple[Mode, ...] = ("single", "queued")
     scale: float | None = None
     dtype: str = "fp32"
     json: Path | None = None
     quick: bool = False
+    seconds: float | None = None
     read_mib: int = 512
 
     def __post_init__(self) -> None:
+        op = operator(self.op)
         if self.ranks < 1:
             raise ValueError(f"ranks={self.ranks} must be at least 1")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} must be 'cpu' or 'cuda'")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
-        if not self.modes or set(self.modes) - set(MODES):
-            raise ValueError(f"modes={self.modes} must be of {', '.join(MODES)}")
-        if self.scale is not None and not 0 < self.scale <= 1:
-            raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks batch and tables")
-        find_presets(self.preset)
-        for name in self.variants:
-            reason = why_not(name, torch.device(self.device))
-            if reason is not None:
-                raise ValueError(f"variant {name!r} cannot run here: {reason}")
+        known = op.modes(self.device)
+        if not self.modes or set(self.modes) - set(known):
+            raise ValueError(
+                f"modes={self.modes} must be of {', '.join(known)}: {self.op} on {self.device} has no other"
+            )
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds={self.seconds} must be above 0: it is what the slowest arm may take in a mode")
+        op.check_options(self)
+
+    @property
+    def time_s(self) -> float:
+        """What the slowest arm of a mode should take."""
+        return self.seconds or (0.1 if self.quick else 1.0)
+
+    @property
+    def repetitions(self) -> tuple[int, int]:
+        """(least, most)"""
+        return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
 
     @classmethod
     def from_text(
         cls,
+        op: str,
         *,
         preset: str | None,
         ranks: int | None,
@@ -61,11 +75,13 @@ class BenchOptions:
         variants: str | None,
         modes: Sequence[str],
         scale: str | None,
-        dtype: str,
+        dtype: str | None,
         json: Path | None,
         quick: bool,
+        seconds: float | None,
     ) -> BenchOptions:
-        """Options as typed: commas between `variants`, `scale` as 1/32 or 0.03; None, or no mode, means the default.
+        """Options as typed: commas between `variants` (not inside brackets), `scale` as 1/32 or 0.03; None, or no mode,
+        means the default.
 
         Default device: cuda where there is a GPU. Default ranks: every GPU, or 2 on CPU; torchrun's own number there.
         """
@@ -77,16 +93,23 @@ class BenchOptions:
         elif ranks is None:
             ranks = max(1, torch.cuda.device_count()) if device == "cuda" else 2
         return cls(
+            op=op,
             preset=preset,
             ranks=ranks,
             device=device,
-            variants=tuple(name.strip() for name in variants.split(",") if name.strip()) if variants else (),
-            modes=tuple(mode for mode in MODES if mode in modes or not modes),
+            variants=_names(variants or ""),
+            modes=tuple(mode for mode in MODES if mode in (modes or operator(op).modes(device))),
             scale=None if scale is None else parse_scale(scale),
-            dtype=dtype,
+            dtype=dtype or operator(op).default_dtype(device),
             json=json,
             quick=quick,
+            seconds=seconds,
         )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """ "weft, shard[chunks=2,lanes=1" -> its two names: a comma inside brackets belongs to the name."""
+    return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text) if (name := part.strip()))
 
 
 def parse_scale(text: str) -> float:

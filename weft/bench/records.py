@@ -16,6 +16,11 @@ from typing import Any
 import torch
 
 import weft
+from weft.bench.ceilings import Ceilings
+from weft.bench.harness import Mode
+from weft.bench.measure import Results
+from weft.bench.operator import Record
+from weft.bench.options import BenchOptions
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,52 @@ class Environment:
 
     def as_fields(self) -> dict[str, Any]:
         return {"machine": self.machine, "versions": self.versions, "commit": self.commit, "date": self.date}
+
+
+def common_fields(
+    options: BenchOptions,
+    config: str,
+    world_size: int,
+    baseline: str,
+    floor_ms: float,
+    ceilings: list[Ceilings],
+    run: str,
+) -> Record:
+    """What all records of a configuration share, whatever the operator."""
+    return {
+        "op": options.op,
+        "config": config,
+        "device": options.device,
+        "ranks": world_size,
+        "dtype": options.dtype,
+        "baseline": baseline,
+        "floor_ms": floor_ms,
+        "run": run,
+        "threads": torch.get_num_threads() if options.device == "cpu" else None,
+        "ceilings": [c.as_fields() for c in ceilings],
+        **environment(options.device).as_fields(),
+    }
+
+
+def arm_fields(results: Results, mode: Mode, name: str, common: Record, others: Iterable[str]) -> Record:
+    """What is measured of a variant in a mode. `others`: the baselines that it is compared with, the first among them."""
+    timing = results.timings[mode, name]
+    return {
+        "variant": name,
+        "mode": mode,
+        "p20_ms": timing.p20_ms,
+        "p50_ms": timing.p50_ms,
+        "p80_ms": timing.p80_ms,
+        "skew_ms": timing.skew_ms,
+        "repetitions": timing.repetitions,
+        "calls": timing.calls,
+        "host_us": timing.host_us,
+        "first_call_ms": results.first_call_ms[name],
+        "speedup": results.speedup(mode, name, common["baseline"]),
+        "speedup_over": {o: results.speedup(mode, name, o) for o in others if results.timed(mode, o)},
+        "floor_ratio": timing.p50_ms / common["floor_ms"],
+        "error": results.errors[name],
+    }
 
 
 @lru_cache
@@ -47,7 +98,7 @@ def environment(device_type: str) -> Environment:
     return Environment(machine, versions, _commit(), date)
 
 
-def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
+def append(path: Path, records: Iterable[Record]) -> None:
     """Append one line per record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -55,7 +106,7 @@ def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
-def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+def read(paths: Iterable[Path]) -> list[Record]:
     """All records of these files, in order."""
     return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
 

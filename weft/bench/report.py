@@ -3,25 +3,21 @@
     python -m weft.bench.report README.md benchmarks/results/*.jsonl
 
 rewrites, in place, what stands between `<!-- results:NAME -->` and `<!-- /results -->`, where NAME is a results file's
-name without ".jsonl"; a block stays empty until its results are recorded. For each dtype and mode there is a table with
-a row per configuration: the time of every arm, and the default variant's speedup over each baseline and time over the
-floor. A later run of a configuration replaces an earlier one; its arms are never mixed with another run's.
+name without ".jsonl"; a block stays empty until its results are recorded. For each operator, dtype and mode there is a
+table with a row per configuration: the operator knows its columns. A later run of a configuration replaces an earlier
+one; its arms are never mixed with another run's.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from weft.bench import records
-from weft.bench.arms import BASELINES
+from weft.bench.operator import Record, operator
 
-Record = dict[str, Any]
-DEFAULT = "direct"  # what transport="auto" takes
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
 
@@ -37,11 +33,13 @@ def markdown(found: Sequence[Record]) -> str:
         f"{last['ranks']} ranks, {last['machine']}; {versions}; commit {commits}, {last['date'][:10]}. Milliseconds are the "
         f"slowest rank's median."
     ]
-    for dtype in dict.fromkeys(r["dtype"] for r in latest):
-        for mode in ("queued", "single", "graph"):
-            rows = [r for r in latest if r["dtype"] == dtype and r["mode"] == mode]
+    several = len({r["op"] for r in latest}) > 1
+    for op, dtype in dict.fromkeys((r["op"], r["dtype"]) for r in latest):
+        for mode in ("queued", "graph", "single"):
+            rows = [r for r in latest if (r["op"], r["dtype"], r["mode"]) == (op, dtype, mode)]
             if rows:
-                parts.append(f"**{mode}**, {dtype}\n\n{_table(rows)}")
+                title = f"{op}, **{mode}**, {dtype}" if several else f"**{mode}**, {dtype}"
+                parts.append(f"{title}\n\n{operator(op).table(rows)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,59 +58,14 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
-    """Of each (configuration, dtype) the records of its last run, in the order of first appearance."""
-    last = {(r["config"], r["dtype"]): r["run"] for r in found}
+    """Of each (operator, configuration, dtype) the records of its last run, in the order of first appearance."""
+
+    def key(record: Record) -> tuple[str, ...]:
+        return record["op"], record["config"], record["dtype"]
+
+    last = {key(r): r["run"] for r in found}
     order = list(last)
-    return sorted(
-        (r for r in found if last[r["config"], r["dtype"]] == r["run"]),
-        key=lambda r: order.index((r["config"], r["dtype"])),
-    )
-
-
-def _table(rows: Sequence[Record]) -> str:
-    variants = list(dict.fromkeys(r["variant"] for r in rows))
-    baselines = [v for v in BASELINES if v in variants]
-    fused = [v for v in variants if v not in BASELINES]
-    header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
-    # Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them.
-    judged = [DEFAULT] if DEFAULT in fused else fused[:1]
-    header += [f"{f} vs {b}" for f in judged for b in baselines] + [f"{f} / floor" for f in judged]
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    gains: dict[tuple[str, str], list[float]] = {}
-    for config in dict.fromkeys(r["config"] for r in rows):
-        by_variant = {r["variant"]: r for r in rows if r["config"] == config}
-        cells = [config.replace("|", "\\|") + _scale(next(iter(by_variant.values())))]
-        cells += [_number(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
-        for f in judged:
-            for b in baselines:
-                if f in by_variant and b in by_variant:
-                    gain = by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"]
-                    gains.setdefault((f, b), []).append(gain)
-                    cells.append(f"{gain:.2f}x")
-                else:
-                    cells.append("")
-        cells += [f"{by_variant[f]['floor_ratio']:.2f}" if f in by_variant else "" for f in judged]
-        lines.append("| " + " | ".join(cells) + " |")
-    means = [_geomean(gains.get((f, b), [])) for f in judged for b in baselines]
-    if len(lines) > 3:
-        empty = [""] * (len(baselines) + len(fused))
-        lines.append("| " + " | ".join(["geometric mean", *empty, *means, *([""] * len(judged))]) + " |")
-    return "\n".join(lines)
-
-
-def _scale(record: Record) -> str:
-    batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
-    if batch == rows:
-        return f" (1/{batch})" if batch > 1 else ""
-    return f" (batch 1/{batch}, rows 1/{rows})"
-
-
-def _number(milliseconds: float | None) -> str:
-    return "" if milliseconds is None else f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
-
-
-def _geomean(gains: Sequence[float]) -> str:
-    return f"{math.exp(sum(map(math.log, gains)) / len(gains)):.2f}x" if gains else ""
+    return sorted((r for r in found if last[key(r)] == r["run"]), key=lambda r: order.index(key(r)))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 import weft
+from weft.cli.bench import bench
 from weft.cli.plan import plan
 
 app = typer.Typer(
@@ -23,26 +23,6 @@ app = typer.Typer(
 
 
 app.add_typer(plan, name="plan")
-
-
-class Operator(enum.StrEnum):
-    embedding_all_to_all = "embedding_all_to_all"
-
-
-class Device(enum.StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Mode(enum.StrEnum):
-    single = "single"
-    queued = "queued"
-
-
-class Dtype(enum.StrEnum):
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
 
 
 def main() -> None:
@@ -76,68 +56,7 @@ def _root(
     pass
 
 
-@app.command()
-def bench(
-    operator: Annotated[Operator, typer.Argument(metavar="OP", help="What to measure: embedding_all_to_all.")],
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or grid-...; none: all."
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun.")
-    ] = None,
-    device: Annotated[
-        Device | None, typer.Option(help="Where to run. Default: cuda if there is a GPU, else cpu.")
-    ] = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, of: batched, fbgemm (baselines; embedding_bag always runs), direct, put, and these "
-            "with -natural and -sliceN, such as put-natural-slice8."
-        ),
-    ] = None,
-    mode: Annotated[
-        list[Mode] | None, typer.Option(help="single: one call, one synchronisation. queued: many. Default: both.")
-    ] = None,
-    scale: Annotated[
-        str | None, typer.Option(help="Shrink batch and tables, as 1/32 or 0.03. Default: what fits; it is printed.")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the tables and the output.")] = Dtype.fp32,
-    json: Annotated[Path | None, typer.Option(help="Append one JSON object per variant and mode to this file.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small inputs, few repetitions: to try it out.")] = False,
-) -> None:
-    """Measure an operator against its baselines, after checking every variant against float64.
-
-    Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over floor" is that time over
-    the least that this machine's bandwidth, measured in the same run, allows.
-
-        weft bench embedding_all_to_all --preset dcnv2
-
-        weft bench embedding_all_to_all --device cuda --ranks 2 --json results.jsonl
-
-        weft bench embedding_all_to_all --preset pgas-weak --variants put-slice1,put-slice8,put-slice64 --mode queued
-
-        torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
-    """
-    from weft.bench.embedding_all_to_all import bench as run
-    from weft.bench.options import BenchOptions
-
-    assert operator is Operator.embedding_all_to_all
-    run(
-        BenchOptions.from_text(
-            preset=preset,
-            ranks=ranks,
-            device=None if device is None else device.value,
-            variants=variants,
-            modes=[m.value for m in mode or []],
-            scale=scale,
-            dtype=dtype.value,
-            json=json,
-            quick=quick,
-        )
-    )
+app.command()(bench)
 
 
 @app.command()

@@ -1,0 +1,319 @@
+"""Benchmark of the all-gather that feeds a GEMM: shapes x variants.
+
+Inputs are ordinary tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. Variants:
+
+    serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm
+    asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
+    weft      weft.all_gather_matmul as it chooses
+    a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,lanes=1,by=dma]"; weft-serial: its "serial"); the
+              beginning of a name means all that begin so, "all" every one
+
+Beside them run what an ideal overlap cannot beat: the GEMM alone on gathered rows, and the shard's copies to the peers alone
+(copy engines on GPUs, memcpy into shared memory on CPUs). For information also the library's all-gather alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from weft import plan
+from weft.bench.ceilings import Ceilings
+from weft.bench.harness import Call, Mode, Ranks
+from weft.bench.matmul_results import (
+    ASYNCTP,
+    BASELINE,
+    COLLECTIVE,
+    COMMUNICATION,
+    GEMM,
+    OWN_SERIAL,
+    WEFT,
+    MeasuredMatmul,
+    Planned,
+    show_summary,
+    table,
+)
+from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
+from weft.bench.measure import Arms, Step, Workload, measure_arms
+from weft.bench.operator import Operator, Record
+from weft.bench.options import DTYPES, BenchOptions
+from weft.ops import choosing
+from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.schedule import (
+    ITEM_BYTES,
+    AllGatherMatmul,
+    Candidate,
+    Compute,
+    NotApplicableError,
+    Schedule,
+    candidates,
+)
+from weft.symm import SymmetricBuffer
+
+ALL = "all"
+_MEMORY_SHARE = 0.5  # of what is free, for the schedules of one run: each keeps its buffers
+_BLOCK = 4096  # rows of the reference that are computed at a time
+
+
+class MatmulWorkload(Workload):
+    """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
+
+    def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
+        self.shape, self.ranks, self.dtype, self.input_sets = shape, ranks, dtype, input_sets
+        self.name = shape.name
+        self.problem = AllGatherMatmul.even(
+            shape.m, shape.n, shape.k, ranks.world_size, next(name for name, d in DTYPES.items() if d == dtype)
+        )
+        self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
+        generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
+        w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device) * shape.k**-0.5
+        self.w = w.to(dtype).t()
+        self.roundings: dict[str, int] = {}  # of an output by each variant, where more than one
+
+    def whole(self, which: int) -> torch.Tensor:
+        """The gathered x, made and not gathered: [m, k]."""
+        return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
+
+    def reference(self, which: int) -> torch.Tensor:
+        w, x = self.w.double(), self.whole(which)
+        y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.ranks.device)
+        for part, rows in zip(x.split(_BLOCK), y.split(_BLOCK), strict=True):
+            torch.mm(part.double(), w, out=rows)
+        return y
+
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        """Twice what torch's own GEMM errs in this dtype (but no less than half a rounding of the largest element), times
+        how often the schedule rounds an output: FiCCO's 2D schedules do at every step. torch itself: a few roundings, and
+        those of k additions in fp32."""
+        eps = torch.finfo(self.dtype).eps
+        if name == BASELINE:
+            return 4 * eps + self.shape.k * torch.finfo(torch.float32).eps
+        return 2 * max(errors[BASELINE], eps / 4) * self.roundings.get(name, 1)
+
+    def floor_ms(self, ceilings: Ceilings) -> float:
+        """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
+        p, (m, n, k) = self.problem, (self.shape.m, self.shape.n, self.shape.k)
+        memory = (m * k + k * n + m * n) * self.dtype.itemsize / ceilings.memory
+        wire = p.largest_shard_bytes * (p.world_size - 1) / ceilings.link
+        assert ceilings.matmul is not None
+        return 1e3 * max(memory, wire, p.flops / ceilings.matmul)
+
+    def _x_shard(self, which: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
+        size = (self.problem.rows[rank], self.shape.k)
+        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.dtype)
+
+
+class Serial:
+    def __init__(self, work: MatmulWorkload) -> None:
+        self.work = work
+        self.gathered = work.x_shards[0].new_empty(work.shape.m, work.shape.k)
+
+    def __call__(self, which: int) -> torch.Tensor:
+        self.gather(which)
+        return torch.mm(self.gathered, self.work.w)
+
+    def gather(self, which: int) -> None:
+        dist.all_gather_into_tensor(self.gathered, self.work.x_shards[which], group=self.work.ranks.group)
+
+
+class AsyncTP:
+    def __init__(self, work: MatmulWorkload) -> None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        self.work, self.group_name = work, work.ranks.group.group_name
+        with warnings.catch_warnings():  # torch 2.13 does without
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(self.group_name)
+
+    def __call__(self, which: int) -> torch.Tensor:
+        _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            self.work.x_shards[which], [self.work.w], 0, self.group_name, return_A=False
+        )
+        return y
+
+
+class Weft:
+    """weft's operator, with a schedule or as it chooses."""
+
+    def __init__(self, work: MatmulWorkload, schedule: str | None) -> None:
+        self.work, self.schedule = work, schedule
+
+    def __call__(self, which: int) -> torch.Tensor:
+        work = self.work
+        _, (y,) = all_gather_matmul(
+            work.x_shards[which], [work.w], 0, work.ranks.group, return_A=False, schedule=self.schedule
+        )
+        return y
+
+
+class Alone:
+    """The two halves of the work, each by itself."""
+
+    def __init__(self, work: MatmulWorkload) -> None:
+        self.work, self.whole = work, work.whole(0)
+        device, peers = work.ranks.device, work.ranks.world_size - 1
+        self.streams = [torch.cuda.Stream(device) for _ in range(peers)] if device.type == "cuda" else []
+
+    def gemm(self, which: int) -> torch.Tensor:
+        return torch.mm(self.whole, self.work.w)
+
+    def communication(self, which: int) -> None:
+        """The shard to every peer; on GPUs by copy engines, one stream for each."""
+        x = self.work.x_shards[which]
+        if not self.streams:
+            for target in self._targets:
+                target.copy_(x)
+            return
+        here = torch.cuda.current_stream()
+        for stream, target in zip(self.streams, self._targets, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                target.copy_(x)
+            here.wait_stream(stream)
+
+    @cached_property
+    def _targets(self) -> list[torch.Tensor]:
+        """This rank's rows in each peer's memory, the next rank's first. Made late: a first call pays for its own memory."""
+        work, rank, world = self.work, self.work.ranks.rank, self.work.ranks.world_size
+        shape = (work.shape.m, work.shape.k)
+        self._buffer = SymmetricBuffer(shape, work.dtype, group=work.ranks.group, device=work.ranks.device)
+        return [self._buffer.peer((rank + i) % world).chunk(world)[rank] for i in range(1, world)]
+
+
+def roundings(schedule: Schedule) -> int:
+    """How often an output is rounded to its dtype at most: every step that adds to it rounds it again."""
+    count: dict[object, int] = {}
+    for lane in schedule.of_rank(0):
+        for step in lane.steps:
+            if isinstance(step, Compute) and step.accumulate:
+                count[step.out] = count.get(step.out, 1) + 1
+    return max(count.values(), default=1)
+
+
+class _AllGatherMatmul(Operator[MatmulShape]):
+    name = "all_gather_matmul"
+    matmul = True
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
+
+    def default_dtype(self, device: str) -> str:
+        return "bf16" if device == "cuda" else "fp32"
+
+    def check_options(self, options: BenchOptions) -> None:
+        if options.scale is not None:
+            raise ValueError(
+                f"scale={options.scale} is for tables: name a smaller shape, such as --preset 512x1024x256"
+            )
+        for shape in self.presets(options):
+            AllGatherMatmul.even(shape.m, shape.n, shape.k, options.ranks)  # says which number of rows would do
+        names = ["serial", *(c.name for c in candidates(AllGatherMatmul.even(options.ranks, 1, 1, options.ranks)))]
+        for variant in options.variants:
+            if variant == ASYNCTP and options.device != "cuda":
+                raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
+            known = (BASELINE, ASYNCTP, WEFT, OWN_SERIAL, ALL)
+            if variant not in known and not any(name.startswith(variant) for name in names):
+                builders = ", ".join(dict.fromkeys(name.split("[")[0] for name in names[1:]))
+                raise ValueError(
+                    f"no variant {variant!r}: give {', '.join(known)}, or how names of schedules begin: {builders}, "
+                    f"such as {names[-1]}"
+                )
+
+    def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
+        return find_shapes(shapes_file(self.name), options.preset, options.device)
+
+    def measure(
+        self, preset: MatmulShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
+    ) -> MeasuredMatmul:
+        step(f"{preset.name}: making inputs", 0)
+        work = MatmulWorkload(preset, ranks, DTYPES[options.dtype], 2 if options.quick else 3)
+        serial, alone = Serial(work), Alone(work)
+        choice = _choice(work)
+        arms, notes = _arms(work, serial, choice, options)
+        beside: dict[str, Call] = {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}
+        results = measure_arms(
+            work,
+            arms,
+            beside,
+            modes=options.modes,
+            seconds=options.time_s,
+            repetitions=options.repetitions,
+            step=step,
+        )
+        planned = None
+        if choice is not None:
+            times = {row.candidate.name: row.predicted_us / 1e3 for row in choice.rows if row.predicted_us is not None}
+            planned = Planned(choice.candidate.name, times)
+        floor_ms = max(work.floor_ms(c) for c in ceilings)
+        return MeasuredMatmul(preset, ranks.world_size, tuple(arms), results, planned, ceilings, floor_ms, tuple(notes))
+
+    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        show_summary(written, options)
+
+    def table(self, rows: Sequence[Record]) -> str:
+        return table(rows)
+
+
+OPERATOR = _AllGatherMatmul()
+
+
+def _arms(
+    work: MatmulWorkload, serial: Serial, choice: plan.Choice | None, options: BenchOptions
+) -> tuple[Arms, list[str]]:
+    """(arms, the baseline first; what was left out)"""
+    wanted = options.variants or (ASYNCTP, WEFT)
+    arms: dict[str, Serial | AsyncTP | Weft] = {BASELINE: serial}
+    if ASYNCTP in wanted and work.ranks.device.type == "cuda":
+        arms[ASYNCTP] = AsyncTP(work)
+    if WEFT in wanted:
+        arms[WEFT] = Weft(work, None)
+        work.roundings[WEFT] = 1 if choice is None else roundings(choice.schedule)
+    free, left_out = _MEMORY_SHARE * -work.ranks.most(-_free_bytes(work.ranks)), []
+    for name, candidate, schedule in _wanted_schedules(work.problem, wanted):
+        free -= _bytes(schedule)
+        if free < 0:
+            left_out.append(name)
+            continue
+        arms[name] = Weft(work, candidate.name)
+        work.roundings[name] = roundings(schedule)
+    return arms, [f"not measured, no memory: {', '.join(left_out)}"] if left_out else []
+
+
+def _wanted_schedules(p: AllGatherMatmul, wanted: Sequence[str]) -> list[tuple[str, Candidate, Schedule]]:
+    """(variant, candidate, schedule) of all that can do `p`; of equal schedules under several names the first."""
+    found: dict[Schedule, tuple[str, Candidate, Schedule]] = {}
+    for candidate in candidates(p):
+        name = OWN_SERIAL if candidate.name == "serial" else candidate.name
+        if not any(v == ALL or (v not in (BASELINE, WEFT) and name.startswith(v)) for v in wanted):
+            continue
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        found.setdefault(schedule, (name, candidate, schedule))
+    return list(found.values())
+
+
+def _bytes(schedule: Schedule) -> int:
+    """What a rank keeps for it."""
+    kept = [b for b in schedule.buffers_of_rank(0) if b.role in ("symmetric", "scratch")]
+    return sum(int(b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in kept)
+
+
+def _free_bytes(ranks: Ranks) -> float:
+    if ranks.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(ranks.device)[0])
+    from weft.hw import available_memory_bytes
+
+    return available_memory_bytes() / ranks.world_size
+
+
+def _choice(work: MatmulWorkload) -> plan.Choice | None:
+    """What the planner says; None where it does not know the machine, and the operator measures instead."""
+    model = choosing.machine_model(work.ranks.device, work.ranks.world_size)
+    return None if model is None or work.ranks.world_size == 1 else plan.choose(work.problem, model)

@@ -1,0 +1,77 @@
+"""Shapes of operators with a GEMM, from `benchmarks/shapes/OP.toml`, each with where it comes from; or as typed, MxNxK."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import weft
+
+CPU_GROUP = "cpu"
+"""The group that runs on CPUs by default; the others run on GPUs."""
+
+
+@dataclass(frozen=True)
+class MatmulShape:
+    """[m, k] @ [k, n], n on each rank."""
+
+    m: int
+    n: int
+    k: int
+    sources: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+def shapes_file(op: str) -> Path:
+    return Path(weft.__file__).parents[1] / "benchmarks" / "shapes" / f"{op}.toml"
+
+
+def find_shapes(file: Path, preset: str | None, device: str) -> tuple[MatmulShape, ...]:
+    """Those of all groups that suit the device, or of the groups and shapes that `preset` names, with commas between.
+
+    Raises ValueError for a name that is neither.
+    """
+    groups = _groups(file)
+    names = [part.strip() for part in preset.split(",")] if preset is not None else []
+    if preset is None:
+        names = [group for group in groups if (group == CPU_GROUP) == (device == "cpu")]
+    found: list[MatmulShape] = []
+    for name in names:
+        typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
+        if name in groups:
+            found += groups[name]
+        elif typed:
+            found.append(MatmulShape(int(typed[1]), int(typed[2]), int(typed[3])))
+        else:
+            known = ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"
+            raise ValueError(f"no preset {name!r}: give one of {known}, or a shape MxNxK such as 8192x4096x8192")
+    return _merged(found)
+
+
+def _merged(shapes: list[MatmulShape]) -> tuple[MatmulShape, ...]:
+    """Each shape once, with all its sources."""
+    sources: dict[tuple[int, int, int], list[str]] = {}
+    for shape in shapes:
+        sources.setdefault((shape.m, shape.n, shape.k), []).extend(shape.sources)
+    return tuple(MatmulShape(*size, tuple(dict.fromkeys(found))) for size, found in sources.items())
+
+
+def _groups(file: Path) -> dict[str, list[MatmulShape]]:
+    if not file.exists():
+        return {}
+    return {name: list(_shapes(name, group)) for name, group in tomllib.loads(file.read_text()).items()}
+
+
+def _shapes(name: str, group: dict[str, Any]) -> Iterator[MatmulShape]:
+    for m, n, k in group.get("shapes", []):
+        yield MatmulShape(m, n, k, (name,))
+    for layer, given in group.get("layers", {}).items():
+        for m in given.get("m", group.get("m", [])):
+            yield MatmulShape(m, given["n"], given["k"], (f"{name} {layer}",))

@@ -1,0 +1,105 @@
+"""A benchmark run: starts the ranks or joins torchrun's, takes one configuration after the other, prints and records.
+
+Ceilings are measured once, before anything else takes memory. A variant whose results are wrong is not timed; the run goes
+on, and ends with an error that says which.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft import env
+from weft.bench import records
+from weft.bench.ceilings import Ceilings, measure_ceilings
+from weft.bench.console import progress
+from weft.bench.harness import Ranks
+from weft.bench.measure import STEPS
+from weft.bench.operator import Record, operator
+from weft.bench.options import DTYPES, BenchOptions
+from weft.launch import run_ranks
+from weft.symm import domain
+
+
+def bench(options: BenchOptions) -> list[Record]:
+    """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
+
+    Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0,
+    elsewhere none). RuntimeError at the end if a variant computed something wrong.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
+    if not env.under_torchrun():
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        return run_ranks(options.ranks, run_rank, options, backend=backend, timeout_s=24 * 3600.0)[0]
+    if options.device == "cuda":
+        torch.cuda.set_device(env.local_rank())
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    try:
+        return run_rank(dist.get_rank(), dist.get_world_size(), options)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
+    """One rank's part in `bench`; the default process group exists. Returns the records on rank 0, none elsewhere."""
+    ranks = make_ranks(options.device)
+    op = operator(options.op)
+    presets = op.presets(options)
+    ceilings = ceilings_for(options, ranks)
+    release(ranks)
+    written: list[Record] = []
+    wrong: list[str] = []
+    run = uuid.uuid4().hex[:12]
+    for number, preset in enumerate(presets, 1):
+        with progress(STEPS + len(options.modes), shown=rank == 0, prefix=f"{number}/{len(presets)} ") as step:
+            measured = op.measure(preset, ranks, options, ceilings, step)
+        wrong += measured.wrong
+        if rank == 0:
+            measured.show(options)
+            found = measured.records(options, run)
+            written += found
+            if options.json is not None:
+                records.append(options.json, found)
+        del measured
+        release(ranks)
+    if rank == 0 and len(presets) > 1:
+        op.show_summary(written, options)
+    if wrong:
+        raise RuntimeError("\n".join(wrong))
+    return written
+
+
+def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
+    """What these ranks can do at best. Collective."""
+    # On a GPU the launch would be most of a small copy.
+    size = 16 << 20 if options.quick and ranks.device.type == "cpu" else None
+    return measure_ceilings(ranks, size, DTYPES[options.dtype] if operator(options.op).matmul else None)
+
+
+def make_ranks(device: str) -> Ranks:
+    """The default group's ranks; each takes its share of the cores, as every arm will."""
+    world_size = dist.get_world_size()
+    assert dist.group.WORLD is not None
+    if device == "cuda":
+        return Ranks(
+            dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cuda", torch.cuda.current_device())
+        )
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
+
+
+def release(ranks: Ranks) -> None:
+    """Give back what the last configuration held, on all ranks before the next one measures what is free."""
+    gc.collect()
+    ranks.synchronize()
+    dist.barrier(ranks.control)
+    domain(ranks.group, ranks.device).close()  # symmetric memory of every variant; the next configuration makes its own
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    dist.barrier(ranks.control)

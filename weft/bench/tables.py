@@ -1,0 +1,27 @@
+"""Numbers and tables as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column left, the others right; a bar inside a cell stays a bar."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (header, *rows)]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(header) - 1) + "|", *lines[1:]])
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits; nothing for None."""
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def geomean(values: Sequence[float]) -> float | None:
+    """None for no values."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def times(factor: float | None) -> str:
+    """ "1.25x"; nothing for None."""
+    return "" if factor is None else f"{factor:.2f}x"
