@@ -1,7 +1,9 @@
-"""A copy by the compute units, with the waits before it and the signals after it, in one small launch.
+"""A copy by the compute units, with the waits before it, the signals after it and the waits after these, in one launch.
 
-    wait until every word of `waits` is at least epoch + its delta; copy; when all programs are done set every word of `sets`
-    to epoch
+    wait until every word of `waits` is at least epoch + its delta; copy to one or more places; when all programs are done
+    set every word of `sets` to epoch; wait for `answers` as for `waits`
+
+That is a small all-gather whole: peers have room, my shard goes to them and to my own place, it is there, theirs are here.
 
 Copies by kernel are for what copy engines do badly: small ones (an engine takes about ten microseconds to start) and those
 within a device. With nothing to copy it is a wait or a signal alone: that is what a captured graph uses, because the waits
@@ -20,36 +22,45 @@ from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, wo
 
 _POISON = tl.constexpr(POISON)
 # How many of the kernel's arguments are pointers or addresses (int64), by name, for who compiles it ahead.
-TABLES = ("waits", "sets", "arrivals", "epoch_word")
+TABLES = ("targets", "waits", "sets", "answers", "arrivals", "epoch_word")
 
 
-@triton.jit(
-    do_not_specialize=[
-        "source", "target", "rows", "width", "source_pitch", "target_pitch", "n_waits", "n_sets", "epoch_given",
-    ],
-    do_not_specialize_on_alignment=["waits", "sets", "arrivals", "epoch_word"],
-)  # fmt: skip
-def move_kernel(
-    source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64,
-    target_pitch: tl.int64, waits, n_waits: tl.int32, sets, n_sets: tl.int32, arrivals, epoch_word, epoch_given: tl.int64,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """See the top of this file.
-
-    source, target: addresses of the first rows. rows, width and pitches count items of type ITEM (width, pitches and
-    addresses are multiples of ALIGN items). waits [n_waits, 2]: address, delta. sets [n_sets]: addresses.
-    arrivals [1]: zero between launches. The epoch is epoch_word[0] + epoch_given.
-    """
-    epoch = tl.load(epoch_word) + epoch_given
+@triton.jit
+def _wait_for(table, count, epoch, PTX: tl.constexpr):
+    """Whether all words of a table (address, delta) have come, and not because the group has failed."""
     alive = epoch >= 0
-    for i in range(n_waits):
-        word = words(tl.load(waits + 2 * i))
-        wanted = epoch + tl.load(waits + 2 * i + 1)
+    for i in range(count):
+        word = words(tl.load(table + 2 * i))
+        wanted = epoch + tl.load(table + 2 * i + 1)
         found = load_acquire(word, PTX)
         while found < wanted:
             found = load_acquire(word, PTX)
         alive = alive & (found < _POISON)
-    # The words were read by every lane, so no lane's loads go ahead of what it waited for.
+    return alive
+
+
+@triton.jit(
+    do_not_specialize=[
+        "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_waits", "n_sets", "n_answers",
+        "epoch_given",
+    ],
+    do_not_specialize_on_alignment=["targets", "waits", "sets", "answers", "arrivals", "epoch_word"],
+)  # fmt: skip
+def move_kernel(
+    source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
+    targets, n_targets: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32, answers, n_answers: tl.int32, arrivals,
+    epoch_word, epoch_given: tl.int64, ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """See the top of this file.
+
+    source, target: addresses of the first rows; targets [n_targets]: further places for the same rows. rows, width and
+    pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). waits [n_waits, 2] and
+    answers [n_answers, 2]: address, delta. sets [n_sets]: addresses. arrivals [1]: zero between launches. The epoch is
+    epoch_word[0] + epoch_given.
+    """
+    epoch = tl.load(epoch_word) + epoch_given
+    # The words are read by every lane, so no lane's loads or stores go ahead of what it waited for.
+    alive = _wait_for(waits, n_waits, epoch, PTX)
     program, programs = tl.program_id(0), tl.num_programs(0)
     width = width // ALIGN * ALIGN  # no change, but now the compiler knows it, and moves 16 bytes at a time
     per_row = (width + BLOCK - 1) // BLOCK
@@ -60,15 +71,18 @@ def move_kernel(
             row = block // per_row
             column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
             inside = column < width
-            first = tl.multiple_of(
-                source.to(tl.pointer_type(ITEM)) + row * source_pitch, ALIGN * ITEM.primitive_bitwidth // 8
-            )
+            first = source.to(tl.pointer_type(ITEM)) + row * source_pitch
+            first = tl.multiple_of(first, ALIGN * ITEM.primitive_bitwidth // 8)
             items = tl.load(first + column, mask=inside)
             place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
             place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
             tl.store(place + column, items, mask=inside)
+            for i in range(n_targets):
+                place = tl.load(targets + i).to(tl.pointer_type(ITEM)) + row * target_pitch
+                place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+                tl.store(place + column, items, mask=inside)
             block += programs
-    if n_sets > 0:
+    if n_sets + n_answers > 0:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")
         if arrived == programs - 1:
@@ -76,6 +90,7 @@ def move_kernel(
             if alive:
                 for i in range(n_sets):
                     store_release(words(tl.load(sets + i)), epoch, PTX)
+                _wait_for(answers, n_answers, epoch, PTX)
 
 
 @triton.jit

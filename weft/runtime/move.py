@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,9 +34,10 @@ class Shape:
 
 
 class Move:
-    """Waits, then a copy, then signals, as one launch; any of the three may be missing.
+    """Waits, then a copy, then signals, then waits, as one launch; any of the four may be missing.
 
-    waits: (address of a word, what to add to the epoch). sets: addresses of words. `epoch_word` is read on the device.
+    waits, answers: (address of a word, what to add to the epoch). sets: addresses of words. targets: addresses of further
+    places for what is copied. `epoch_word` is read on the device.
     """
 
     def __init__(
@@ -42,20 +45,31 @@ class Move:
         epoch_word: torch.Tensor,
         *,
         shape: Shape | None = None,
-        waits: list[tuple[int, int]] | None = None,
-        sets: list[int] | None = None,
+        targets: Sequence[int] = (),
+        waits: Sequence[tuple[int, int]] = (),
+        sets: Sequence[int] = (),
+        answers: Sequence[tuple[int, int]] = (),
         most_programs: int = MAX_PROGRAMS,
     ) -> None:
         device = epoch_word.device
         self._shape = shape = shape or Shape(0, 0, _ALIGNMENT, _ALIGNMENT)
-        waits, sets = waits or [], sets or []
-        words = [*(number for wait in waits for number in wait), *sets, 0]
-        table = torch.tensor(words, dtype=torch.int64, device=device)
-        self._tables = (table, len(waits), table[2 * len(waits) :], len(sets), table[len(words) - 1 :], epoch_word)
+        tables = [
+            list(targets),
+            [n for wait in waits for n in wait],
+            list(sets),
+            [n for wait in answers for n in wait],
+            [0],
+        ]
+        words = torch.tensor([number for table in tables for number in table], dtype=torch.int64, device=device)
+        begin = [0, *itertools.accumulate(len(table) for table in tables)]
+        parts = [words[first:] for first in begin[:-1]]
+        self._tables = (
+            parts[0], len(targets), parts[1], len(waits), parts[2], len(sets), parts[3], len(answers), parts[4], epoch_word,
+        )  # fmt: skip
         self._grid = (max(1, min(most_programs, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
-        self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch)
-        # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow one for odd addresses.
+        self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
+        # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
         self._variants = {step: _compiled_move(device, step, warps) for step in {self._step, min(self._step, 2), 1}}
 
     def launch(self, epoch_given: int, source: int = 0, target: int = 0) -> None:

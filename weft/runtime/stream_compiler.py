@@ -151,9 +151,11 @@ class _Compiler:
         self.result.bases = [0] * given + fixed + [owner.started_word.data_ptr()]
         self._started = len(self.result.bases) - 1
         lanes = len(owner.lanes)
-        local = sum(isinstance(step, Set) for _, step in owner.order)
+        sets = sum(isinstance(step, Set) for _, step in owner.order)
+        resources = {lane.name: lane.resource for lane in owner.schedule.lanes}
+        self._computes = [resources[name] == "compute" for name in owner.lanes]
         self.program = self.result.program = _core.StreamProgram(
-            len(self.result.bases), lanes + 1, 2 * lanes + local + 4
+            len(self.result.bases), lanes + 1, 2 * lanes + sets + 4
         )
         self._monitor = lanes
         if timed:
@@ -213,28 +215,51 @@ class _Compiler:
         groups: list[_Group] = []
         i = 0
         while i < len(steps):
-            j = i
-            while j < len(steps) and isinstance(steps[j], Wait) and self._crosses(steps[j]):
-                j += 1
-            copy = steps[j] if j < len(steps) else None
-            if isinstance(copy, Copy) and copy.by == "kernel":
-                end = j + 1
-                while end < len(steps) and isinstance(steps[end], Set) and self._crosses(steps[end]):
-                    end += 1
-                groups.append(_Group(lane, tuple(steps[i:end]), j))
+            j = self._while(steps, i, Wait)
+            first = steps[j] if j < len(steps) else None
+            if isinstance(first, Copy) and first.by == "kernel":
+                end = self._end_of_move(steps, j, first)
+                # Issued where its last copy or answer stands: what it waits for has then been issued before it.
+                anchor = max(k for k in range(i, end) if not isinstance(steps[k], Set))
+                groups.append(_Group(lane, tuple(steps[i:end]), anchor))
             elif j > i:
                 end = j
                 groups += (
                     [_Group(lane, tuple(steps[i:j]), j - 1)] if self.on_device else self._singles(lane, steps, i, j)
                 )
             else:
-                end = i + 1
-                if self.on_device and isinstance(steps[i], Set) and self._crosses(steps[i]):
-                    while end < len(steps) and isinstance(steps[end], Set) and self._crosses(steps[end]):
-                        end += 1
+                end = self._while(steps, i, Set) if self.on_device else i
+                end = max(end, i + 1)
                 groups.append(_Group(lane, tuple(steps[i:end]), i))
             i = end
         return groups
+
+    def _end_of_move(self, steps: list[Step], at: int, first: Copy) -> int:
+        """The end of what one launch does from the copy `first` at `at` on: its signals; where nothing but fixed places is
+        written, also further copies of the same region with theirs; and then waits."""
+        end = self._while(steps, at + 1, Set)
+        if not self._is_fixed(first.dst):
+            return end
+        while end < len(steps):
+            more = steps[end]
+            if not (
+                isinstance(more, Copy) and more.by == "kernel" and more.src == first.src and self._is_fixed(more.dst)
+            ):
+                break
+            if self._place(more.dst)[2] != self._place(first.dst)[2]:
+                break  # other distances between rows
+            end = self._while(steps, end + 1, Set)
+        return self._while(steps, end, Wait)
+
+    def _while(self, steps: list[Step], at: int, kind: type) -> int:
+        """The first step from `at` on that is no signal between ranks of this kind."""
+        while at < len(steps) and isinstance(steps[at], kind) and self._crosses(steps[at]):
+            at += 1
+        return at
+
+    def _is_fixed(self, region: Region) -> bool:
+        """Whether it lies in memory of the schedule's own, at the same address in every run."""
+        return region.buffer in self.owner.own
 
     @staticmethod
     def _singles(lane: int, steps: list[Step], first: int, end: int) -> list[_Group]:
@@ -259,7 +284,7 @@ class _Compiler:
         copies = [step for step in group.steps if isinstance(step, Copy)]
         step = group.steps[0]
         if (copies and copies[0].by == "kernel") or (self.on_device and self._uses_epoch(group)):
-            self._launch(group, copies[0] if copies else None)
+            self._launch(group, copies)
         elif isinstance(step, Copy):
             self._copy(group.lane, step)
         elif isinstance(step, Set | Wait):
@@ -286,6 +311,12 @@ class _Compiler:
         key = (step.signal, int(step.index))
         offset = 8 * (self.owner.layout.counters[step.signal] + int(step.index))
         if isinstance(step, Set) and self._crosses(step):
+            if self._computes[lane]:
+                # Writing to a peer takes microseconds, which kernels need not wait for: another stream does it.
+                event = self._event()
+                self.program.record(lane, event)
+                self.program.wait_event(self._monitor, event)
+                lane = self._monitor
             self.program.write(lane, self._words + int(step.at), offset, 0)
         elif isinstance(step, Wait) and self._crosses(step):
             self.program.wait(lane, self._words + self.owner.rank, offset, -1 if step.previous else 0)
@@ -295,17 +326,23 @@ class _Compiler:
         elif not step.previous:
             self.program.wait_event(lane, self._event_of[key])
 
-    def _launch(self, group: _Group, copy: Copy | None) -> None:
-        """One kernel for a group: its waits, its copy, its signals."""
-        waits = [(self._word(s), -1 if s.previous else 0) for s in group.steps if isinstance(s, Wait)]
+    def _launch(self, group: _Group, copies: list[Copy]) -> None:
+        """One kernel for a group: its waits, its copies, its signals, and the waits after these."""
+        begun = next((i for i, step in enumerate(group.steps) if isinstance(step, Copy)), len(group.steps))
+        waits = [(self._word(s), -1 if s.previous else 0) for s in group.steps[:begun] if isinstance(s, Wait)]
+        answers = [(self._word(s), -1 if s.previous else 0) for s in group.steps[begun:] if isinstance(s, Wait)]
         sets = [self._word(s) for s in group.steps if isinstance(s, Set)]
-        shape = source = target = None
-        if copy is not None:
-            target, source = self._place(copy.dst), self._place(copy.src)
-            width = int(copy.src.cols) * self._item_bytes(copy.src)
-            shape = Shape(int(copy.src.rows), width, source[2], target[2])
         word = self.owner.epoch_word if self.on_device else self.owner.zero_word
-        self._move(group.lane, Move(word, shape=shape, waits=waits, sets=sets), source, target)
+        if not copies:
+            self._move(group.lane, Move(word, waits=waits, sets=sets), None, None)
+            return
+        source, target = self._place(copies[0].src), self._place(copies[0].dst)
+        width = int(copies[0].src.cols) * self._item_bytes(copies[0].src)
+        shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
+        places = [self._place(copy.dst) for copy in copies[1:]]
+        targets = [self.result.bases[base] + offset for base, offset, _ in places]
+        move = Move(word, shape=shape, targets=targets, waits=waits, sets=sets, answers=answers)
+        self._move(group.lane, move, source, target)
 
     def _move(
         self, lane: int, move: Move, source: tuple[int, int, int] | None, target: tuple[int, int, int] | None
