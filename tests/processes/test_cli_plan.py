@@ -1,0 +1,72 @@
+"""`weft plan` as a user meets it: help that teaches, tables, JSON, refusals in a sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import app
+from weft.cli.app import main
+
+runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
+COMMAND = ["plan", "all_gather_matmul"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_help_teaches_by_examples() -> None:
+    assert "all_gather_matmul" in runner.invoke(app, ["plan", "--help"]).output
+    text = runner.invoke(app, [*COMMAND, "--help"]).output
+    for words in (
+        "--shape 16384,8192,4096",
+        "--hw mi300x --ranks 8 --all",
+        "--mode single",
+        "columns of one rank's weight",
+    ):
+        assert words in text
+
+
+def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = [*COMMAND, "--shape", "131072,2048,16384", "--hw", "mi300x", "--ranks", "8", "--json", str(file)]
+    done = subprocess.run([sys.executable, "-m", "weft.cli", *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(file.read_text())
+    assert data["machine"] == "AMD Instinct MI300X"
+    for words in (data["choice"], data["heuristic"], "serial", "GEMM DIL", "exposed us", "slower ones are not shown"):
+        assert words in done.stdout
+
+
+def test_all_shows_all(tmp_path: Path) -> None:
+    arguments = [*COMMAND, "--shape", "512,4096,8192", "--hw", "h200"]
+    few, everything = (runner.invoke(app, [*arguments, *more]).output for more in ([], ["--all"]))
+    assert everything.count("by=kernel]") > few.count("by=kernel]")
+    assert "not shown" not in everything
+    single = runner.invoke(app, [*arguments, "--mode", "single"]).output
+    assert "bf16, single" in single
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "512,4096"], "shape '512,4096' must be three whole numbers M,N,K"),
+        (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
+        (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
+        (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
+        (["--shape", "512,8,8", "--dtype", "bf8"], "dtype='bf8' is not known"),
+    ],
+)
+def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", *COMMAND, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

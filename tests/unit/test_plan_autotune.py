@@ -1,0 +1,120 @@
+"""Autotuning: who is run, whose times count, and what is remembered where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.hw import load_machine
+from weft.plan import autotune, choose, promising
+from weft.plan import machine as here
+from weft.schedule import AllGatherMatmul, Candidate
+from weft.sim import model_of
+
+PROBLEM = AllGatherMatmul.even(4096, 4096, 8192, 2)
+CHOICE = choose(PROBLEM, model_of(load_machine("h200"), 2))
+CANDIDATES = promising(CHOICE, 3)
+
+
+class Rank:
+    """Runs candidates in 100 us, 101 us, ... and counts them; agrees with another rank, which says `other`."""
+
+    def __init__(self, *other: float) -> None:
+        self.runs: list[str] = []
+        self.other = list(other)
+
+    def run(self, candidate: Candidate) -> float:
+        self.runs.append(candidate.name)
+        return 99.0 + len(self.runs)
+
+    def agree(self, mine: list[float]) -> list[float]:
+        return [max(value, *self.other) for value in mine] if self.other else mine
+
+    def tune(self, **options: object) -> dict[str, float]:
+        return autotune(PROBLEM, CANDIDATES, self.run, self.agree, **{"machine": "toy", **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process does."""
+    monkeypatch.setitem(autotune.__globals__, "_known", {})
+
+
+def test_the_promising_are_the_fastest_and_those_without_overlap() -> None:
+    names = [candidate.name for candidate in CANDIDATES]
+    assert names[:3] == [row.candidate.name for row in CHOICE.rows[:3]]
+    assert set(names[3:]) == {"serial", "gather[by=dma]", "gather[by=kernel]"}
+    assert len(promising(CHOICE, 1000)) == sum(row.predicted_us is not None for row in CHOICE.rows)
+
+
+def test_candidates_take_turns_and_the_median_of_the_slowest_rank_counts() -> None:
+    rank = Rank(103.0)  # the other rank is slower in the first round only
+    times = rank.tune(rounds=3)
+    names = [candidate.name for candidate in CANDIDATES]
+    assert rank.runs == 3 * names
+    expected = [sorted(max(103.0, 100.0 + i + len(names) * turn) for turn in range(3))[1] for i in range(len(names))]
+    assert list(times.values()) == expected
+    assert choose(PROBLEM, model_of(load_machine("h200"), 2), measured=times).measured_us is not None
+
+
+def test_times_are_kept_in_memory_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again, new = Rank(), Rank(), Rank()
+    times = first.tune()
+    assert again.tune() == times
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["key"]["versions"] == here.versions()
+    forget(monkeypatch)
+    assert new.tune() == times
+    assert again.runs == new.runs == []
+
+
+def test_other_machines_modes_problems_and_versions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    Rank().tune()
+    for options in ({"machine": "other"}, {"mode": "single"}):
+        rank = Rank()
+        rank.tune(**options)
+        assert rank.runs, options
+    rank = Rank()
+    autotune(AllGatherMatmul.even(64, 64, 64, 2), CANDIDATES, rank.run, rank.agree, machine="toy")
+    assert rank.runs
+    monkeypatch.setitem(autotune.__globals__, "versions", lambda: {"torch": "3.0"})
+    rank = Rank()
+    rank.tune()
+    assert rank.runs
+
+
+def test_a_rank_that_knows_measures_with_one_that_does_not() -> None:
+    Rank().tune()
+    rank = Rank(1.0)  # says that something is missing
+    rank.tune()
+    assert rank.runs
+
+
+def test_a_candidate_without_a_time_is_measured_with_the_others() -> None:
+    rank = Rank()
+    autotune(PROBLEM, CANDIDATES[:2], rank.run, rank.agree, machine="toy", rounds=1)
+    rank.tune(rounds=1)
+    assert rank.runs == [c.name for c in CANDIDATES[:2]] + [c.name for c in CANDIDATES]
+
+
+def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Rank().tune()
+    (file,) = tmp_path.iterdir()
+    file.write_text("{")
+    forget(monkeypatch)
+    rank = Rank()
+    rank.tune()
+    assert rank.runs
+    assert json.loads(file.read_text())["times_us"].keys() == {candidate.name for candidate in CANDIDATES}
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match="rounds=0, 6 candidates"):
+        Rank().tune(rounds=0)

@@ -1,0 +1,258 @@
+"""The choice: fastest by simulation, serial unless clearly beaten, pins, measured times, memory, the one warning."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from weft import plan
+from weft.hw import load_machine
+from weft.plan.choose import AT_LEAST, CLEARLY, CLEARLY_US, decide, predict
+from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, builder, candidates, unregister
+from weft.schedule.operands import all_gather_matmul_operands
+from weft.sim import Model, model_of, simulate
+
+module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
+H200 = model_of(load_machine("h200"), 2)
+LARGE = AllGatherMatmul.even(8192, 4096, 8192, 2)
+TINY = AllGatherMatmul.even(2, 8, 8, 2)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_choices", {})
+    monkeypatch.setenv("WEFT_QUIET", "1")
+
+
+def schedules(problem: AllGatherMatmul) -> dict[str, Schedule]:
+    found = {}
+    for candidate in candidates(problem):
+        try:
+            found[candidate.name] = candidate.build()
+        except NotApplicableError:
+            continue
+    return found
+
+
+def with_collective(us: float) -> Model:
+    """An H200 whose collective takes no time but `us` of latency."""
+    return replace(H200, collective_latency_us=us, collective_bytes_per_us=float("inf"))
+
+
+def test_the_fastest_of_all_candidates_is_taken() -> None:
+    choice = plan.choose(LARGE, H200)
+    times = {name: predict(schedule, H200, "queued") for name, schedule in schedules(LARGE).items()}
+    assert choice.predicted_us == min(times.values())
+    assert choice.schedule == schedules(LARGE)[choice.candidate.name]
+    assert {row.candidate.name for row in choice.rows} == {candidate.name for candidate in candidates(LARGE)}
+    for row in choice.rows:
+        assert (row.why_not == "") == (row.candidate is choice.candidate)
+        assert row.predicted_us in (None, times[row.candidate.name])
+    assert choice.row("serial").predicted_us == times["serial"]
+    assert [row.us for row in choice.rows if row.us] == sorted(row.us for row in choice.rows if row.us)
+
+
+def test_equal_schedules_are_one() -> None:
+    """With two ranks, as many steps as ranks are two steps."""
+    row = plan.choose(LARGE, H200).row("ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]")
+    assert row.predicted_us is None
+    assert row.why_not == "the same schedule as ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]"
+
+
+@pytest.mark.parametrize("model", [H200, model_of(load_machine("mi300x"), 2)], ids=lambda m: m.name)
+@pytest.mark.parametrize("shape", [(64, 4096, 8192), (512, 4096, 8192), (4096, 1024, 4096), (8192, 4096, 8192)])
+def test_pruning_of_single_runs_loses_nothing(shape: tuple[int, int, int], model: Model) -> None:
+    problem = AllGatherMatmul.even(*shape, 2)
+    choice = decide(problem, model, mode="single")
+    fastest = min(row.us for row in choice.rows if row.us is not None)
+    pruned = 0
+    for name, schedule in schedules(problem).items():
+        row, us = choice.row(name), simulate(schedule, model, mode="single").end_us
+        if row.why_not.startswith(AT_LEAST):
+            pruned += 1
+            assert us >= float(row.why_not.split()[3]) - 0.1
+            assert us >= fastest
+        elif row.predicted_us is not None:
+            assert row.predicted_us == us
+    assert pruned
+    assert choice.row("serial").predicted_us is not None
+
+
+@pytest.mark.parametrize("gain_us", [-50, 1, 10, 14, 15, 16, 50])
+def test_serial_is_taken_unless_it_is_clearly_beaten(gain_us: float) -> None:
+    """The collective is made as slow as it takes for another schedule to gain that much."""
+    alone = decide(LARGE, with_collective(0.0), mode="queued")
+    best_us = min(row.us for row in alone.rows if row.us is not None and row.candidate.name != "serial")
+    late = best_us + gain_us - alone.row("serial").us
+    choice = decide(LARGE, with_collective(late), mode="queued") if late >= 0 else alone
+    serial_us = choice.row("serial").us
+    gain = serial_us - best_us
+    if abs(gain - max(CLEARLY * serial_us, CLEARLY_US)) > 0.01:
+        assert (choice.candidate.name == "serial") == (gain < max(CLEARLY * serial_us, CLEARLY_US))
+    if choice.candidate.name == "serial" and gain > 0:
+        assert "nothing is clearly faster than serial" in choice.reason
+        assert any(row.why_not == "not clearly faster than serial" for row in choice.rows)
+
+
+def test_single_calls_pay_for_the_hosts_steps() -> None:
+    slow_host = replace(H200, host_step_us=100.0)
+    assert plan.choose(LARGE, slow_host, mode="single").candidate.name == "serial"
+    assert plan.choose(LARGE, slow_host, mode="queued").candidate.name != "serial"
+    assert plan.choose(LARGE, slow_host, mode="graph").predicted_us == plan.choose(LARGE, slow_host).predicted_us
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        AllGatherMatmul.even(64, 32, 16, 1),
+        AllGatherMatmul(2, (0, 0), (8,), 8, "bf16"),
+        AllGatherMatmul.even(8, 8, 0, 2),
+    ],
+)
+def test_one_rank_or_no_work_is_serial(problem: AllGatherMatmul) -> None:
+    model = model_of(load_machine("h200"), problem.world_size)
+    for mode in plan.MODES:
+        assert plan.choose(problem, model, mode=mode).candidate.name == "serial"
+
+
+def test_ragged_shards_have_a_choice_and_the_others_a_reason() -> None:
+    choice = plan.choose(AllGatherMatmul(2, (5000, 3192), (4096,), 8192, "bf16"), H200)
+    assert choice.candidate.builder in ("shard", "gather")
+    row = choice.row("ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]")
+    assert row.us is None
+    assert row.losses is None
+    assert "(5000, 3192)" in row.why_not
+
+
+def test_losses_are_those_of_the_row() -> None:
+    choice = plan.choose(LARGE, H200)
+    losses = choice.row("serial").losses
+    assert losses is not None
+    assert losses.exposed_us > choice.rows[0].losses.exposed_us
+    assert losses.gemm_decomposition == pytest.approx(1.0)
+
+
+# -- measured times
+
+
+def test_measured_times_decide_among_themselves() -> None:
+    gather = "gather[by=dma]"
+    choice = plan.choose(LARGE, H200, measured={"serial": 900.0, gather: 700.0})
+    assert (choice.candidate.name, choice.measured_us) == (gather, 700.0)
+    assert choice.predicted_us == choice.row(gather).predicted_us != 700.0
+    assert "700.0 us measured" in choice.reason
+    faster = plan.choose(LARGE, H200).candidate.name  # by prediction
+    assert choice.row(faster).why_not == "not measured"
+    assert plan.choose(LARGE, H200, measured={"serial": 700.0, gather: 690.0}).candidate.name == "serial"
+
+
+def test_measured_times_must_have_serial_and_known_names() -> None:
+    with pytest.raises(ValueError, match="measure serial too"):
+        plan.choose(LARGE, H200, measured={"gather[by=dma]": 1.0})
+    with pytest.raises(ValueError, match=r"no schedule 'gather\[by=hand\]'"):
+        plan.choose(LARGE, H200, measured={"serial": 2.0, "gather[by=hand]": 1.0})
+
+
+# -- pins
+
+
+def test_a_pinned_schedule_is_taken_and_blocks_nest() -> None:
+    slow, other = "ficco_1d[start=uniform,gemms=fused,steps=4,by=kernel]", "shard[chunks=4,lanes=1,by=dma]"
+    with plan.use(slow):
+        assert plan.pinned() == slow
+        assert plan.choose(LARGE, H200).candidate.name == slow
+        with plan.use(other):
+            assert plan.choose(LARGE, H200).candidate.name == other
+        assert plan.choose(LARGE, H200, pinned="serial").candidate.name == "serial"
+        assert plan.choose(LARGE, H200).reason == f"{slow} is pinned"
+    assert plan.pinned() is None
+    assert plan.choose(LARGE, H200).candidate.name not in (slow, other)
+
+
+def test_a_pin_holds_in_its_own_thread() -> None:
+    seen: list[str | None] = []
+    with plan.use("serial"):
+        thread = threading.Thread(target=lambda: seen.append(plan.pinned()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_unknown_names_give_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,lanes=1,by=dma\]"):
+        plan.choose(LARGE, H200, pinned="shard[chunks=3,lanes=1,by=dma]")
+    with plan.use("sereal"), pytest.raises(ValueError, match="nearest are serial"):
+        plan.choose(LARGE, H200)
+
+
+def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:
+    ragged = AllGatherMatmul(2, (5, 3), (8,), 8, "bf16")
+    with pytest.raises(NotApplicableError, match=r"shard\[chunks=2.* cannot do .*rows=\(5, 3\).*sent whole"):
+        plan.choose(ragged, H200, pinned="shard[chunks=2,lanes=1,by=dma]")
+
+
+# -- memory
+
+
+def test_a_choice_is_remembered_for_its_model_mode_and_builders() -> None:
+    first = plan.choose(LARGE, H200)
+    assert plan.choose(AllGatherMatmul.even(8192, 4096, 8192, 2), H200) is first
+    assert plan.choose(LARGE, replace(H200)) is not first
+    assert plan.choose(LARGE, H200, mode="single") is not first
+
+    @builder(AllGatherMatmul)
+    def half(p: AllGatherMatmul) -> Schedule:
+        """Computes too little, and therefore wins."""
+        d, x, ws, ys, _ = all_gather_matmul_operands("half", p)
+        d.lane("compute").matmul(ys[0].part(rows=(0, p.rows[0])), x.part(), ws[0].part())
+        return d.schedule()
+
+    try:
+        assert plan.choose(LARGE, H200).candidate.name == "half"
+    finally:
+        unregister(AllGatherMatmul, "half")
+    assert plan.choose(LARGE, H200) is first
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT", 3)
+    for rows in range(1, 7):
+        plan.choose(AllGatherMatmul.even(2 * rows, 8, 8, 2), H200, pinned="serial")
+    assert len(module._choices) == 3
+    assert plan.choose(AllGatherMatmul.even(12, 8, 8, 2), H200, pinned="serial").problem.m == 12
+
+
+def test_modes_are_named() -> None:
+    with pytest.raises(ValueError, match="mode='eager' is not known; use one of queued, graph, single"):
+        plan.choose(LARGE, H200, mode="eager")  # type: ignore[arg-type]
+
+
+# -- the warning
+
+
+def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_QUIET", "0")
+    monkeypatch.setattr(module, "_warned", False)
+    model = with_collective(0.0)
+    assert plan.choose(LARGE, H200).candidate.name != "serial"  # no warning: it overlaps
+    alone = AllGatherMatmul.even(64, 8, 8, 1)
+    assert plan.choose(alone, model_of(load_machine("h200"), 1)).candidate.name == "serial"  # nor could this
+    plan.choose(TINY, model, pinned="serial")  # nor should this
+    with pytest.warns(
+        plan.NoOverlapWarning, match=r"\[2, 8\] @ \[8, 8\] bf16 on 2 ranks, queued: .* us .*WEFT_QUIET=1"
+    ):
+        assert plan.choose(TINY, model).candidate.name == "serial"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan.choose(AllGatherMatmul.even(4, 8, 8, 2), model).candidate.name == "serial"
+
+
+def test_quiet_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan.choose(TINY, with_collective(0.0)).candidate.name == "serial"

@@ -1,0 +1,130 @@
+"""Explanations: what a reader finds in them, on which machine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft import plan
+from weft.hw import known_machines, load_machine
+from weft.plan.explain import HEADER
+from weft.schedule import AllGatherMatmul
+from weft.sim import inefficiencies, model_of
+
+SHAPE = {"M": 8192, "N": 4096, "K": 8192}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+
+
+def explanation(**options: object) -> plan.Explanation:
+    given = {**SHAPE, "ranks": 2, "hw": "h200", "dtype": "bf16", "mode": "queued", **options}
+    return plan.explanation("all_gather_matmul", **given)  # type: ignore[arg-type]
+
+
+def test_it_says_what_was_chosen_and_why() -> None:
+    text = plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw="h200")
+    choice = plan.choose(AllGatherMatmul.even(8192, 4096, 8192, 2), model_of(load_machine("h200"), 2))
+    assert re.search(rf"^choice +{re.escape(choice.candidate.name)}$", text, re.MULTILINE)
+    assert choice.reason in text
+    for words in (*HEADER, "[8192, 8192] gathered from 2 ranks @ [8192, 4096]", "NVIDIA H200; not calibrated"):
+        assert words in text
+    assert f"{choice.predicted_us:.1f}" in text
+
+
+def test_ideal_exposed_and_heuristic_are_those_of_the_model() -> None:
+    found = explanation(M=131072, ranks=8, hw="mi300x")
+    facts = dict(found.facts())
+    model = model_of(load_machine("mi300x"), 8)
+    serial = inefficiencies(found.choice.row("serial").candidate.build(), found.choice.problem, model)
+    assert f"= {max(serial.gemm_us, serial.communication_us):.1f} us" in facts["ideal"]
+    assert facts["serial"] == f"{serial.exposed_us:.1f} us of communication exposed"
+    pick = plan.static_pick(found.choice.problem, load_machine("mi300x"))
+    assert facts["heuristic"].startswith(f"{pick}: {found.choice.row(pick).us:.1f} us, ")
+
+
+def test_the_table_has_the_fastest_serial_and_the_heuristics() -> None:
+    found = explanation()
+    few, everything = found.cells(1), found.cells(None)
+    assert {row[0] for row in few} == {found.choice.candidate.name, "serial", found.heuristic}
+    assert len(everything) == sum(row.us is not None for row in found.choice.rows) > len(few)
+    assert f"{len(everything) - len(few)} slower ones are not shown" in found.left_out(1)
+    assert found.left_out(None) == ["16 of ficco_1d, ficco_2d: the same schedule as another"]
+    assert all(len(row) == len(HEADER) and row[1] for row in everything)
+
+
+def test_single_mode_says_what_was_not_simulated() -> None:
+    found = explanation(M=64, mode="single")
+    assert any("takes too long for certain" in line for line in found.left_out())
+    assert dict(found.facts())["heuristic"].startswith("ficco_2d")
+
+
+def test_json_has_every_candidate() -> None:
+    found = explanation(M=512)
+    data = json.loads(json.dumps(found.as_json()))
+    assert data["choice"] == found.choice.candidate.name
+    assert [row["candidate"] for row in data["candidates"]] == [row.candidate.name for row in found.choice.rows]
+    assert data["candidates"][0]["losses"]["gemm_us"] > 0
+    assert data["problem"]["rows"] == [256, 256]
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_machine_can_be_planned_for(name: str) -> None:
+    assert load_machine(name).name in plan.explain("all_gather_matmul", M=1024, N=512, K=256, ranks=4, hw=name)
+
+
+def test_a_machine_in_a_file(tmp_path: Path) -> None:
+    source = Path(plan.__file__).parents[1] / "hw" / "h200.toml"
+    mine = tmp_path / "mine.toml"
+    mine.write_text(source.read_text().replace('name = "NVIDIA H200"', 'name = "Mine"'))
+    assert "Mine; not calibrated" in plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw=mine)
+    mine.write_text(mine.read_text().replace("[copy_engine.latency]", "[copy_engine.delay]"))
+    with pytest.raises(ValueError, match=r"Mine: add copy_engine\.latency to its machine file"):
+        plan.explain("all_gather_matmul", **SHAPE, ranks=2, hw=mine)
+
+
+def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = plan.machine_and_model.__globals__
+    monkeypatch.setitem(function, "known_here", lambda: None)
+    machine, _, notes = plan.machine_and_model(None, 2)
+    assert machine.name == "NVIDIA H200"
+    assert "has no machine file" in notes[0]
+    monkeypatch.setitem(function, "known_here", lambda: "mi300x")
+    machine, _, notes = plan.machine_and_model(None, 2)
+    assert (machine.name, len(notes)) == ("AMD Instinct MI300X", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hw": "h900"}, "no machine 'h900'"),
+        ({"M": 1001}, "m=1001 must be divisible by world_size=2"),
+        ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
+        ({"dtype": "bf8"}, "dtype='bf8' is not known"),
+        ({"mode": "eager"}, "mode='eager' is not known"),
+    ],
+)
+def test_what_is_not_known_is_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        explanation(**options)
+
+
+def test_an_unknown_operator_is_named() -> None:
+    with pytest.raises(ValueError, match="no operator 'all_reduce' can be planned; there is all_gather_matmul"):
+        plan.explain("all_reduce", **SHAPE, ranks=2)
+
+
+def test_it_needs_no_torch() -> None:
+    script = (
+        "import sys, weft; text = weft.plan.explain('all_gather_matmul', M=512, N=512, K=512, ranks=2, hw='h200');"
+        "assert 'choice' in text and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
