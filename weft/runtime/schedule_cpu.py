@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from weft import env
 from weft.errors import ScheduleError
 from weft.runtime.schedule_cpu_program import Bound, Checked, Program
@@ -132,7 +134,7 @@ class _Worker(threading.Thread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         self._done, self._ending = threading.Lock(), threading.Lock()
         self._done.acquire()
         self._ended = False
@@ -142,7 +144,7 @@ class _Worker(threading.Thread):
         with self._ending:
             if self._ended:
                 raise ValueError("this CpuSchedule was closed during a run")
-            self._jobs.put(job)
+            self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
         """Until the job is done, come what may: it uses the caller's tensors."""
@@ -162,9 +164,14 @@ class _Worker(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        threads = 0
+        while (item := self._jobs.get()) is not None:
+            job, wanted = item
+            if threads != wanted:  # each thread has its own number, at first as many as there are cores
+                threads = wanted
+                torch.set_num_threads(threads)
             job()
-            del job
+            del item, job
             self._done.release()
 
 
