@@ -2,6 +2,7 @@
 
 import itertools
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from weft.bench.embedding_presets import (
     find_presets,
     fitting_scale,
 )
+from weft.bench.matmul_shapes import CPU_GROUP, MatmulShape, find_shapes, shapes_file
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -148,3 +150,40 @@ def test_families_and_unknown_names() -> None:
     assert len(find_presets(None)) == len(PRESETS)
     with pytest.raises(ValueError, match=r"no preset 'dlrm': give one of pgas-weak.*meta-2021"):
         find_presets("dlrm")
+
+
+def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
+    file = shapes_file("all_gather_matmul")
+    everything = find_shapes(file, None, "cuda")
+    assert len(everything) >= 60
+    assert len({shape.name for shape in everything}) == len(everything)
+    models = {  # hidden, MLP, query heads, key and value heads
+        "llama-3-8b": (4096, 14336, 32, 8),
+        "llama-3-70b": (8192, 28672, 64, 8),
+        "llama-3-405b": (16384, 53248, 128, 8),
+        "mixtral-8x7b": (4096, 14336, 32, 8),
+    }
+    for group, (hidden, mlp, heads, kv) in models.items():
+        shapes = find_shapes(file, group, "cpu")
+        assert {s.k for s in shapes} == {hidden}
+        qkv = [s for s in shapes if f"{group} qkv" in s.sources]
+        gate_up = [s for s in shapes if f"{group} gate_up" in s.sources]
+        assert {s.n for s in qkv} == {(heads + 2 * kv) * 128 // 2}
+        assert {s.n for s in gate_up} == {2 * mlp // 2}
+        assert (min(s.m for s in qkv), max(s.m for s in qkv)) == (64, 32768)
+    both = next(s for s in everything if s.name == "64x3072x4096")
+    assert both.sources == ("llama-3-8b qkv", "mixtral-8x7b qkv"), "measured once, named by both"
+
+
+def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
+    file = shapes_file("all_gather_matmul")
+    small = find_shapes(file, None, "cpu")
+    assert small == find_shapes(file, CPU_GROUP, "cuda")
+    assert not {s.name for s in small} & {s.name for s in find_shapes(file, None, "cuda")}
+    assert all(s.m % 8 == 0 for s in small)
+    assert [s.name for s in find_shapes(file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == ["8192x4096x8192", "8x4x2"]
+    assert find_shapes(tmp_path / "none.toml", "8x4x2", "cpu") == (MatmulShape(8, 4, 2),)
+    with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
+        find_shapes(tmp_path / "none.toml", "cpu", "cpu")
+    with pytest.raises(ValueError, match=r"no preset '8x0x2'.*or a shape MxNxK"):
+        find_shapes(file, "8x0x2", "cpu")

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from weft.bench import records
+from weft.bench.matmul_results import Summary, table
 from weft.bench.report import main, markdown, rewrite
 
 ROOT = Path(__file__).parents[2]
+SCHEDULE = "shard[chunks=1,lanes=1,by=dma]"
 VARIANTS = {"embedding_bag": 10.0, "batched": 6.0, "direct": 4.0, "put": 5.0}
 
 
@@ -39,6 +41,53 @@ def test_speedups_and_their_geometric_mean() -> None:
     assert one[header.index("direct / floor")] == "1.25"
     assert two[header.index("embedding_bag, ms")] == "5"
     assert all(len(row) == len(header) for row in rows)
+
+
+def _shape(config: str, variant: str, ms: float, *, asynctp: float | None = 1.2, mode: str = "queued", **more) -> dict:
+    over = {"serial": 1.0 / ms} | ({"asynctp": asynctp / ms} if asynctp else {})
+    return {
+        "config": config, "variant": variant, "mode": mode, "p50_ms": ms, "speedup": 1.0 / ms, "speedup_over": over,
+        "m": int(config.split("x")[0]), "ideal_ms": 0.5, "ideal_ratio": ms / 0.5, "added_us": None, "predicted_ms": None,
+    } | more  # fmt: skip
+
+
+def test_what_the_shapes_say_together() -> None:
+    rows = []
+    measured = {"512x1x1": (1.0, 0.99), "2048x1x1": (0.5, 0.5), "4096x1x1": (1.1, 0.8), "8192x1x1": (0.8, 0.79)}
+    for config, (mine, best) in measured.items():
+        rows += [_shape(config, "serial", 1.0), _shape(config, "asynctp", 1.2)]
+        rows += [_shape(config, "weft", mine, predicted_ms=0.95), _shape(config, SCHEDULE, best)]
+    found = Summary.of(rows)
+    assert found is not None
+    assert found.shapes == 4
+    assert found.over_serial == pytest.approx((1 * 2 * (1 / 1.1) * (1 / 0.8)) ** 0.25)
+    assert found.over_asynctp == pytest.approx(1.2 * found.over_serial)
+    assert found.worst == (pytest.approx(1 / 1.1), "4096x1x1")
+    assert found.not_slower == 0.75
+    assert found.over_ideal == pytest.approx((1.0 * 2.2 * 1.6) ** (1 / 3)), "512 rows are too few to count"
+    assert found.near_best == 0.75
+    assert found.near_prediction == 0.25
+    assert found.most_added is None
+    added = Summary.of([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
+    assert added is not None
+    assert added.most_added == (7.5, "64x1x1")
+    assert added.over_asynctp is added.over_ideal is added.near_best is added.near_prediction is None
+    text = table(rows)
+    assert "| M x N x K | serial | asynctp | weft | weft vs serial | weft vs asynctp | ideal | weft / ideal |" in text
+    assert "| 2048x1x1 | 1 | 1.2 | 0.5 | 2.00x | 2.40x | 0.5 | 1.00 | 0.5 | shard[chunks=1,lanes=1,by=dma] |" in text
+    assert "at worst 0.91x (4096x1x1), at least 0.98x on 75% of them" in text
+    assert Summary.of(rows[:2]) is None
+
+
+def test_one_file_may_hold_several_operators() -> None:
+    common = {"op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus"}
+    common |= {"versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
+    shapes = [_shape("64x1x1", variant, ms) | common for variant, ms in (("serial", 1.0), ("weft", 0.8))]
+    both = markdown([*_records("one"), *shapes])
+    assert both.index("embedding_all_to_all, **queued**, fp32") < both.index("all_gather_matmul, **queued**, bf16")
+    assert "| 64x1x1 | 1 | 0.8 | 1.25x | 0.5 | 1.60 |" in both
+    assert both.endswith("at least 0.98x on 100% of them; 1.50x asynctp.\n")
+    assert "all_gather_matmul" not in markdown(shapes), "a file of one operator need not name it"
 
 
 def test_a_later_run_replaces_an_earlier_one_whole() -> None:

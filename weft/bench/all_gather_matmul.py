@@ -212,13 +212,13 @@ class _AllGatherMatmul(Operator[MatmulShape]):
             )
         for shape in self.presets(options):
             AllGatherMatmul.even(shape.m, shape.n, shape.k, options.ranks)  # says which number of rows would do
-        names = ["serial", *(c.name for c in candidates(AllGatherMatmul.even(options.ranks, 1, 1, options.ranks)))]
+        names = [c.name for c in candidates(AllGatherMatmul.even(options.ranks, 1, 1, options.ranks))]
         for variant in options.variants:
             if variant == ASYNCTP and options.device != "cuda":
                 raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
             known = (BASELINE, ASYNCTP, WEFT, OWN_SERIAL, ALL)
             if variant not in known and not any(name.startswith(variant) for name in names):
-                builders = ", ".join(dict.fromkeys(name.split("[")[0] for name in names[1:]))
+                builders = ", ".join(dict.fromkeys(name.split("[")[0] for name in names if "[" in name))
                 raise ValueError(
                     f"no variant {variant!r}: give {', '.join(known)}, or how names of schedules begin: {builders}, "
                     f"such as {names[-1]}"

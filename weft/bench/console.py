@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 try:
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError:
@@ -42,10 +43,10 @@ def print_table(
             if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
                 break
             table = _rich_table(columns, rows, section, optional[-count:])
-        console.print(f"\n[bold]{title}[/bold]")
+        console.print(f"\n[bold]{escape(title)}[/bold]")
         console.print(table)
         for note in notes:
-            console.print(f"[dim]{note}[/dim]")
+            console.print(f"[dim]{escape(note)}[/dim]")
     sys.stdout.flush()
 
 
@@ -58,7 +59,8 @@ def _rich_table(
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         ends = following is not None and section is not None and following[section] != row[section]
-        table.add_row(*(c for c, name in zip(row, columns, strict=True) if name not in without), end_section=ends)
+        shown = (escape(cell) for cell, name in zip(row, columns, strict=True) if name not in without)
+        table.add_row(*shown, end_section=ends)
     return table
 
 

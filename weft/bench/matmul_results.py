@@ -88,7 +88,9 @@ class MeasuredMatmul:
         others = [name for name in BASELINES if name in self.arms]
         rows = []
         for mode in options.modes:
-            for name in (*self.arms, GEMM, COMMUNICATION, COLLECTIVE):
+            known = [name for name in self.arms if name in (*BASELINES, WEFT)]
+            pinned = sorted(set(self.arms) - set(known), key=lambda name: self._ms(mode, name) or 0.0)
+            for name in (*known, *pinned, GEMM, COMMUNICATION, COLLECTIVE):
                 if self.results.timed(mode, name):
                     rows.append(self._row(mode, name, others))
         ceilings = self.ceilings[0].as_fields()

@@ -93,14 +93,18 @@ class Recorder:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.stream = torch.cuda.Stream(ranks.device)
+        self._renew()
+
+    def _renew(self) -> None:
+        self.stream = torch.cuda.Stream(self.ranks.device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Call, which: int) -> tuple[torch.cuda.CUDAGraph, object] | str:
         """(graph, what the call returned), or why that cannot be; the same decision on every rank. Collective."""
+        here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
         try:
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self.stream.wait_stream(here)
             with torch.cuda.stream(self.stream):
                 call(which)
             torch.cuda.synchronize(self.ranks.device)
@@ -108,7 +112,10 @@ class Recorder:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 output = call(which)
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            cause = error.__context__ or error  # ending a capture that has failed fails again
+            reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
+            torch.cuda.set_stream(here)
+            self._renew()
         failed = self.ranks.most(float(bool(reason)))
         return (reason or "another rank could not") if failed else (graph, output)
 

@@ -80,7 +80,7 @@ class BenchOptions:
         quick: bool,
         seconds: float | None,
     ) -> BenchOptions:
-        """Options as typed: commas between `variants` (not inside brackets), `scale` as 1/32 or 0.03; None, or no mode,
+        """Options as typed: commas between `variants`, `scale` as 1/32 or 0.03; None, or no mode,
         means the default.
 
         Default device: cuda where there is a GPU. Default ranks: every GPU, or 2 on CPU; torchrun's own number there.
@@ -108,8 +108,8 @@ class BenchOptions:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """ "weft, shard[chunks=2,lanes=1" -> its two names: a comma inside brackets belongs to the name."""
-    return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text) if (name := part.strip()))
+    """ "weft, shard[chunks=2,lanes=1,put" -> its three names: a comma before `parameter=` belongs to the name."""
+    return tuple(name for part in re.split(r",(?!\s*\w+=)", text) if (name := part.strip()))
 
 
 def parse_scale(text: str) -> float:

@@ -1,0 +1,267 @@
+"""The benchmark of all_gather_matmul: what it names, counts, refuses and records; graphs, with a recorder that needs no GPU.
+
+Cheapest first: names and numbers without processes, then two ranks.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.bench import all_gather_matmul, measure
+from weft.bench.all_gather_matmul import OPERATOR, MatmulWorkload, Weft, roundings
+from weft.bench.ceilings import Ceilings
+from weft.bench.harness import Ranks
+from weft.bench.matmul_shapes import MatmulShape
+from weft.bench.measure import check, measure_arms
+from weft.bench.options import BenchOptions
+from weft.bench.run import ceilings_for, run_rank
+from weft.launch import Pool
+from weft.schedule import AllGatherMatmul, candidates
+
+SHAPE = MatmulShape(24, 10, 16, ("by hand",))
+PUT = "shard[chunks=1,lanes=1,by=dma]"
+TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=4,by=dma]"
+
+
+def _options(**given) -> BenchOptions:
+    return BenchOptions(OPERATOR.name, **({"preset": "24x10x16", "quick": True, "seconds": 0.01} | given))
+
+
+def _typed(variants: str) -> tuple[str, ...]:
+    return BenchOptions.from_text(
+        OPERATOR.name, preset="24x10x16", ranks=2, device="cpu", variants=variants, modes=[], scale=None, dtype=None,
+        json=None, quick=True, seconds=None,
+    ).variants  # fmt: skip
+
+
+def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
+    assert _typed(f"weft, {PUT},gather") == ("weft", PUT, "gather")
+    assert _typed("shard[chunks=2,lanes=1,weft") == ("shard[chunks=2,lanes=1", "weft")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"variants": ("fast",)}, r"no variant 'fast': give serial, .*ficco_1d, .*such as shard\["),
+        ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it for GPUs only"),
+        ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu has no other"),
+        ({"scale": 0.5}, r"scale=0\.5 is for tables: name a smaller shape"),
+        ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
+        ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
+    ],
+)
+def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _options(**wrong)
+
+
+def test_a_2d_schedule_rounds_at_every_step() -> None:
+    schedules = {c.name: c.build() for c in candidates(AllGatherMatmul.even(24, 10, 16, 2))}
+    assert roundings(schedules[TWO_D]) == 4
+    assert roundings(schedules["ficco_2d[start=hetero,gemms=unfused,steps=2,by=kernel]"]) == 2
+    assert {roundings(schedule) for name, schedule in schedules.items() if "2d" not in name} == {1}
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    return Ranks(group, group, torch.device("cpu"))
+
+
+def _workload(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> MatmulWorkload:
+    return MatmulWorkload(SHAPE, _ranks(group), dtype, input_sets=2)
+
+
+def _facts(group: dist.ProcessGroup) -> dict:
+    work = _workload(group)
+    work.roundings["2d"] = 4
+    errors = {"serial": 1e-6}
+    gathered = [torch.empty(12, 16) for _ in range(2)]
+    dist.all_gather(gathered, work.x_shards[1], group=group)
+    return {
+        "strides": work.w.stride(),
+        "whole": torch.equal(torch.cat(gathered), work.whole(1)),
+        "fresh": not torch.equal(work.x_shards[0], work.x_shards[1]),
+        "reference": float((work.reference(1) - torch.cat(gathered).double() @ work.w.double()).abs().max()),
+        "limits": [work.limit(name, errors) for name in ("put", "2d")],
+        "floors": [
+            work.floor_ms(Ceilings(memory, link, flops))
+            for memory, link, flops in ((1e6, 1e12, 1e12), (1e12, 1e6, 1e12), (1e12, 1e12, 1e6))
+        ],
+    }
+
+
+def test_inputs_limits_and_floors_by_hand(pool: Pool) -> None:
+    for found in pool.run(_facts, ranks=2):
+        assert found["strides"] == (1, 16), "as nn.Linear has it, transposed"
+        assert found["whole"]
+        assert found["fresh"]
+        assert found["reference"] == 0
+        assert found["limits"] == pytest.approx([2e-6, 8e-6])
+        memory, wire, flops = (24 * 16 + 16 * 10 + 24 * 10) * 4, 12 * 16 * 4, 2 * 24 * 10 * 16
+        assert found["floors"] == pytest.approx([1e3 * count / 1e6 for count in (memory, wire, flops)])
+
+
+def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
+    ranks, options = _ranks(group), _options(variants=("weft", "weft-serial", "shard", TWO_D), dtype=dtype)
+    found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
+    assert not found.wrong
+    return found.records(options, "run")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: str) -> None:
+    rows = pool.run(_measured, dtype, ranks=2)[0]
+    singles, queued = ([r for r in rows if r["mode"] == mode] for mode in ("single", "queued"))
+    assert [r["variant"] for r in singles] == [r["variant"] for r in queued]
+    names = [r["variant"] for r in queued]
+    assert names[:2] == ["serial", "weft"]
+    assert {PUT, TWO_D, "weft-serial"} <= set(names)
+    assert not [name for name in names if name.startswith(("gather", "ficco_1d"))]
+    wanted = (
+        "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms floor_ratio "
+    )
+    wanted += (
+        "error versions commit date host_us first_call_ms ideal_ms ideal_ratio gemm_ms communication_ms collective_ms "
+    )
+    wanted += "added_us chosen predicted_ms m n k sources"
+    for of_mode in (singles, queued):
+        base = of_mode[0]
+        for row in of_mode:
+            assert set(wanted.split()) <= set(row)
+            assert (row["config"], row["sources"], row["ranks"]) == ("24x10x16", ["by hand"], 2)
+            assert row["speedup"] == pytest.approx(base["p50_ms"] / row["p50_ms"])
+            assert row["ideal_ms"] == max(row["gemm_ms"], row["communication_ms"])
+            assert row["ideal_ratio"] == pytest.approx(row["p50_ms"] / row["ideal_ms"])
+            assert row["ceilings"][0]["matmul_tflops"] > 0
+            added = None if row["mode"] == "queued" else pytest.approx(1e3 * (row["p50_ms"] - base["p50_ms"]))
+            assert row["added_us"] == added
+    json.dumps(rows, allow_nan=False)
+
+
+def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
+    """A run of two shapes in which a pinned schedule is wrong on one of two ranks."""
+    correct = Weft.__call__
+
+    def spoiled(self: Weft, which: int) -> torch.Tensor:
+        y = correct(self, which)
+        if self.schedule == PUT and self.work.ranks.rank == 1:
+            y[-1, -1] += 1
+        return y
+
+    options = _options(preset="24x10x16,8x4x8", variants=("weft", "shard[chunks=1"), modes=("queued",), json=path)
+    all_gather_matmul.Weft.__call__ = spoiled  # type: ignore[method-assign]
+    try:
+        run_rank(group.rank(), group.size(), options)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        all_gather_matmul.Weft.__call__ = correct  # type: ignore[method-assign]
+    return "nothing"
+
+
+def test_a_wrong_variant_is_not_timed_and_the_run_goes_on(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(_with_one_wrong, tmp_path / "results.jsonl", ranks=2):
+        for shape in ("24x10x16", "8x4x8"):
+            assert f"{shape}: {PUT} differs from the float64 reference" in found
+        assert found.count("differs") == 2
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {r["config"] for r in rows} == {"24x10x16", "8x4x8"}
+    assert {r["variant"] for r in rows} >= {"serial", "weft", "shard[chunks=1,lanes=1,by=kernel]"}
+    assert PUT not in {r["variant"] for r in rows}
+
+
+class _Graph:
+    """What a CUDA graph does, without one: the same call again, into the same memory. `late`: some of it is not done."""
+
+    def __init__(self, call, which: int, late: bool) -> None:
+        self.call, self.which, self.late, self.output = call, which, late, call(which)
+
+    def replay(self) -> None:
+        found = self.call(self.which)
+        if isinstance(self.output, torch.Tensor):
+            self.output[: -1 if self.late else None] = found[: -1 if self.late else None]
+
+
+class _Recorder:
+    """Captures all but what is called `refuses`."""
+
+    def __init__(self, ranks: Ranks) -> None: ...
+
+    def capture(self, call, which: int):
+        kind = getattr(call, "kind", "")
+        if kind == "refuses":
+            return "RuntimeError: not while capturing"
+        graph = _Graph(call, which, kind == "late")
+        return graph, graph.output
+
+
+class _Serial(all_gather_matmul.Serial):
+    def __init__(self, work: MatmulWorkload, kind: str) -> None:
+        super().__init__(work)
+        self.kind = kind
+
+
+def _captured(group: dist.ProcessGroup) -> dict:
+    work = _workload(group)
+    arms = {name: _Serial(work, name) for name in ("serial", "refuses", "late")}
+    found = check(arms, work, _Recorder(work.ranks))  # type: ignore[arg-type]
+    original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
+    try:
+        results = measure_arms(
+            work, arms, {"beside": arms["serial"].gather}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3),
+            step=lambda what, share: None,
+        )  # fmt: skip
+    finally:
+        measure.Recorder = original  # type: ignore[misc]
+    return {"checked": (found.errors, found.not_captured, sorted(found.graphs)), "results": results}
+
+
+def test_a_captured_call_is_checked_and_one_that_cannot_be_is_named(pool: Pool) -> None:
+    first, second = pool.run(_captured, ranks=2)
+    assert first == second
+    errors, not_captured, graphs = first["checked"]
+    assert errors["serial"] < 1e-5
+    assert errors["late"] == math.inf, "a row that a replay leaves poisoned"
+    assert not_captured == {"refuses": "RuntimeError: not while capturing"}
+    assert graphs == ["late", "serial"]
+    results = first["results"]
+    assert {name for mode, name in results.timings if mode == "graph"} == {"serial", "beside"}
+    assert {name for mode, name in results.timings if mode == "queued"} == {"serial", "refuses", "beside"}
+    assert results.left_out["graph", "refuses"] == "RuntimeError: not while capturing"
+    assert "late differs" in results.left_out[None, "late"]
+
+
+def test_bench_prints_a_table_and_a_summary(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [
+        sys.executable,
+        "-m",
+        "weft.cli",
+        "bench",
+        OPERATOR.name,
+        "--device",
+        "cpu",
+        "--quick",
+        "--seconds",
+        "0.01",
+    ]
+    command += ["--preset", "24x10x16,8x4x8", "--variants", f"weft,{PUT}", "--json", str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert found.returncode == 0, found.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["config"], r["mode"], r["variant"]) for r in rows] == [
+        (config, mode, variant)
+        for config in ("24x10x16", "8x4x8")
+        for mode in ("single", "queued")
+        for variant in ("serial", "weft", PUT)
+    ]
+    assert PUT in found.stdout
+    for line in ("gemm", "communication", "collective", "2 shapes"):
+        assert line in found.stdout
