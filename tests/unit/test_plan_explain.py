@@ -66,6 +66,18 @@ def test_single_mode_says_what_was_not_simulated() -> None:
     assert dict(found.facts())["heuristic"].startswith("ficco_2d")
 
 
+def test_autotuned_times_are_shown_and_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plan.autotune.__globals__, "_known", {})
+    choice = explanation().choice
+    times = {"serial": 1000.0, "gather[by=dma]": 500.0}
+    tuned = [row.candidate for row in choice.rows if row.candidate.name in times]
+    plan.autotune(choice.problem, tuned, lambda c: times[c.name], lambda mine: mine, machine="NVIDIA H200")
+    found = explanation()
+    assert found.choice.candidate.name == "gather[by=dma]"
+    assert {(row[0], row[2]) for row in found.cells() if row[2]} == {("serial", "1000.0"), ("gather[by=dma]", "500.0")}
+    assert explanation(mode="graph").choice.measured_us is None
+
+
 def test_json_has_every_candidate() -> None:
     found = explanation(M=512)
     data = json.loads(json.dumps(found.as_json()))

@@ -8,7 +8,7 @@ run the same, or nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from weft.schedule import Candidate, Problem
 _ALWAYS = ("serial", "gather")
 """Builders whose schedules are measured in any case: nothing overlaps in them, and they are what the others must beat."""
 
-_known: dict[str, Mapping[str, float]] = {}
+_known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
@@ -54,35 +54,37 @@ def autotune(
     if rounds < 1 or not candidates:
         raise ValueError(f"rounds={rounds}, {len(candidates)} candidates: measure one candidate once at least")
     names = [candidate.name for candidate in candidates]
-    key = {"problem": f"{problem.name} {asdict(problem)}", "mode": mode, "machine": machine, "versions": versions()}
-    found = _find(key, names)
-    if not agree([0.0 if found else 1.0])[0]:
+    found = remembered(problem, machine, mode)
+    missing = any(name not in found for name in names)
+    if not agree([float(missing)])[0]:
         return dict(zip(names, agree([found[name] for name in names]), strict=True))
     times: list[list[float]] = []
     for _ in range(rounds):
         times.append(agree([run(candidate) for candidate in candidates]))
     measured = dict(zip(names, map(median, zip(*times, strict=True)), strict=True))
-    _keep(key, measured)
+    key = _key(problem, machine, mode)
+    _known[str(key)] = {**found, **measured}
+    date = datetime.now(UTC).date().isoformat()
+    store.write(_path(key), {"key": key, "date": date, "times_us": _known[str(key)]})
     return measured
 
 
-def _find(key: dict[str, Any], names: Sequence[str]) -> Mapping[str, float]:
-    """Times of all of `names`, or nothing."""
+def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
+    """Microseconds by candidate: all that was measured before with the versions installed here, by this process or another."""
+    key = _key(problem, machine, mode)
     if str(key) not in _known:
         try:
             content = store.read(_path(key))
-        except ValueError:  # another rank's broken file is measured again and replaced
+        except ValueError:  # a broken file: measured again, it is replaced
             content = None
-        if content is not None and content.get("key") == key:
-            _known[str(key)] = content["times_us"]
-    found = _known.get(str(key), {})
-    return found if all(name in found for name in names) else {}
+        if content is None or content.get("key") != key:
+            return {}
+        _known[str(key)] = content["times_us"]
+    return _known[str(key)]
 
 
-def _keep(key: dict[str, Any], measured: dict[str, float]) -> None:
-    _known[str(key)] = {**_known.get(str(key), {}), **measured}
-    date = datetime.now(UTC).date().isoformat()
-    store.write(_path(key), {"key": key, "date": date, "times_us": dict(_known[str(key)])})
+def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
+    return {"problem": f"{problem.name} {asdict(problem)}", "mode": mode, "machine": machine, "versions": versions()}
 
 
 def _path(key: dict[str, Any]) -> Path:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.hw import Machine, load_machine
+from weft.plan.autotune import remembered
 from weft.plan.calibration import calibrated
 from weft.plan.choose import AT_LEAST, Choice, Mode, Row, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
-from weft.schedule import AllGatherMatmul, Problem
+from weft.schedule import AllGatherMatmul, Problem, candidates
 from weft.sim import Model
 
 OPERATORS: Mapping[str, Callable[[int, int, int, int, str], Problem]] = {"all_gather_matmul": AllGatherMatmul.even}
@@ -146,7 +147,10 @@ def explanation(
     machine, model, notes = machine_and_model(hw, ranks)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
-    return Explanation(decide(problem, model, mode=mode), machine, notes, static_pick(problem, machine))
+    known = {candidate.name for candidate in candidates(problem)}
+    measured = {name: us for name, us in remembered(problem, machine.name, mode).items() if name in known}
+    choice = decide(problem, model, mode=mode, measured=measured if "serial" in measured else None)
+    return Explanation(choice, machine, notes, static_pick(problem, machine))
 
 
 def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model, tuple[str, ...]]:
