@@ -58,7 +58,7 @@ def absent(group, builder):
     """Rank 1 does not call a second time."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain)
-    executor.run(tensors)
+    ranks.run_once(executor, tensors)
     started = time.monotonic()
     if group.rank() == BAD_RANK:
         ranks.wait_for_failure(domain)
@@ -91,7 +91,7 @@ def stuck(group, builder, step, doing):
     """Rank 1 calls, and at one of its steps raises, gets Ctrl-C, leaves, or does nothing until the others have given up."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain)
-    executor.run(tensors)
+    ranks.run_once(executor, tensors)
 
     def fail() -> None:
         if doing == "raise":
@@ -161,7 +161,7 @@ def left(group, builder):
     """Rank 1 closes its domain instead of calling a second time."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     with CpuSchedule(build(THREE, builder), domain) as executor:
-        executor.run(tensors)
+        ranks.run_once(executor, tensors)
         if group.rank() == BAD_RANK:
             domain.close()
             return "", ""
@@ -190,7 +190,7 @@ def killed(group, builder, step):
     """Rank 1 is killed before its second run (no step) or in it."""
     tensors = tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain_of(group))
-    executor.run(tensors)
+    ranks.run_once(executor, tensors)
     if group.rank() == BAD_RANK:
         if not step:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@
     set every word of `sets` to epoch; wait for `answers` as for `waits`
 
 That is a small all-gather whole: peers have room, my shard goes to them and to my own place, it is there, theirs are here.
+The last launch of a run may also advance the epoch on the device.
 
 Copies by kernel are for what copy engines do badly: small ones (an engine takes about ten microseconds to start) and those
 within a device. With nothing to copy it is a wait or a signal alone: that is what a captured graph uses, because the waits
@@ -42,23 +43,27 @@ def _wait_for(table, count, epoch, PTX: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_waits", "n_sets", "n_answers",
-        "epoch_given",
+        "started", "advance", "epoch_given",
     ],
     do_not_specialize_on_alignment=["targets", "waits", "sets", "answers", "arrivals", "epoch_word"],
 )  # fmt: skip
 def move_kernel(
     source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
     targets, n_targets: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32, answers, n_answers: tl.int32, arrivals,
-    epoch_word, epoch_given: tl.int64, ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
+    epoch_word, started: tl.int64, advance: tl.int32, epoch_given: tl.int64,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
     source, target: addresses of the first rows; targets [n_targets]: further places for the same rows. rows, width and
     pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). waits [n_waits, 2] and
     answers [n_answers, 2]: address, delta. sets [n_sets]: addresses. arrivals [1]: zero between launches. The epoch is
-    epoch_word[0] + epoch_given.
+    epoch_word[0] + epoch_given; `advance`: it becomes the word at the end. started: an address that learns of it at once, or 0.
     """
     epoch = tl.load(epoch_word) + epoch_given
+    if started != 0:
+        if tl.program_id(0) == 0:
+            store_release(words(started), epoch, PTX)
     # The words are read by every lane, so no lane's loads or stores go ahead of what it waited for.
     alive = _wait_for(waits, n_waits, epoch, PTX)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -82,7 +87,7 @@ def move_kernel(
                 place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
                 tl.store(place + column, items, mask=inside)
             block += programs
-    if n_sets + n_answers > 0:
+    if n_sets + n_answers + advance > 0:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")
         if arrived == programs - 1:
@@ -91,14 +96,8 @@ def move_kernel(
                 for i in range(n_sets):
                     store_release(words(tl.load(sets + i)), epoch, PTX)
                 _wait_for(answers, n_answers, epoch, PTX)
-
-
-@triton.jit
-def advance_kernel(epoch_word, started, PTX: tl.constexpr):
-    """The first step of a run whose epoch lives on the device; `started` (host memory) learns of it."""
-    epoch = tl.load(epoch_word) + 1
-    tl.store(epoch_word, epoch)
-    store_release(started, epoch, PTX)
+            if advance != 0:
+                tl.store(epoch_word, epoch)
 
 
 @triton.jit(do_not_specialize=["index"])

@@ -101,8 +101,8 @@ class _Prepared:
     def __init__(self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
         self.p, self.group, self.device, self.pinned = p, group, device, pinned
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
-        self._serial = p.world_size == 1
-        self._executor: Any = None
+        self._alone = p.world_size == 1
+        self._chosen: choosing.Chosen | None = None
         self._shapes = [(p.m, n) for n in p.n]
         self._copied: frozenset[int] = frozenset()  # which of the weights have to be copied at every call
 
@@ -115,7 +115,9 @@ class _Prepared:
     ) -> list[torch.Tensor]:
         """[gathered x if wanted, x @ B ...] of 2-D tensors."""
         x = _contiguous(x)
-        if self._serial:
+        capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        chosen = self._chosen
+        if self._alone or (chosen is not None and (chosen.captured if capturing else chosen.usual) is None):
             return self._in_turn(x, Bs)
         results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
         tensors = {"x_shard": x}
@@ -126,13 +128,15 @@ class _Prepared:
             gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
             tensors["x"] = gathered
             results = [gathered, *results]
-        if self._executor is None:
+        if chosen is None:
+            if capturing:
+                raise ValueError("call all_gather_matmul once with these shapes before capturing it in a CUDA graph")
             assert self.domain is not None
-            self._executor = choosing.executor_for(self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s)
-            self._serial = self._executor is None
-            if self._serial:
+            self._chosen = chosen = choosing.choose(self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s)
+            if chosen.usual is None:
                 return self._in_turn(x, Bs)
-        self._executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        executor = chosen.captured if capturing else chosen.usual
+        executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         return results
 
     def _in_turn(self, x: torch.Tensor, Bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from weft.symm import Domain
 
 _MEASURED = ("serial", "gather[by=kernel]", "shard[chunks=1,lanes=1,by=dma]", "shard[chunks=2,lanes=1,by=dma]")
 _REPETITIONS = 5
+_MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY = 0.97  # of the serial schedule's time: what another one must beat to be taken
 
 
@@ -35,24 +37,42 @@ def check_name(name: str, p: AllGatherMatmul) -> None:
     _candidate(name, p).build()
 
 
-def executor_for(
+@dataclass(frozen=True)
+class Chosen:
+    """What runs calls, and what runs those that a CUDA graph captures; None: the serial schedule, which needs nothing."""
+
+    usual: Any
+    captured: Any
+
+    def close(self) -> None:
+        for one in {id(e): e for e in (self.usual, self.captured) if e is not None}.values():
+            one.close()
+
+
+def choose(
     p: AllGatherMatmul,
     domain: Domain,
     tensors: dict[str, torch.Tensor],
     pinned: str | None,
     *,
     deadline_s: float | None,
-) -> Any:
-    """What runs `p` here; None for the serial schedule, which needs nothing. Collective. `tensors` are the first call's."""
+) -> Chosen:
+    """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up."""
     if pinned is not None:
-        return None if pinned == "serial" else executor(_candidate(pinned, p).build(), domain)
-    model = machine_model(domain.device, p.world_size)
-    # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
-    mine = "" if model is None else plan.choose(p, model).candidate.name
-    name = domain.all_gather(mine, what=f"choices for {p}")[0]
-    if not name:
-        return _fastest(p, domain, tensors, deadline_s)
-    return None if name == "serial" else executor(_candidate(name, p).build(), domain)
+        names = (pinned, pinned)
+    else:
+        model = machine_model(domain.device, p.world_size)
+        # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+        mine = None if model is None else tuple(plan.choose(p, model, mode=mode).candidate.name for mode in _MODES)
+        names = domain.all_gather(mine, what=f"choices for {p}")[0]
+        if names is None:
+            fastest = _fastest(p, domain, tensors, deadline_s)
+            return Chosen(fastest, fastest)
+    made = {name: executor(_candidate(name, p).build(), domain) for name in dict.fromkeys(names) if name != "serial"}
+    chosen = Chosen(made.get(names[0]), made.get(names[1]))
+    if chosen.captured is not None and chosen.captured is not chosen.usual:
+        chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
+    return chosen
 
 
 def executor(schedule: Schedule, domain: Domain) -> Any:

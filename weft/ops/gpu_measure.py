@@ -36,7 +36,6 @@ class GpuMeasure:
         self.domain, self.world_size, device = domain, domain.world_size, domain.device
         self.machine = torch.cuda.get_device_name(device)
         units = torch.cuda.get_device_properties(device).multi_processor_count
-        self.kernel_units = (*(n for n in (8, 16, 32, 64) if n < units), units)
         self.copy_units = min(MAX_PROGRAMS, units)
         self._device, self._began = device, time.monotonic()
         self._peer = (domain.rank + 1) % domain.world_size
@@ -90,8 +89,8 @@ class GpuMeasure:
     def copy_rows_us(self, rows: int, row_bytes: int) -> float:
         return self._program(lambda program: program.copy(0, 0, 0, 2 * row_bytes, 1, 0, 2 * row_bytes, row_bytes, rows))
 
-    def kernel_copy_us(self, count: int, units: int, put: bool) -> float:
-        move = Move(self._zero, shape=Shape(1, count, count, count), most_programs=units)
+    def kernel_copy_us(self, count: int, put: bool) -> float:
+        move = Move(self._zero, shape=Shape(1, count, count, count))
         here, there = self._local.data_ptr(), self._region.address(self._peer)
         return self._queued(lambda: move.launch(0, here, there) if put else move.launch(0, there, here))
 

@@ -37,7 +37,8 @@ class Move:
     """Waits, then a copy, then signals, then waits, as one launch; any of the four may be missing.
 
     waits, answers: (address of a word, what to add to the epoch). sets: addresses of words. targets: addresses of further
-    places for what is copied. `epoch_word` is read on the device.
+    places for what is copied. started: address of a word that is to know the epoch at once. `epoch_word` is read on the
+    device, and with `advance` written there at the end.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Move:
         waits: Sequence[tuple[int, int]] = (),
         sets: Sequence[int] = (),
         answers: Sequence[tuple[int, int]] = (),
+        started: int = 0,
+        advance: bool = False,
         most_programs: int = MAX_PROGRAMS,
     ) -> None:
         device = epoch_word.device
@@ -65,6 +68,7 @@ class Move:
         parts = [words[first:] for first in begin[:-1]]
         self._tables = (
             parts[0], len(targets), parts[1], len(waits), parts[2], len(sets), parts[3], len(answers), parts[4], epoch_word,
+            started, int(advance),
         )  # fmt: skip
         self._grid = (max(1, min(most_programs, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
@@ -84,17 +88,6 @@ class Move:
             source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
             *self._tables, epoch_given, *constants,
         )  # fmt: skip
-
-
-class Advance:
-    """Adds one to the epoch on the device, and writes it to `started`, a word of host memory."""
-
-    def __init__(self, epoch_word: torch.Tensor, started: torch.Tensor) -> None:
-        self._arguments = (epoch_word, started, torch.version.hip is None)
-        self._compiled = _compiled_small(epoch_word.device, "advance_kernel")
-
-    def launch(self) -> None:
-        self._compiled[(1, 1, 1)](*self._arguments)
 
 
 class Stamps:

@@ -1,7 +1,7 @@
 """From the steps of a rank to what the host issues: native operations, library calls and small kernels, in one order.
 
 Two forms of one schedule. `on_device=False`: signals between ranks are writes and waits of streams, with the epoch that the
-host passes. `on_device=True`: they are small kernels that read the epoch on the device, for CUDA graphs; the first step of
+host passes. `on_device=True`: they are small kernels that read the epoch on the device, for CUDA graphs; the last one of
 a run advances it. Copies by kernel carry the waits before them and the signals after them in both forms.
 
 Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.move import Advance, Move, Shape, Stamps
+from weft.runtime.move import Move, Shape, Stamps
 from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Region, Schedule, Set, Step, Wait
 from weft.schedule.text import describe
 from weft.timeline import Timeline
@@ -88,7 +88,7 @@ class StreamItems:
             bases[i] = tensors[name].data_ptr()
         streams[0] = torch._C._cuda_getCurrentRawStream(owner.device.index)
         main: Any = torch.cuda.current_stream(owner.device) if self.leaves_main else None
-        given = 0 if self.on_device else epoch
+        given = 1 if self.on_device else epoch  # after the device's word, or after zero
         for kind, what, where in self.items:
             if kind == _NATIVE:
                 program.run(what, where, bases, streams, epoch)
@@ -139,7 +139,7 @@ class _Compiler:
         self._events = 0
         self._native_from = 0
         self._event_of: dict[Key, int] = {}
-        self._knows_epoch: set[int] = set()
+        self._told = False
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
         self._regions = given + len(own)
@@ -164,32 +164,36 @@ class _Compiler:
     def compile(self) -> StreamItems:
         owner, program = self.owner, self.program
         lanes = len(owner.lanes)
-        fork, begun, joints = self._event(), self._event(), [self._event() for _ in range(lanes)]
+        fork, joints = self._event(), [self._event() for _ in range(lanes)]
         program.record(0, fork)
         for lane in range(1, lanes):
             program.wait_event(lane, fork)
-        if self.on_device:
-            self._advance(min(1, lanes - 1), begun)
-        else:  # off the path of the run: writing to host memory takes microseconds
+        if not self.on_device:  # off the path of the run: writing to host memory takes microseconds
             program.wait_event(self._monitor, fork)
             program.write(self._monitor, self._started, 0, 0)
         groups = self._groups()
         last = {group.lane: group for group in groups}
+        # Where the epoch is the device's, the run's last launch advances it, when nobody needs the old one any more.
+        ending = last[0] if self.on_device and isinstance(last[0].steps[0], Set) and self._uses_epoch(last[0]) else None
         for group in groups:
-            if self.on_device and group.lane not in self._knows_epoch and self._uses_epoch(group):
-                program.wait_event(group.lane, begun)
-                self._knows_epoch.add(group.lane)
-            self._emit(group)
+            if group is not ending:
+                self._emit(group)
             if group.lane and group is last[group.lane]:
                 program.record(group.lane, joints[group.lane])
         for lane in range(1, lanes):
             if lane in last:
                 program.wait_event(0, joints[lane])
-        if self.on_device and 0 not in self._knows_epoch:
-            program.wait_event(0, begun)
+        if self.on_device:
+            sets = [] if ending is None else [self._word(step) for step in ending.steps]
+            self._move(0, Move(owner.epoch_word, sets=sets, started=self._tell_started(), advance=True), None, None)
         self._flush()
         self.result.leaves_main = any(item.kind != _NATIVE and item.where for item in self.result.items)
         return self.result
+
+    def _tell_started(self) -> int:
+        """Where the first launch of a run whose epoch is the device's says that it has started; 0 for the others."""
+        told, self._told = self._told, True
+        return 0 if told or not self.on_device else self.result.bases[self._started]
 
     # --- grouping ---
 
@@ -334,14 +338,15 @@ class _Compiler:
         sets = [self._word(s) for s in group.steps if isinstance(s, Set)]
         word = self.owner.epoch_word if self.on_device else self.owner.zero_word
         if not copies:
-            self._move(group.lane, Move(word, waits=waits, sets=sets), None, None)
+            self._move(group.lane, Move(word, waits=waits, sets=sets, started=self._tell_started()), None, None)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = int(copies[0].src.cols) * self._item_bytes(copies[0].src)
         shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
         places = [self._place(copy.dst) for copy in copies[1:]]
         targets = [self.result.bases[base] + offset for base, offset, _ in places]
-        move = Move(word, shape=shape, targets=targets, waits=waits, sets=sets, answers=answers)
+        started = self._tell_started()
+        move = Move(word, shape=shape, targets=targets, waits=waits, sets=sets, answers=answers, started=started)
         self._move(group.lane, move, source, target)
 
     def _move(
@@ -355,13 +360,6 @@ class _Compiler:
 
         self._flush()
         self.result.items.append(_Item(_LAUNCH, launch, lane))
-
-    def _advance(self, lane: int, begun: int) -> None:
-        advance = Advance(self.owner.epoch_word, self.owner.started_word)
-        self._flush()
-        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch: advance.launch(), lane))
-        self.program.record(lane, begun)
-        self._knows_epoch.add(lane)
 
     def _stamp(self, lane: int, index: int) -> None:
         stamps = self.result.stamps

@@ -1,4 +1,6 @@
-"""all_gather_matmul in tests: what runs on the ranks. Data are made from seeds, so every rank knows every other's."""
+"""all_gather_matmul in tests, on CPU processes and on GPUs: what runs on the ranks.
+
+Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
@@ -12,8 +14,13 @@ import torch.distributed as dist
 import weft
 
 
+def device() -> torch.device:
+    """This rank's: a GPU where the group is of GPUs."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(device(), dtype)
 
 
 def shards_of(
@@ -78,7 +85,7 @@ def backward(
 
     exact_x = torch.cat(shards).double().requires_grad_()
     exact_Bs = [[B.double().requires_grad_() for B in of_rank] for of_rank in Bs_of]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device())
     for r in range(world):
         for B, w in zip(exact_Bs[r], weights_of[r][1:], strict=True):
             total = total + ((exact_x @ B) * w.double()).sum()
@@ -110,7 +117,7 @@ def many_sizes(group: dist.ProcessGroup, count: int) -> None:
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:
     """What bad arguments are told, each on every rank before anything is sent."""
-    x, B, world = torch.randn(4, 8), torch.randn(8, 3), group.size()
+    x, B, world = torch.randn(4, 8, device=device()), torch.randn(8, 3, device=device()), group.size()
     calls: dict[str, Any] = {
         "one dimension": lambda: weft.all_gather_matmul(x[0], [B], 0, group),
         "last dimension": lambda: weft.all_gather_matmul(x, [B], 1, group),
@@ -137,7 +144,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
 
 def copies(group: dist.ProcessGroup) -> list[str]:
     """The warnings of calls whose layouts cost a copy, made twice each."""
-    x, B = torch.randn(8, 6).t()[:, ::2], torch.randn(8, 12)[::2, ::2]
+    x, B = torch.randn(8, 6, device=device()).t()[:, ::2], torch.randn(8, 12, device=device())[::2, ::2]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -167,3 +174,33 @@ def checked_as_op(group: dist.ProcessGroup) -> None:
     weft.all_gather_matmul(x, [B], 0, group)
     arguments = (x, [B], group.group_name, True, "", None, 0.0)
     torch.library.opcheck(torch.ops.weft.all_gather_matmul.default, arguments)
+
+
+def captured(group: dist.ProcessGroup, m: int, n: int, k: int, replays: int) -> str:
+    """A CUDA graph with two calls in it, replayed with fresh data; how a first call inside a capture fails."""
+    rank, world, dtype = group.rank(), group.size(), torch.bfloat16
+    x, B = data(rank, (m, k), dtype, 1), data(rank, (n, k), dtype, 2).t()
+    stream = torch.cuda.Stream()
+    told = ""
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                weft.all_gather_matmul(x, [B], 0, group, return_A=False)
+        except ValueError as error:
+            told = str(error)
+        weft.all_gather_matmul(x, [B], 0, group, return_A=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        _, (y,) = weft.all_gather_matmul(x, [B], 0, group, return_A=False)
+        _, (z,) = weft.all_gather_matmul(x * 2, [B], 0, group, return_A=False)
+    for replay in range(replays):
+        shards = [data(r, (m, k), dtype, 10 + replay) for r in range(world)]
+        x.copy_(shards[rank])
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        whole = torch.cat(shards)
+        close(y, whole.double() @ B.double(), whole @ B)
+        close(z, 2 * whole.double() @ B.double(), (2 * whole) @ B)
+    return told
