@@ -1,17 +1,35 @@
 #!/usr/bin/env bash
-# Build, test and measure weft on a machine with GPUs: bash benchmarks/gpu_check.sh OUT [--tests-only|--bench-only]
+# Build, test and measure weft on a machine with GPUs: bash benchmarks/gpu_check.sh OUT [--op NAME] [--tests-only|--bench-only]
+#
+# --op embedding_all_to_all (the default), all_gather_matmul: whose tests and benchmark. A call takes less than 590 s.
 #
 # Needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. No
-# network, no .venv. Writes OUT/doctor.txt, OUT/tests.txt, OUT/bench.txt and OUT/*.jsonl; goes on after a failure and exits
-# with 1 if there was one. WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
-# WEFT_BENCH_S (default 110): seconds that each piece of the benchmark may take at most; records of what it has finished stay.
+# network, no .venv. Writes OUT/doctor.txt, OUT/tests-NAME.txt, OUT/bench-NAME.txt and OUT/*.jsonl; goes on after a failure and
+# exits with 1 if there was one. WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
+# WEFT_BENCH_S (default 110; all_gather_matmul: 165): seconds that each piece of the benchmark may take at most; records of
+# what it has finished stay.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
-out=${1:?usage: gpu_check.sh OUT [--tests-only|--bench-only]}
-what=${2:-}
-case $what in "" | --tests-only | --bench-only) ;; *) echo "unknown option $what" >&2; exit 2 ;; esac
+usage="usage: gpu_check.sh OUT [--op embedding_all_to_all|all_gather_matmul] [--tests-only|--bench-only]"
+out=${1:?$usage}
+shift
+op=embedding_all_to_all
+what=""
+while [ $# -gt 0 ]; do
+  case $1 in
+    --op) op=${2:?$usage}; shift ;;
+    --tests-only | --bench-only) what=$1 ;;
+    *) echo "unknown option $1; $usage" >&2; exit 2 ;;
+  esac
+  shift
+done
+case $op in
+  embedding_all_to_all) piece_s=110 ;;
+  all_gather_matmul) piece_s=165 ;;
+  *) echo "no operator $op; $usage" >&2; exit 2 ;;
+esac
+piece_s=${WEFT_BENCH_S:-$piece_s}
 python=${PYTHON:-python3}
-piece_s=${WEFT_BENCH_S:-110}
 failed=0
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -37,9 +55,21 @@ build() {
   exit 1
 }
 
+# What a step may take: its own limit, or what is left of the whole.
+at_most() {
+  local left=$((575 - SECONDS))
+  echo $((left < 1 ? 1 : left < $1 ? left : $1))
+}
+
 tests() {
-  timeout -k 10 240 "$python" -m pytest -p no:cacheprovider -q --durations=8 tests/gpu tests/multigpu 2>&1 | tee "$out/tests.txt"
-  [ "${PIPESTATUS[0]}" -eq 0 ] || fail "tests/gpu tests/multigpu"
+  local files=() file of
+  for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
+    case $file in *schedule* | *matmul* | *plan*) of=all_gather_matmul ;; *) of=embedding_all_to_all ;; esac
+    [ $of = "$op" ] && files+=("$file")
+  done
+  timeout -k 10 "$(at_most 240)" "$python" -m pytest -p no:cacheprovider -q --durations=8 "${files[@]}" 2>&1 |
+    tee "$out/tests-$op.txt"
+  [ "${PIPESTATUS[0]}" -eq 0 ] || fail "tests of $op"
 }
 
 unpack_fbgemm() {
@@ -52,8 +82,8 @@ unpack_fbgemm() {
 bench() { # bench NAME.jsonl arguments ...
   local file=$1 status
   shift
-  timeout -k 10 "$piece_s" "$python" -m weft.bench embedding_all_to_all --device cuda --json "$out/$file" "$@" 2>&1 |
-    tee -a "$out/bench.txt"
+  timeout -k 10 "$(at_most "$piece_s")" "$python" -m weft.bench "$op" --device cuda --json "$out/$file" "$@" 2>&1 |
+    tee -a "$out/bench-$op.txt"
   status=${PIPESTATUS[0]}
   [ "$status" -eq 0 ] && return
   fail "bench $file: $* (exit code $status; 124 is the time limit)"
@@ -61,13 +91,11 @@ bench() { # bench NAME.jsonl arguments ...
   if [ "$status" -ne 124 ] && [[ "$*" == *,fbgemm* ]]; then bench "$file" "${@//,fbgemm/}"; fi
 }
 
-benchmarks() {
+bench_embedding_all_to_all() {
   unpack_fbgemm
   [ -d "$scratch/site" ] && export PYTHONPATH="$PYTHONPATH:$scratch/site"
   local fbgemm=""
   if "$python" -c "import fbgemm_gpu" >"$out/fbgemm.txt" 2>&1; then fbgemm=,fbgemm; else echo "without FBGEMM: $out/fbgemm.txt"; fi
-  local ranks
-  ranks=$("$python" -c "import torch; print(torch.cuda.device_count())")
   local dense=pgas-weak,pgas-strong,grid-64x200k-d256-b4096-l32,grid-128x100k-d128-b1024-l20
   local every=embedding_bag,batched$fbgemm,direct,direct-natural,put,per-table
   local few=embedding_bag,batched$fbgemm,direct
@@ -76,8 +104,15 @@ benchmarks() {
   bench gpu-fp32.jsonl --ranks "$ranks" --preset dcnv2,criteo-kaggle --mode queued --variants $few,put
 }
 
+# The largest shapes last, by themselves: one of them takes as long as ten others.
+bench_all_gather_matmul() {
+  bench matmul-bf16.jsonl --ranks "$ranks" --preset measured,llama-3-8b,mixtral-8x7b --seconds 0.15
+  bench matmul-bf16.jsonl --ranks "$ranks" --preset llama-3-70b,llama-3-405b --seconds 0.1
+}
+
 build
+ranks=$("$python" -c "import torch; print(torch.cuda.device_count())")
 "$python" -m weft.cli doctor 2>&1 | tee "$out/doctor.txt"
 [ "$what" = --bench-only ] || tests
-[ "$what" = --tests-only ] || benchmarks
+[ "$what" = --tests-only ] || "bench_$op"
 exit $failed

@@ -210,7 +210,8 @@ class _Serial(all_gather_matmul.Serial):
 def _captured(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
     arms = {name: _Serial(work, name) for name in ("serial", "refuses", "late")}
-    found = check(arms, work, _Recorder(work.ranks))  # type: ignore[arg-type]
+    eager = check(arms, work)
+    found = check(arms, work, _Recorder(work.ranks), eager.errors)  # type: ignore[arg-type]
     original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
     try:
         results = measure_arms(
@@ -219,22 +220,24 @@ def _captured(group: dist.ProcessGroup) -> dict:
         )  # fmt: skip
     finally:
         measure.Recorder = original  # type: ignore[misc]
-    return {"checked": (found.errors, found.not_captured, sorted(found.graphs)), "results": results}
+    return {"eager": eager, "checked": (found.errors, found.not_captured, sorted(found.graphs)), "results": results}
 
 
 def test_a_captured_call_is_checked_and_one_that_cannot_be_is_named(pool: Pool) -> None:
     first, second = pool.run(_captured, ranks=2)
     assert first == second
+    assert not first["eager"].wrong
     errors, not_captured, graphs = first["checked"]
     assert errors["serial"] < 1e-5
     assert errors["late"] == math.inf, "a row that a replay leaves poisoned"
     assert not_captured == {"refuses": "RuntimeError: not while capturing"}
-    assert graphs == ["late", "serial"]
+    assert graphs == ["serial"]
     results = first["results"]
     assert {name for mode, name in results.timings if mode == "graph"} == {"serial", "beside"}
-    assert {name for mode, name in results.timings if mode == "queued"} == {"serial", "refuses", "beside"}
-    assert results.left_out["graph", "refuses"] == "RuntimeError: not while capturing"
-    assert "late differs" in results.left_out[None, "late"]
+    assert {name for mode, name in results.timings if mode == "queued"} == {"serial", "refuses", "late", "beside"}
+    assert results.not_captured == not_captured
+    assert len(results.wrong) == 1
+    assert "late as a graph differs" in results.wrong[0]
 
 
 def test_bench_prints_a_table_and_a_summary(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class MatmulWorkload(Workload):
         generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
         w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device) * shape.k**-0.5
         self.w = w.to(dtype).t()
-        self.roundings: dict[str, int] = {}  # of an output by each variant, where more than one
+        self.roundings: dict[str, int] = {}  # of an output by each variant that pins a schedule
 
     def whole(self, which: int) -> torch.Tensor:
         """The gathered x, made and not gathered: [m, k]."""
@@ -92,7 +92,17 @@ class MatmulWorkload(Workload):
         eps = torch.finfo(self.dtype).eps
         if name == BASELINE:
             return 4 * eps + self.shape.k * torch.finfo(torch.float32).eps
-        return 2 * max(errors[BASELINE], eps / 4) * self.roundings.get(name, 1)
+        times = self.roundings.get(name, 1)
+        if name == WEFT and self.choice is not None:
+            times = roundings(self.choice.schedule)
+        return 2 * max(errors[BASELINE], eps / 4) * times
+
+    @cached_property
+    def choice(self) -> plan.Choice | None:
+        """What the planner says; None where it does not know the machine, and the operator measures instead. Look at it
+        after the operator's first call, which is timed and should not find the choice already made."""
+        model = choosing.machine_model(self.ranks.device, self.ranks.world_size)
+        return None if model is None or self.ranks.world_size == 1 else plan.choose(self.problem, model)
 
     def floor_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
@@ -231,10 +241,9 @@ class _AllGatherMatmul(Operator[MatmulShape]):
         self, preset: MatmulShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
     ) -> MeasuredMatmul:
         step(f"{preset.name}: making inputs", 0)
-        work = MatmulWorkload(preset, ranks, DTYPES[options.dtype], 2 if options.quick else 3)
+        work = MatmulWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
         serial, alone = Serial(work), Alone(work)
-        choice = _choice(work)
-        arms, notes = _arms(work, serial, choice, options)
+        arms, notes = _arms(work, serial, options)
         beside: dict[str, Call] = {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}
         results = measure_arms(
             work,
@@ -245,7 +254,7 @@ class _AllGatherMatmul(Operator[MatmulShape]):
             repetitions=options.repetitions,
             step=step,
         )
-        planned = None
+        planned, choice = None, work.choice
         if choice is not None:
             times = {row.candidate.name: row.predicted_us / 1e3 for row in choice.rows if row.predicted_us is not None}
             planned = Planned(choice.candidate.name, times)
@@ -262,9 +271,7 @@ class _AllGatherMatmul(Operator[MatmulShape]):
 OPERATOR = _AllGatherMatmul()
 
 
-def _arms(
-    work: MatmulWorkload, serial: Serial, choice: plan.Choice | None, options: BenchOptions
-) -> tuple[Arms, list[str]]:
+def _arms(work: MatmulWorkload, serial: Serial, options: BenchOptions) -> tuple[Arms, list[str]]:
     """(arms, the baseline first; what was left out)"""
     wanted = options.variants or (ASYNCTP, WEFT)
     arms: dict[str, Serial | AsyncTP | Weft] = {BASELINE: serial}
@@ -272,7 +279,6 @@ def _arms(
         arms[ASYNCTP] = AsyncTP(work)
     if WEFT in wanted:
         arms[WEFT] = Weft(work, None)
-        work.roundings[WEFT] = 1 if choice is None else roundings(choice.schedule)
     free, left_out = _MEMORY_SHARE * -work.ranks.most(-_free_bytes(work.ranks)), []
     for name, candidate, schedule in _wanted_schedules(work.problem, wanted):
         free -= _bytes(schedule)
@@ -311,9 +317,3 @@ def _free_bytes(ranks: Ranks) -> float:
     from weft.hw import available_memory_bytes
 
     return available_memory_bytes() / ranks.world_size
-
-
-def _choice(work: MatmulWorkload) -> plan.Choice | None:
-    """What the planner says; None where it does not know the machine, and the operator measures instead."""
-    model = choosing.machine_model(work.ranks.device, work.ranks.world_size)
-    return None if model is None or work.ranks.world_size == 1 else plan.choose(work.problem, model)

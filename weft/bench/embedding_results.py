@@ -36,8 +36,8 @@ class MeasuredEmbedding:
     kernels: dict[str, dict[str, int]]  # of fused arms on GPUs, on this rank
 
     @property
-    def wrong(self) -> list[str]:
-        return [why for (mode, _), why in self.results.left_out.items() if mode is None]
+    def wrong(self) -> tuple[str, ...]:
+        return self.results.wrong
 
     @property
     def floor_ms(self) -> float:

@@ -52,8 +52,8 @@ class MeasuredMatmul:
     notes: tuple[str, ...] = ()
 
     @property
-    def wrong(self) -> list[str]:
-        return [why for (mode, _), why in self.results.left_out.items() if mode is None]
+    def wrong(self) -> tuple[str, ...]:
+        return self.results.wrong
 
     def ideal_ms(self, mode: Mode) -> float | None:
         alone = [self._ms(mode, name) for name in (GEMM, COMMUNICATION)]
@@ -95,11 +95,7 @@ class MeasuredMatmul:
                     rows.append(self._row(mode, name, others))
         ceilings = self.ceilings[0].as_fields()
         link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
-        captured = [
-            f"{name} cannot be captured: {why}"
-            for (mode, name), why in self.results.left_out.items()
-            if mode == "graph"
-        ]
+        captured = [f"{name} cannot be captured: {why}" for name, why in self.results.not_captured.items()]
         print_table(
             f"{options.op} {self.shape.name} ({'; '.join(self.shape.sources) or 'as asked for'}), {options.dtype}, "
             f"{self.world_size} ranks, {options.device}",

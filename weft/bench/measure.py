@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -69,7 +70,10 @@ class Results:
     errors: dict[str, float]
     first_call_ms: dict[str, float]
     timings: dict[tuple[Mode, str], Timing]
-    left_out: dict[tuple[Mode | None, str], str]  # why an arm was not timed, or not in this mode
+    wrong: tuple[
+        str, ...
+    ] = ()  # whose results differ from the reference, and by how much: not timed, or not as a graph
+    not_captured: dict[str, str] = field(default_factory=dict)  # why
 
     def speedup(self, mode: Mode, name: str, over: str) -> float:
         return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
@@ -80,7 +84,7 @@ class Results:
 
 @dataclass
 class Checked:
-    """What `check` found: errors of all arms, what is wrong, and the graphs, one for each input set, that stay valid."""
+    """What `check` found: errors of all arms, and which are too large; of captured calls also the graphs by input set."""
 
     errors: dict[str, float]
     wrong: dict[str, str] = field(default_factory=dict)
@@ -99,7 +103,7 @@ class Recorder:
         self.stream = torch.cuda.Stream(self.ranks.device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, call: Call, which: int) -> tuple[torch.cuda.CUDAGraph, object] | str:
+    def capture(self, call: Call, which: int) -> tuple[torch.cuda.CUDAGraph, Any] | str:
         """(graph, what the call returned), or why that cannot be; the same decision on every rank. Collective."""
         here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
@@ -133,24 +137,20 @@ def measure_arms(
     """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at. Collective."""
     step(f"{work.name}: checking every variant against float64", 0)
     first_ms = first_calls(arms, work.ranks)
-    recorder = Recorder(work.ranks) if "graph" in modes else None
-    checked = check(arms, work, recorder)
-    left_out: dict[tuple[Mode | None, str], str] = {(None, name): why for name, why in checked.wrong.items()}
-    left_out |= {("graph", name): why for name, why in checked.not_captured.items()}
-    calls: dict[str, Call] = {name: arm for name, arm in arms.items() if name not in checked.wrong} | dict(beside)
-    graphs = dict(checked.graphs)
-    if recorder is not None:
-        for name, call in beside.items():
-            captured = recorder.capture(call, 0)
-            if isinstance(captured, str):
-                left_out["graph", name] = captured
-            else:
-                graphs[name] = [captured[0]] * work.input_sets
-    step(f"{work.name}: checking every variant against float64", 1)
+    checked = check(arms, work)
+    wrong, not_captured = list(checked.wrong.values()), {}
+    arms = {name: arm for name, arm in arms.items() if name not in checked.wrong}
+    calls: dict[str, Call] = {**arms, **beside}
+    step(f"{work.name}: checking every variant against float64", STEPS)
     timings: dict[tuple[Mode, str], Timing] = {}
-    for mode in modes:
+    for mode in modes:  # graph is the last: what was captured once may run otherwise from then on
         if mode == "graph":
-            calls = {name: partial(_replay, graphs[name]) for name in calls if name in graphs}
+            recorder = Recorder(work.ranks)
+            checked = check(arms, work, recorder, checked.errors)
+            wrong += checked.wrong.values()
+            _capture_beside(beside, recorder, work.input_sets, checked)
+            not_captured = checked.not_captured
+            calls = {name: partial(_replay, graphs) for name, graphs in checked.graphs.items()}
         timed = time_arms(
             calls,
             work.ranks,
@@ -161,7 +161,7 @@ def measure_arms(
             advance=partial(step, f"{work.name}: timing, {mode}"),
         )
         timings |= {(mode, name): timing for name, timing in timed.items()}
-    return Results(checked.errors, first_ms, timings, left_out)
+    return Results(checked.errors, first_ms, timings, tuple(wrong), not_captured)
 
 
 def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
@@ -176,61 +176,77 @@ def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
     return found
 
 
-def check(arms: Arms, work: Workload, recorder: Recorder | None = None) -> Checked:
+def check(
+    arms: Arms, work: Workload, recorder: Recorder | None = None, known: Mapping[str, float] | None = None
+) -> Checked:
     """The error of each arm, relative to the largest element, over all input sets. Collective.
 
     Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that
-    memory which is not written anew shows. With a recorder each call is also captured, its output filled with NaN, and
-    what a replay then leaves there is checked. The first arm is the baseline; if that is wrong, a RuntimeError.
+    memory which is not written anew shows. With a recorder it is the replay of a captured call that is checked, into
+    memory full of NaN. `known`: errors that were found before. The first arm is the baseline; if that is wrong,
+    RuntimeError.
     """
-    found = Checked(dict.fromkeys(arms, 0.0))
+    found = Checked(dict.fromkeys(arms, 0.0) | dict(known or {}))
     for which in range(work.input_sets):
         reference = work.reference(which)
         for name, arm in arms.items():
-            stale = arm((which + 1) % work.input_sets)
-            stale.fill_(math.nan)
-            del stale
-            output = arm(which)
-            work.ranks.synchronize()
-            found.errors[name] = max(found.errors[name], work.error(output, reference))
-            del output
-            if recorder is not None and name not in found.not_captured:
-                _check_captured(name, arm, which, work, reference, recorder, found)
-    for number, (name, error) in enumerate(found.errors.items()):
-        limit = work.limit(name, found.errors)
+            output = _output(name, arm, which, work, recorder, found)
+            if output is not None:
+                work.ranks.synchronize()
+                found.errors[name] = max(found.errors[name], work.error(output, reference))
+                del output
+    for number, name in enumerate(arms):
+        error, limit = found.errors[name], work.limit(name, found.errors)
         if not error <= limit:
+            found.graphs.pop(name, None)
             found.wrong[name] = (
-                f"{work.name}: {name} differs from the float64 reference by {error:.3g} of the largest element; "
-                f"at most {limit:.3g} is allowed: it was not timed"
+                f"{work.name}: {name}{' as a graph' if recorder else ''} differs from the float64 reference by {error:.3g} "
+                f"of the largest element; at most {limit:.3g} is allowed: it was not timed"
             )
             if number == 0:
                 raise RuntimeError(found.wrong[name])
     return found
 
 
-def _check_captured(
+def _output(
     name: str,
     arm: Callable[[int], torch.Tensor],
     which: int,
     work: Workload,
-    reference: torch.Tensor,
-    recorder: Recorder,
+    recorder: Recorder | None,
     found: Checked,
-) -> None:
-    captured = recorder.capture(arm, which)
-    if isinstance(captured, str):
-        found.not_captured[name] = captured
-        found.graphs.pop(name, None)
-        return
-    graph, output = captured
-    assert isinstance(output, torch.Tensor)
-    output.fill_(math.nan)
-    arm((which + 1) % work.input_sets)  # what peers receive into holds other data again
+) -> torch.Tensor | None:
+    """What the arm computes in memory that was full of NaN; None if it cannot be captured."""
+    graph, output = None, None
+    if recorder is not None:
+        if name in found.not_captured:
+            return None
+        captured = recorder.capture(arm, which)
+        if isinstance(captured, str):
+            found.not_captured[name] = captured
+            found.graphs.pop(name, None)
+            return None
+        graph, output = captured
+        found.graphs.setdefault(name, []).append(graph)
+        assert isinstance(output, torch.Tensor)
+        output.fill_(math.nan)
+    stale = arm((which + 1) % work.input_sets)  # also: what peers receive into holds other data now
+    stale.fill_(math.nan)
+    del stale
+    if graph is None:
+        return arm(which)
     work.ranks.synchronize()
     graph.replay()
-    work.ranks.synchronize()
-    found.errors[name] = max(found.errors[name], work.error(output, reference))
-    found.graphs.setdefault(name, []).append(graph)
+    return output
+
+
+def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: int, found: Checked) -> None:
+    for name, call in beside.items():
+        captured = recorder.capture(call, 0)
+        if isinstance(captured, str):
+            found.not_captured[name] = captured
+        else:
+            found.graphs[name] = [captured[0]] * input_sets
 
 
 def _replay(graphs: list[torch.cuda.CUDAGraph], which: int) -> None:
