@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft import symm
 from weft.bench import all_gather_matmul, measure
 from weft.bench.all_gather_matmul import OPERATOR, MatmulWorkload, Weft, roundings
 from weft.bench.ceilings import Ceilings
@@ -22,8 +23,12 @@ from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.measure import check, measure_arms
 from weft.bench.options import BenchOptions
 from weft.bench.run import ceilings_for, run_rank
+from weft.hw import load_machine
 from weft.launch import Pool
+from weft.ops import choosing
+from weft.plan import choose
 from weft.schedule import AllGatherMatmul, candidates
+from weft.sim import model_of
 
 SHAPE = MatmulShape(24, 10, 16, ("by hand",))
 PUT = "shard[chunks=1,lanes=1,by=dma]"
@@ -142,6 +147,29 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
             added = None if row["mode"] == "queued" else pytest.approx(1e3 * (row["p50_ms"] - base["p50_ms"]))
             assert row["added_us"] == added
     json.dumps(rows, allow_nan=False)
+
+
+def _planned(group: dist.ProcessGroup) -> list[dict]:
+    """As on a machine that there is a model of."""
+    model, original = model_of(load_machine("h200"), group.size()), choosing.machine_model
+    choosing.machine_model = lambda device, world_size: model  # type: ignore[assignment]
+    try:
+        return _measured(group, "fp32")
+    finally:
+        choosing.machine_model = original
+        symm.domain(group, "cpu").close()  # and with it what was chosen
+
+
+def test_records_say_what_was_chosen_and_predicted(pool: Pool) -> None:
+    rows = [r for r in pool.run(_planned, ranks=2)[0] if r["mode"] == "queued"]
+    choice = choose(AllGatherMatmul.even(24, 10, 16, 2, "fp32"), model_of(load_machine("h200"), 2))
+    by_variant = {r["variant"]: r for r in rows}
+    assert by_variant["weft"]["chosen"] == choice.candidate.name
+    assert by_variant["weft"]["predicted_ms"] == pytest.approx(choice.predicted_us / 1e3)
+    for name in ("serial", "weft-serial"):
+        assert by_variant[name]["predicted_ms"] == pytest.approx(choice.row("serial").predicted_us / 1e3)
+    assert by_variant[PUT]["predicted_ms"] == pytest.approx(choice.row(PUT).predicted_us / 1e3)
+    assert by_variant["serial"]["chosen"] is by_variant[PUT]["chosen"] is None
 
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
