@@ -15,124 +15,118 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from weft.bench.harness import Ranks, Timing, summarise
-from weft.bench.inefficiency_gemms import Fitted, Gemm
-from weft.bench.inefficiency_sides import TRANSPORTS, By, Call, Lane, Side, shard_bytes
+from weft.bench.inefficiency_gemms import Gemm
+from weft.bench.inefficiency_sides import TRANSPORTS, By, Call, Lane, Side, make_side, shard_bytes
+from weft.bench.measure import Step
 
 PIECES = 8  # of an all-gather, and of the GEMM that runs beside it
-CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
 WHOLE = "whole"
-_LEAST_CALLS = 3  # of each lane of two: one may begin and one end outside the time that counts
-_MOST_CALLS = 5000
-_BALANCING = 2  # rounds of making the two lanes equally long
+CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
+_LEAST_CALLS = 3  # of each lane of two
+_MOST_CALLS = 20_000
+_BALANCING = 2  # rounds of making two lanes equally long
+_LOOK_S = 2e-3  # how long a lane runs until it is believed
+_LEAST_SHARE = 0.4
+_ATTEMPTS = 5
 
 
 def cut_name(cut: str, pieces: int) -> str:
     return f"{cut}-{pieces}"
 
 
-def gather_name(by: By, pieces: int) -> str:
+def gather_name(by: By, pieces: int = PIECES) -> str:
     return f"gather-{by}-{pieces}"
 
 
+def gemm_beside(by: By) -> str:
+    return f"{_BESIDE} beside {gather_name(by)}"
+
+
+def gather_beside(by: By) -> str:
+    return f"{gather_name(by)} beside {_BESIDE}"
+
+
+_BESIDE = cut_name("rows", PIECES)  # the GEMM that runs beside an all-gather
+# What a variant's loss is relative to. The others, the whole GEMM and the all-gathers in one piece, have none.
+BASELINES = (
+    {cut_name(*cut): WHOLE for cut in CUTS}
+    | {gather_name(by): gather_name(by, 1) for by in TRANSPORTS}
+    | {gemm_beside(by): _BESIDE for by in TRANSPORTS}
+    | {gather_beside(by): gather_name(by) for by in TRANSPORTS}
+)
+
+
 @dataclass(frozen=True)
-class Beside:
-    """A GEMM and an all-gather beside each other: `share` is the least, over ranks, of the time in which both were under
-    way over the time in which one was."""
+class Found:
+    """Of one GEMM, the same on every rank. `timings`: by variant, a call being the whole work of it. `overlap`: by
+    transport, the least over ranks of the median share. `errors`: of each cut against the whole, as `check_cuts` has them."""
 
-    gemm: Timing
-    gather: Timing
-    share: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Of one GEMM, the same on every rank: times of each arm alone by name, and beside each transport; `errors` of each
-    cut against the whole, relative to the root mean square of its elements."""
-
-    fitted: Fitted
-    item_bytes: int
-    gathered_bytes: int
-    alone: dict[str, Timing]
-    beside: dict[By, Beside]
+    timings: dict[str, Timing]
+    overlap: dict[By, float]
     errors: dict[str, float]
-
-    @property
-    def gemm(self) -> Gemm:
-        return self.fitted.run
-
-    @property
-    def op_to_byte(self) -> float:
-        return self.gemm.op_to_byte(self.item_bytes)
-
-    @property
-    def traffic(self) -> int:
-        return self.gemm.traffic(self.item_bytes)
-
-    def piece_op_to_byte(self, cut: str, pieces: int) -> float:
-        return self.gemm.piece(**{cut: pieces}).op_to_byte(self.item_bytes)
-
-    def gemm_decomposition(self, cut: str, pieces: int) -> float:
-        return self.alone[cut_name(cut, pieces)].p50_ms / self.alone[WHOLE].p50_ms
-
-    def gather_decomposition(self, by: By) -> float:
-        return self.alone[gather_name(by, PIECES)].p50_ms / self.alone[gather_name(by, 1)].p50_ms
-
-    def gemm_contention(self, by: By) -> float:
-        return self.beside[by].gemm.p50_ms / self.alone[cut_name("rows", PIECES)].p50_ms
-
-    def gather_contention(self, by: By) -> float:
-        return self.beside[by].gather.p50_ms / self.alone[gather_name(by, PIECES)].p50_ms
+    gathered_bytes: int
 
 
 @dataclass(frozen=True)
 class Effort:
-    """`lane_s`: how long a lane that runs alone lasts at least. One more repetition comes first and does not count."""
+    """How long a lane lasts at least, alone and beside another. One more repetition comes first and does not count."""
 
-    lane_s: float
+    alone_s: float
+    beside_s: float
     repetitions: int
 
 
-def measure(fitted: Fitted, side: Side, effort: Effort, advance: Callable[[float], None]) -> Measured:
-    """Check and time one GEMM and the all-gather of its A. Collective. RuntimeError if a result is wrong."""
-    matrices = Matrices(fitted.run, side)
+def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: Step) -> Found:
+    """Check and time one GEMM and the all-gather of its A. Collective. RuntimeError if a result is wrong.
+
+    `step` is told of two shares of 1.
+    """
+    step(f"{gemm.name}: checking pieces against the whole", 0)
+    matrices = Matrices(gemm, dtype, ranks)
     errors = check_cuts(matrices)
-    nbytes = shard_bytes(matrices.a.nbytes, side.ranks.world_size, PIECES)
-    gathers = {(by, pieces): side.gather(by, nbytes, pieces) for by in TRANSPORTS for pieces in (1, PIECES)}
-    for by, pieces in gathers:
-        side.check(by, nbytes, pieces)
-    alone = {WHOLE: Lane(matrices.whole, 1, "gemm")}
-    alone |= {cut_name(cut, pieces): Lane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
-    alone |= {gather_name(by, pieces): Lane(call, 1, by) for (by, pieces), call in gathers.items()}
+    nbytes = shard_bytes(matrices.a.nbytes, ranks.world_size, PIECES)
+    with make_side(ranks, nbytes) as side:
+        alone = {WHOLE: Lane(matrices.whole, 1, "gemm")}
+        alone |= {cut_name(cut, pieces): Lane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
+        for by in TRANSPORTS:
+            for pieces in (1, PIECES):
+                side.check(by, pieces)
+                alone[gather_name(by, pieces)] = Lane(side.gather(by, pieces), 1, by)
+        step(f"{gemm.name}: checking pieces against the whole", 1)
+        pairs = make_lanes(alone, side, effort)
+        arms: dict[str, tuple[Lane, ...]] = {**{name: (lane,) for name, lane in alone.items()}, **pairs}
+        found = _repeat(arms, side, effort.repetitions, partial(step, f"{gemm.name}: timing"))
+    values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
+    timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
+    overlap: dict[By, float] = {}
+    for by in TRANSPORTS:
+        gemm_ms, gather_ms, share = (values[by][:, i::3] for i in range(3))
+        timings[gemm_beside(by)] = summarise(gemm_ms.T.tolist(), pairs[by][0].count)
+        timings[gather_beside(by)] = summarise(gather_ms.T.tolist(), pairs[by][1].count)
+        overlap[by] = float(np.median(share, axis=1).min()) / 1e3
+    return Found(timings, overlap, errors, nbytes * ranks.world_size)
+
+
+def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, tuple[Lane, Lane]]:
+    """Give lanes that run alone their counts, and make those that run beside each other, by transport. Collective."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
-        lane.count = min(math.ceil(effort.lane_s / seconds[name]), _MOST_CALLS)
-    pairs: dict[str, tuple[Lane, Lane]] = {}
+        lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
+    pairs = {}
     for by in TRANSPORTS:
-        gemm, gather = cut_name("rows", PIECES), gather_name(by, PIECES)
-        pair = (Lane(alone[gemm].call, 1, "gemm"), Lane(alone[gather].call, 1, by))
-        pairs[by] = balanced(pair, (seconds[gemm], seconds[gather]), side)
-    arms: dict[str, tuple[Lane, ...]] = {name: (lane,) for name, lane in alone.items()}
-    found = _repeat(arms | pairs, side, effort.repetitions, advance)
-    rows = {name: 1e3 * np.array(side.ranks.gather(values)) for name, values in found.items()}
-    times = {name: summarise(rows[name].T.tolist(), lane.count) for name, lane in alone.items()}
-    beside = {by: _beside(pairs[by], rows[by]) for by in TRANSPORTS}
-    return Measured(fitted, side.dtype.itemsize, nbytes * side.ranks.world_size, times, beside, errors)
-
-
-def _beside(pair: tuple[Lane, Lane], values: np.ndarray) -> Beside:
-    """values: [rank, repetitions x 3], thousandfold what `together` gives."""
-    gemm, gather, share = (values[:, i::3] for i in range(3))
-    timings = [summarise(ms.T.tolist(), lane.count) for ms, lane in zip((gemm, gather), pair, strict=True)]
-    return Beside(timings[0], timings[1], float(np.median(share, axis=1).min()) / 1e3)
+        pair = (Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by))
+        pairs[by] = balanced(pair, (seconds[_BESIDE], seconds[gather_name(by)]), effort.beside_s, side)
+    return {str(by): pair for by, pair in pairs.items()}
 
 
 def _repeat(
-    arms: dict[str, tuple[Lane, ...]], side: Side, repetitions: int, advance: Callable[[float], None]
+    arms: dict[str, tuple[Lane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
 ) -> dict[str, list[float]]:
     """For each arm and repetition the seconds of a call, or for two lanes what `together` says; starting with another
     arm each time."""
@@ -140,12 +134,30 @@ def _repeat(
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
-            side.ranks.start_together()
-            marks = side.play(arms[name])
-            if repetition:
-                found[name] += [_per_call(marks[0])] if len(marks) == 1 else together(*marks)
+            if len(arms[name]) == 1:
+                side.ranks.start_together()
+                values = [_per_call(side.play(arms[name])[0])]
+            else:
+                values = _play_together(arms[name], side)
+            found[name] += values if repetition else []
         advance(1 / (repetitions + 1))
     return found
+
+
+def _play_together(lanes: tuple[Lane, ...], side: Side) -> list[float]:
+    """What `together` says of a play in which enough of the time counts on every rank; RuntimeError if none does."""
+    for _ in range(_ATTEMPTS):
+        side.ranks.start_together()
+        marks = side.play(lanes)
+        found = together(*marks)
+        share = -side.ranks.most(-found[2])
+        if share >= _LEAST_SHARE:
+            return found
+        balance(lanes, marks, side, longer=2)
+    raise RuntimeError(
+        f"GEMM and all-gather by {lanes[1].by} ran beside each other for only {share:.0%} of the time, in {_ATTEMPTS} "
+        f"attempts: is something else keeping this machine busy?"
+    )
 
 
 def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
@@ -155,36 +167,45 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     """
     first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
     if not first < last:
-        raise RuntimeError(
-            "two lanes that were started together did not run at the same time: is the machine overloaded?"
-        )
+        return [math.nan, math.nan, 0.0]
     calls = [float(np.diff(np.interp([first, last], marks, np.arange(len(marks))))[0]) for marks in (gemm, gather)]
     share = (last - first) / (max(gemm[-1], gather[-1]) - min(gemm[0], gather[0]))
     return [(last - first) / calls[0], (last - first) / calls[1], share]
 
 
-def balanced(lanes: tuple[Lane, Lane], seconds: tuple[float, float], side: Side) -> tuple[Lane, Lane]:
+def balanced(lanes: tuple[Lane, Lane], seconds: tuple[float, float], least_s: float, side: Side) -> tuple[Lane, Lane]:
     """The lanes with counts that make them about as long as each other side by side; the same on all ranks.
 
-    seconds: of a call of each alone.
+    seconds: of a call of each alone. least_s: how long they last at least.
     """
-    for lane, alone in zip(lanes, seconds, strict=True):
-        lane.count = min(math.ceil(_LEAST_CALLS * max(seconds) / alone), _MOST_CALLS)
+    lasting = max(least_s, _LEAST_CALLS * max(seconds))
+    _set_counts(lanes, [lasting / alone for alone in seconds])
     for _ in range(_BALANCING):
         side.ranks.start_together()
-        took = [side.ranks.most(marks[-1] - marks[0]) for marks in side.play(lanes)]
-        shorter = took.index(min(took))
-        lanes[shorter].count = min(round(lanes[shorter].count * max(took) / min(took)), _MOST_CALLS)
+        balance(lanes, side.play(lanes), side)
     return lanes
 
 
+def balance(lanes: tuple[Lane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
+    """Give the lane that ended first, by `marks`, more calls, and then both so many times more. Collective."""
+    took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
+    _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
+
+
+def _set_counts(lanes: Sequence[Lane], counts: Sequence[float]) -> None:
+    fewer = min(1.0, _MOST_CALLS / max(counts))
+    for lane, count in zip(lanes, counts, strict=True):
+        lane.count = max(1, round(count * fewer))
+
+
 def _seconds(lane: Lane, side: Side) -> float:
-    """Of one call of `lane` alone, on the slowest rank. The first of two may have to load a kernel, or find memory cold."""
-    found = []
+    """Of one call of `lane` alone, on the slowest rank: of the second of two plays, after one call that may have had to load
+    a kernel or found memory cold."""
     for _ in range(2):
         side.ranks.start_together()
-        found.append(side.ranks.most(_per_call(side.play([lane])[0])))
-    return max(1e-6, min(found))
+        found = max(1e-6, side.ranks.most(_per_call(side.play([lane])[0])))
+        lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)
+    return found
 
 
 def _per_call(marks: Sequence[float]) -> float:
@@ -194,9 +215,9 @@ def _per_call(marks: Sequence[float]) -> float:
 class Matrices:
     """A and B of random numbers, and the calls that multiply them: the library's, into one result."""
 
-    def __init__(self, gemm: Gemm, side: Side) -> None:
-        device, dtype = side.ranks.device, side.dtype
-        self.ranks: Ranks = side.ranks
+    def __init__(self, gemm: Gemm, dtype: torch.dtype, ranks: Ranks) -> None:
+        device = ranks.device
+        self.ranks = ranks
         self.a = torch.randn(gemm.m, gemm.k, dtype=dtype, device=device)
         self.b = torch.randn(gemm.k, gemm.n, dtype=dtype, device=device)
         self.out = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)

@@ -13,6 +13,7 @@ reads what it moves: lanes measure resources, not a protocol. `Side.check` is wh
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -56,17 +57,15 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
 
 
 class Side(ABC):
-    """Making one is collective. `most_bytes` is the largest shard that will be gathered; symmetric memory holds one such
-    shard of every rank, ordinary memory as much again for the library, and the own shard. A context manager."""
+    """Making one is collective. Every rank has a shard of `nbytes`, symmetric memory for all of them, and ordinary memory
+    for all of them, where the library leaves what it gathers. A context manager."""
 
-    dtype: torch.dtype  # of the GEMMs
-
-    def __init__(self, ranks: Ranks, most_bytes: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, nbytes: int) -> None:
+        self.ranks, self.nbytes = ranks, nbytes
         world, device = ranks.world_size, ranks.device
-        self._box = SymmetricBuffer((world * most_bytes,), torch.uint8, group=ranks.group, device=device)
-        self._gathered = torch.zeros(world * most_bytes, dtype=torch.uint8, device=device)
-        self._shard = self._bytes_of(ranks.rank, most_bytes)
+        self._box = SymmetricBuffer((world * nbytes,), torch.uint8, group=ranks.group, device=device)
+        self._gathered = torch.empty(world * nbytes, dtype=torch.uint8, device=device)
+        self._shard = self._bytes_of(ranks.rank)
 
     def close(self) -> None:
         """Give the memory between ranks up."""
@@ -78,42 +77,41 @@ class Side(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def gather(self, by: By, nbytes: int, pieces: int) -> Call:
-        """All-gather of shards of `nbytes`, a multiple of `pieces`, in so many pieces."""
-        size, rank, world = nbytes // pieces, self.ranks.rank, self.ranks.world_size
-        sources = self._shard[:nbytes].split(size)
+    def gather(self, by: By, pieces: int) -> Call:
+        """All-gather of the shards in so many pieces, all of the same size."""
+        size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
         moves: list[Call] = []
-        for i, source in enumerate(sources):
+        for i, source in enumerate(self._shard.split(size)):
             if by == "library":
                 moves.append(self._library(self._gathered[i * world * size :][: world * size], source))
             else:
                 for peer in (p % world for p in range(rank + 1, rank + world)):
-                    place = self._box.peer(peer)[rank * nbytes + i * size :][:size]
+                    place = self._box.peer(peer)[rank * self.nbytes + i * size :][:size]
                     moves.append(self._put(by, place, source))
         return _in_a_row(moves)
 
-    def check(self, by: By, nbytes: int, pieces: int) -> None:
+    def check(self, by: By, pieces: int) -> None:
         """Gather once and compare every byte; RuntimeError if one is wrong. Collective."""
         world = self.ranks.world_size
-        target = self._gathered if by == "library" else self._box.local
-        target.zero_()
+        found = self._gathered if by == "library" else self._box.local
+        found.zero_()
         self._meet()
-        self.play([Lane(self.gather(by, nbytes, pieces), 1, by)])
+        self.play([Lane(self.gather(by, pieces), 1, by)])
         self._meet()
-        found = target[: world * nbytes]
-        if by == "library":
-            found = found.view(pieces, world, nbytes // pieces).transpose(0, 1).reshape(-1)
-        for rank, shard in enumerate(found.split(nbytes)):
+        if by == "library":  # which leaves one piece of all ranks after the other
+            found = found.view(pieces, world, self.nbytes // pieces).transpose(0, 1).reshape(-1)
+        for rank, shard in enumerate(found.split(self.nbytes)):
             own = by != "library" and rank == self.ranks.rank  # which nobody copies
-            if not own and not torch.equal(shard, self._bytes_of(rank, nbytes)):
+            if not own and not torch.equal(shard, self._bytes_of(rank)):
                 raise RuntimeError(
-                    f"all-gather by {by} in {pieces} pieces: rank {rank}'s {nbytes} bytes came out wrong"
+                    f"all-gather by {by} in {pieces} piece(s): rank {self.ranks.rank} got wrong bytes for rank {rank}'s shard "
+                    f"of {self.nbytes} bytes; nothing was timed"
                 )
         self._meet()  # before the next check clears what a peer has not read yet
 
-    def _bytes_of(self, rank: int, nbytes: int) -> torch.Tensor:
+    def _bytes_of(self, rank: int) -> torch.Tensor:
         """What `rank` gathers: 32-bit words that no other place of any rank has."""
-        words = torch.arange(nbytes // 4, dtype=torch.int32, device=self.ranks.device)
+        words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
     def _meet(self) -> None:
@@ -137,10 +135,8 @@ class CpuSide(Side):
     system puts on an idle core if there is one. A copy by `kernel` takes the computing threads themselves: in turns with
     the GEMM, so that each has come as far as the other, relative to what it has to do."""
 
-    dtype = torch.float32
-
-    def __init__(self, ranks: Ranks, most_bytes: int) -> None:
-        super().__init__(ranks, most_bytes)
+    def __init__(self, ranks: Ranks, nbytes: int) -> None:
+        super().__init__(ranks, nbytes)
         self._thread = ThreadPoolExecutor(1)
 
     def close(self) -> None:
@@ -157,13 +153,15 @@ class CpuSide(Side):
         marks: list[list[float]] = [[] for _ in lanes]
         beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
         here = [i for i in range(len(lanes)) if i not in beside]
-        running = self._thread.submit(_run, lanes, beside, marks)
-        _run(lanes, here, marks)
+        start = threading.Barrier(2)
+        running = self._thread.submit(_run, lanes, beside, marks, start)
+        _run(lanes, here, marks, start)
         running.result()
         return marks
 
 
-def _run(lanes: Sequence[Lane], mine: Sequence[int], marks: list[list[float]]) -> None:
+def _run(lanes: Sequence[Lane], mine: Sequence[int], marks: list[list[float]], start: threading.Barrier) -> None:
+    start.wait()
     for i in mine:
         marks[i].append(time.perf_counter())
     for j in in_turns([lanes[i].count for i in mine]):
@@ -175,10 +173,8 @@ class CudaSide(Side):
     """A GPU. GEMMs go on the current stream, what moves on another one of high priority. Copies by `dma` are those of the
     CUDA runtime, which it gives to a copy engine; by `kernel` those of `weft.kernels.move`."""
 
-    dtype = torch.bfloat16
-
-    def __init__(self, ranks: Ranks, most_bytes: int) -> None:
-        super().__init__(ranks, most_bytes)
+    def __init__(self, ranks: Ranks, nbytes: int) -> None:
+        super().__init__(ranks, nbytes)
         self._stream = torch.cuda.Stream(ranks.device, priority=-1)
         self._zero = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
@@ -215,8 +211,9 @@ class CudaSide(Side):
         return [[before.elapsed_time(event) / 1e3 for event in events] for events in marks]
 
 
-def make_side(ranks: Ranks, most_bytes: int) -> CpuSide | CudaSide:
-    return CudaSide(ranks, most_bytes) if ranks.device.type == "cuda" else CpuSide(ranks, most_bytes)
+def make_side(ranks: Ranks, nbytes: int) -> Side:
+    """Of this rank's device. Collective."""
+    return CudaSide(ranks, nbytes) if ranks.device.type == "cuda" else CpuSide(ranks, nbytes)
 
 
 def in_turns(counts: Sequence[int]) -> Iterator[int]:

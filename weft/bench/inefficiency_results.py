@@ -1,0 +1,224 @@
+"""Losses as records, and records as rows of tables: on the terminal, and in Markdown.
+
+A record is a (GEMM, variant): its time, what it is compared with, its loss. A `Row` is all records of one GEMM, and everything
+else, tables, claims and pictures, is made from rows: they can be made again from a file of records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from weft.bench.ceilings import Ceilings
+from weft.bench.console import print_table
+from weft.bench.inefficiency_gemms import Fitted, Gemm, find_gemms
+from weft.bench.inefficiency_measure import (
+    BASELINES,
+    CUTS,
+    PIECES,
+    WHOLE,
+    Found,
+    cut_name,
+    gather_beside,
+    gather_name,
+    gemm_beside,
+)
+from weft.bench.inefficiency_sides import TRANSPORTS
+from weft.bench.operator import Record
+from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.records import common_fields
+from weft.bench.tables import geomean, markdown_table, milliseconds
+
+# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
+PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
+
+
+@dataclass(frozen=True)
+class MeasuredGemm:
+    """One GEMM's results, as the benchmark hands them on."""
+
+    fitted: Fitted
+    found: Found
+    world_size: int
+    ceilings: list[Ceilings]
+    alone: bool  # whether it is the only one of the run, and there is no summary
+
+    @property
+    def wrong(self) -> Sequence[str]:
+        return ()  # a wrong result ends the run
+
+    def records(self, options: BenchOptions, run: str) -> list[Record]:
+        gemm, item = self.fitted.run, DTYPES[options.dtype].itemsize
+        memory, link = (min(getattr(c, name) for c in self.ceilings) for name in ("memory", "link"))
+        gather_ms = 1e3 * self.found.gathered_bytes / self.world_size * (self.world_size - 1) / link
+        described = {
+            "mode": "queued",
+            "m": gemm.m,
+            "n": gemm.n,
+            "k": gemm.k,
+            "paper": {k: v for k, v in asdict(self.fitted.paper).items() if k != "name"},
+            "scaled": str(self.fitted),
+            "item_bytes": item,
+            "op_to_byte": gemm.op_to_byte(item),
+            "traffic_bytes": gemm.traffic(item),
+            "gathered_bytes": self.found.gathered_bytes,
+        }
+        records = []
+        for name, timing in self.found.timings.items():
+            base = BASELINES.get(name, name)
+            floor_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
+            by = next((by for by in TRANSPORTS if name in (gemm_beside(by), gather_beside(by))), None)
+            records.append(
+                common_fields(options, gemm.name, self.world_size, base, floor_ms, self.ceilings, run)
+                | described
+                | {
+                    "variant": name,
+                    **{
+                        key: getattr(timing, key)
+                        for key in ("p20_ms", "p50_ms", "p80_ms", "skew_ms", "repetitions", "calls")
+                    },
+                    "speedup": self.found.timings[base].p50_ms / timing.p50_ms,
+                    "loss": timing.p50_ms / self.found.timings[base].p50_ms,
+                    "floor_ratio": timing.p50_ms / floor_ms,
+                    "overlap": None if by is None else self.found.overlap[by],
+                    "error": self.found.errors.get(name),
+                }
+            )
+        return records
+
+    def show(self, options: BenchOptions) -> None:
+        if self.alone:
+            show_tables(rows_of(self.records(options, "")))
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that was measured of one GEMM. `ms`, `overlap`: by variant."""
+
+    gemm: Gemm
+    scaled: str
+    item_bytes: int
+    gathered_bytes: int
+    ms: dict[str, float]
+    overlap: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return self.gemm.name
+
+    @cached_property
+    def traffic(self) -> int:
+        return self.gemm.traffic(self.item_bytes)
+
+    @cached_property
+    def op_to_byte(self) -> float:
+        return self.gemm.op_to_byte(self.item_bytes)
+
+    def piece_op_to_byte(self, cut: str, pieces: int) -> float:
+        return self.gemm.piece(**{cut: pieces}).op_to_byte(self.item_bytes)
+
+    def loss(self, variant: str) -> float:
+        """Its time over that of what it is compared with; 1 is no loss."""
+        return self.ms[variant] / self.ms[BASELINES[variant]]
+
+
+def rows_of(records: Sequence[Record]) -> list[Row]:
+    """A row per GEMM, in the order of first appearance; of the last run that has it."""
+    by_gemm: dict[str, list[Record]] = {}
+    for record in records:
+        mine = by_gemm.setdefault(record["config"], [])
+        if mine and mine[0]["run"] != record["run"]:
+            mine.clear()
+        mine.append(record)
+    rows = []
+    for name, mine in by_gemm.items():
+        first = mine[0]
+        gemm = replace(find_gemms([name])[0], m=first["m"], n=first["n"], k=first["k"])
+        overlap = {r["variant"]: r["overlap"] for r in mine if r["overlap"] is not None}
+        ms = {r["variant"]: r["p50_ms"] for r in mine}
+        rows.append(Row(gemm, first["scaled"], first["item_bytes"], first["gathered_bytes"], ms, overlap))
+    return rows
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    cells: list[tuple[str, ...]]
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper."""
+    cuts = [cut_name(*cut) for cut in CUTS]
+    gathers = [gather_name(by) for by in TRANSPORTS]
+    beside = [gemm_beside(by) for by in TRANSPORTS] + [gather_beside(by) for by in TRANSPORTS]
+    shape = [(r.name, str(r.gemm), r.scaled, f"{r.op_to_byte:.0f}", f"{r.traffic / 1e6:.0f}") for r in rows]
+    gemms = [(*s, milliseconds(r.ms[WHOLE]), *_losses(r, cuts)) for s, r in zip(shape, rows, strict=True)]
+    moved = [
+        (
+            r.name,
+            f"{r.gathered_bytes / 1e6:.1f}",
+            *(milliseconds(r.ms[gather_name(by, 1)]) for by in TRANSPORTS),
+            *_losses(r, gathers),
+        )
+        for r in rows
+    ]
+    together = [
+        (r.name, *_losses(r, beside), *(f"{r.overlap[gemm_beside(by)]:.0%}" for by in TRANSPORTS)) for r in rows
+    ]
+    return [
+        Table(
+            "GEMM cut into 8 and 64, over the whole (figure 7)",
+            ("GEMM", "M x N x K", "paper's over", "ops /\nbyte", "traffic\nMB", "whole\nms", *(_two_lines(c) for c in cuts)),
+            gemms + _means(rows, cuts, before=5),
+        ),
+        Table(
+            f"All-gather in {PIECES} pieces, over one piece (figure 8)",
+            ("GEMM", "A, MB", *(f"{by}\nms" for by in TRANSPORTS), *(f"{by}\nin {PIECES}" for by in TRANSPORTS)),
+            moved + _means(rows, gathers, before=4),
+        ),
+        Table(
+            f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9)",
+            (
+                "GEMM",
+                *(f"GEMM,\n{by}" for by in TRANSPORTS),
+                *(f"gather,\n{by}" for by in TRANSPORTS),
+                *(f"overlap,\n{by}" for by in TRANSPORTS),
+            ),
+            together + _means(rows, beside, before=0, after=len(TRANSPORTS)),
+        ),
+    ]  # fmt: skip
+
+
+def show_tables(rows: Sequence[Row]) -> None:
+    for table in tables(rows):
+        print_table(table.title, table.columns, table.cells)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The same tables as Markdown."""
+    parts = []
+    for table in tables(rows):
+        header = [column.replace("\n", " ") for column in table.columns]
+        parts.append(f"{table.title}\n\n{markdown_table(header, table.cells)}")
+    return "\n\n".join(parts)
+
+
+def _two_lines(name: str) -> str:
+    return name.replace("-", "\n")
+
+
+def _losses(row: Row, variants: Sequence[str]) -> list[str]:
+    return [f"{row.loss(variant):.2f}" for variant in variants]
+
+
+def _means(rows: Sequence[Row], variants: Sequence[str], before: int, after: int = 0) -> list[tuple[str, ...]]:
+    """Rows of geometric means: of what was measured here, and the paper's where it gives one."""
+    means = [geomean([row.loss(variant) for row in rows]) for variant in variants]
+    here = ["" if mean is None else f"{mean:.2f}" for mean in means]
+    found = [("mean", *[""] * before, *here, *[""] * after)]
+    if any(variant in PAPER_MEANS for variant in variants):
+        theirs = [f"{PAPER_MEANS[v]:.2f}" if v in PAPER_MEANS else "" for v in variants]
+        found.append(("paper's", *[""] * before, *theirs, *[""] * after))
+    return found
