@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--pictures", type=Path)
     a = parser.parse_args()
     try:
         options = BenchOptions.from_text(
@@ -41,6 +42,7 @@ def main() -> None:
             json=a.json,
             quick=a.quick,
             seconds=a.seconds,
+            pictures=a.pictures,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -64,11 +64,11 @@ BASELINES = (
 
 @dataclass(frozen=True)
 class Found:
-    """Of one GEMM, the same on every rank. `timings`: by variant, a call being the whole work of it. `overlap`: by
-    transport, the least over ranks of the median share. `errors`: of each cut against the whole, as `check_cuts` has them."""
+    """Of one GEMM, the same on every rank, by variant. `timings`: a call is all its pieces. `overlap`: of what ran beside
+    something, the least over ranks of the median share. `errors`: of each cut, as `check_cuts` has them."""
 
     timings: dict[str, Timing]
-    overlap: dict[By, float]
+    overlap: dict[str, float]
     errors: dict[str, float]
     gathered_bytes: int
 
@@ -104,12 +104,12 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
         found = _repeat(arms, side, effort.repetitions, partial(step, f"{gemm.name}: timing"))
     values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
     timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
-    overlap: dict[By, float] = {}
+    overlap = {}
     for by in TRANSPORTS:
-        gemm_ms, gather_ms, share = (values[by][:, i::3] for i in range(3))
-        timings[gemm_beside(by)] = summarise(gemm_ms.T.tolist(), pairs[by][0].count)
-        timings[gather_beside(by)] = summarise(gather_ms.T.tolist(), pairs[by][1].count)
-        overlap[by] = float(np.median(share, axis=1).min()) / 1e3
+        share = float(np.median(values[by][:, 2::3], axis=1).min()) / 1e3
+        for i, name in enumerate((gemm_beside(by), gather_beside(by))):
+            timings[name] = summarise(values[by][:, i::3].T.tolist(), pairs[by][i].count)
+            overlap[name] = share
     return Found(timings, overlap, errors, nbytes * ranks.world_size)
 
 

@@ -1,4 +1,4 @@
-"""Losses as records, and records as rows of tables: on the terminal, and in Markdown.
+"""Records as tables: on the terminal, and in Markdown.
 
 A record is a (GEMM, variant): its time, what it is compared with, its loss. A `Row` is all records of one GEMM, and everything
 else, tables, claims and pictures, is made from rows: they can be made again from a file of records.
@@ -7,18 +7,16 @@ else, tables, claims and pictures, is made from rows: they can be made again fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from weft.bench.ceilings import Ceilings
 from weft.bench.console import print_table
-from weft.bench.inefficiency_gemms import Fitted, Gemm, find_gemms
+from weft.bench.inefficiency_gemms import Gemm, find_gemms
 from weft.bench.inefficiency_measure import (
     BASELINES,
     CUTS,
     PIECES,
     WHOLE,
-    Found,
     cut_name,
     gather_beside,
     gather_name,
@@ -26,70 +24,10 @@ from weft.bench.inefficiency_measure import (
 )
 from weft.bench.inefficiency_sides import TRANSPORTS
 from weft.bench.operator import Record
-from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.records import common_fields
 from weft.bench.tables import geomean, markdown_table, milliseconds
 
 # The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
-
-
-@dataclass(frozen=True)
-class MeasuredGemm:
-    """One GEMM's results, as the benchmark hands them on."""
-
-    fitted: Fitted
-    found: Found
-    world_size: int
-    ceilings: list[Ceilings]
-    alone: bool  # whether it is the only one of the run, and there is no summary
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        return ()  # a wrong result ends the run
-
-    def records(self, options: BenchOptions, run: str) -> list[Record]:
-        gemm, item = self.fitted.run, DTYPES[options.dtype].itemsize
-        memory, link = (min(getattr(c, name) for c in self.ceilings) for name in ("memory", "link"))
-        gather_ms = 1e3 * self.found.gathered_bytes / self.world_size * (self.world_size - 1) / link
-        described = {
-            "mode": "queued",
-            "m": gemm.m,
-            "n": gemm.n,
-            "k": gemm.k,
-            "paper": {k: v for k, v in asdict(self.fitted.paper).items() if k != "name"},
-            "scaled": str(self.fitted),
-            "item_bytes": item,
-            "op_to_byte": gemm.op_to_byte(item),
-            "traffic_bytes": gemm.traffic(item),
-            "gathered_bytes": self.found.gathered_bytes,
-        }
-        records = []
-        for name, timing in self.found.timings.items():
-            base = BASELINES.get(name, name)
-            floor_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
-            by = next((by for by in TRANSPORTS if name in (gemm_beside(by), gather_beside(by))), None)
-            records.append(
-                common_fields(options, gemm.name, self.world_size, base, floor_ms, self.ceilings, run)
-                | described
-                | {
-                    "variant": name,
-                    **{
-                        key: getattr(timing, key)
-                        for key in ("p20_ms", "p50_ms", "p80_ms", "skew_ms", "repetitions", "calls")
-                    },
-                    "speedup": self.found.timings[base].p50_ms / timing.p50_ms,
-                    "loss": timing.p50_ms / self.found.timings[base].p50_ms,
-                    "floor_ratio": timing.p50_ms / floor_ms,
-                    "overlap": None if by is None else self.found.overlap[by],
-                    "error": self.found.errors.get(name),
-                }
-            )
-        return records
-
-    def show(self, options: BenchOptions) -> None:
-        if self.alone:
-            show_tables(rows_of(self.records(options, "")))
 
 
 @dataclass(frozen=True)
@@ -191,9 +129,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     ]  # fmt: skip
 
 
-def show_tables(rows: Sequence[Row]) -> None:
-    for table in tables(rows):
+def show_tables(rows: Sequence[Row], notes: Sequence[str]) -> None:
+    """Print them, and `notes` below the last one."""
+    *first, last = tables(rows)
+    for table in first:
         print_table(table.title, table.columns, table.cells)
+    print_table(last.title, last.columns, last.cells, notes)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -51,6 +51,7 @@ P = TypeVar("P", bound=Preset)
 class Operator(ABC, Generic[P]):
     name: str
     matmul: bool = False  # whether the floor needs the rate of a GEMM
+    pictures: bool = False  # whether it draws its results
 
     @abstractmethod
     def modes(self, device: str) -> tuple[Mode, ...]:

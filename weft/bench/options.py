@@ -22,7 +22,7 @@ class BenchOptions:
     """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default (`from_text`).
     `scale` (embedding_all_to_all), None: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second or so per
     variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest arm of a mode. `quick`:
-    small inputs and few repetitions, to try things out."""
+    small inputs and few repetitions, to try things out. `pictures`: a folder for them, where the operator draws any."""
 
     op: str
     preset: str | None = None
@@ -35,6 +35,7 @@ class BenchOptions:
     json: Path | None = None
     quick: bool = False
     seconds: float | None = None
+    pictures: Path | None = None
     read_mib: int = 512
 
     def __post_init__(self) -> None:
@@ -52,6 +53,8 @@ class BenchOptions:
             )
         if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"seconds={self.seconds} must be above 0: it is what the slowest arm may take in a mode")
+        if self.pictures is not None and not op.pictures:
+            raise ValueError(f"pictures={self.pictures}: {self.op} draws none, leave it out")
         op.check_options(self)
 
     @property
@@ -79,6 +82,7 @@ class BenchOptions:
         json: Path | None,
         quick: bool,
         seconds: float | None,
+        pictures: Path | None = None,
     ) -> BenchOptions:
         """Options as typed: commas between `variants`, `scale` as 1/32 or 0.03; None, or no mode,
         means the default.
@@ -104,6 +108,7 @@ class BenchOptions:
             json=json,
             quick=quick,
             seconds=seconds,
+            pictures=pictures,
         )
 
 

@@ -37,7 +37,8 @@ def bench(
         typer.Option(
             help="Comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, "
             "meta-2021 or grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, "
-            "or a shape as MxNxK, N columns on each rank. None: all that suit the device."
+            "or a shape as MxNxK, N columns on each rank. inefficiency: g1 to g16, the paper's GEMMs. None: all that suit the "
+            "device."
         ),
     ] = None,
     ranks: Annotated[
@@ -64,7 +65,8 @@ def bench(
     scale: Annotated[
         str | None,
         typer.Option(
-            help="embedding_all_to_all: shrink batch and tables, as 1/32 or 0.03. Default: what fits; it is printed."
+            help="As 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: what fits. "
+            "inefficiency: shrink M, N and K. Default: 1/32 on CPU; what is still too large shrinks on."
         ),
     ] = None,
     dtype: Annotated[
@@ -74,6 +76,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Small inputs, few repetitions: to try it out.")] = False,
     seconds: Annotated[
         float | None, typer.Option(help="For the slowest variant in each mode. Default: 1, with --quick 0.1.")
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(help="inefficiency: draw the paper's figures 7 to 10 into this folder.")
     ] = None,
 ) -> None:
     """Measure an operator against its baselines, after checking every variant against float64.
@@ -90,6 +95,8 @@ def bench(
         weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
 
         weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
+
+        weft bench inefficiency --json losses.jsonl --pictures losses
 
         torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
     """
@@ -109,5 +116,6 @@ def bench(
             json=json,
             quick=quick,
             seconds=seconds,
+            pictures=pictures,
         )
     )
