@@ -109,7 +109,7 @@ def many_sizes(group: dist.ProcessGroup, count: int) -> None:
         m = int(torch.randint(1, 40, (1,), generator=random))
         shards = shards_of(world, (m, 16), 0, None, torch.float32, call)
         B = data(rank, (16, 8 + 8 * (call % 2)), torch.float32, call)
-        name = "shard[chunks=1,lanes=1,by=dma]" if world > 1 else "serial"
+        name = "shard[chunks=1,send=in_turn,by=dma]" if world > 1 else "serial"
         results.append((weft.all_gather_matmul(shards[rank], [B], 0, group, schedule=name)[1][0], torch.cat(shards), B))
     for y, whole, B in results:
         close(y, whole.double() @ B.double(), whole @ B)
@@ -129,7 +129,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "schedule": lambda: weft.all_gather_matmul(x, [B], 0, group, schedule="shrad"),
         "cannot": lambda: weft.all_gather_matmul(
             x[: 3 + (group.rank() == 0)], [B], 0, group, rows=[4] + [3] * (world - 1),
-            schedule="shard[chunks=2,lanes=1,by=dma]",
+            schedule="shard[chunks=2,send=in_turn,by=dma]",
         ),
         "deadline": lambda: weft.all_gather_matmul(x, [B], 0, group, deadline_s=-1),
     }  # fmt: skip
@@ -157,7 +157,7 @@ def copies(group: dist.ProcessGroup) -> list[str]:
 def never_comes(group: dist.ProcessGroup) -> str:
     """Rank 0 calls twice and the others once."""
     x, B = torch.randn(4, 8), torch.randn(8, 3)
-    name = "shard[chunks=1,lanes=1,by=dma]"
+    name = "shard[chunks=1,send=in_turn,by=dma]"
     weft.all_gather_matmul(x, [B], 0, group, schedule=name)
     if group.rank() == 0:
         try:

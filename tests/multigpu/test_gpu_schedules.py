@@ -22,8 +22,8 @@ CASES = {
     "three weights": (AllGatherMatmul(2, (128, 128), (64, 32, 32), 128, "bf16"), True),
     "the gathered input wanted": (AllGatherMatmul(2, (96, 96), (64,), 128, "bf16", True), True),
 }
-SHARD = "shard[chunks=2,lanes=2,by=dma]"
-KERNEL = "shard[chunks=1,lanes=1,by=kernel]"
+SHARD = "shard[chunks=2,send=in_turn,by=dma]"
+KERNEL = "shard[chunks=1,send=in_turn,by=kernel]"
 TWO_D = "ficco_2d[start=hetero,gemms=unfused,steps=2,by=dma]"
 
 

@@ -229,7 +229,7 @@ def run_chain(group: dist.ProcessGroup, chunks: int) -> None:
 
 def timelines(group: dist.ProcessGroup, p: AllGatherMatmul, runs: int) -> list[Timeline]:
     """This rank's timeline of every run."""
-    with CpuSchedule(build(p, "shard", chunks=2, lanes=1), domain_of(group)) as executor:
+    with CpuSchedule(build(p, "shard", chunks=2, send="in_turn"), domain_of(group)) as executor:
         found = []
         for run in range(runs):
             found.append(Timeline())

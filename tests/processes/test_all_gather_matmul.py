@@ -13,8 +13,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 FORWARD = {
     "a matrix": ((5, 16), 0, [7], None, F32, True, None),
     "three matrices in bf16": ((8, 32), 0, [16, 8, 8], None, BF16, False, None),
-    "pinned": ((6, 16), 0, [5], None, F32, False, "shard[chunks=2,lanes=2,by=dma]"),
-    "pinned, A wanted": ((6, 16), 0, [5, 4], None, F32, True, "shard[chunks=2,lanes=1,by=dma]"),
+    "pinned": ((6, 16), 0, [5], None, F32, False, "shard[chunks=2,send=in_turn,by=dma]"),
+    "pinned, A wanted": ((6, 16), 0, [5, 4], None, F32, True, "shard[chunks=2,send=in_turn,by=dma]"),
     "serial": ((6, 16), 0, [5], None, F32, True, "serial"),
     "serial, uneven": ((4, 16), 0, [5], [4, 0, 9, 2], F32, True, "serial"),
     "uneven": ((4, 16), 0, [5], [4, 0, 9, 2], F32, True, "gather[by=kernel]"),

@@ -31,7 +31,7 @@ from weft.schedule import AllGatherMatmul, candidates
 from weft.sim import model_of
 
 SHAPE = MatmulShape(24, 10, 16, ("by hand",))
-PUT = "shard[chunks=1,lanes=1,by=dma]"
+PUT = "shard[chunks=1,send=in_turn,by=dma]"
 TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=4,by=dma]"
 
 
@@ -48,7 +48,7 @@ def _typed(variants: str) -> tuple[str, ...]:
 
 def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
     assert _typed(f"weft, {PUT},gather") == ("weft", PUT, "gather")
-    assert _typed("shard[chunks=2,lanes=1,weft") == ("shard[chunks=2,lanes=1", "weft")
+    assert _typed("shard[chunks=2,send=in_turn,weft") == ("shard[chunks=2,send=in_turn", "weft")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_wrong_variant_is_not_timed_and_the_run_goes_on(pool: Pool, tmp_path: 
         assert found.count("differs") == 2
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert {r["config"] for r in rows} == {"24x10x16", "8x4x8"}
-    assert {r["variant"] for r in rows} >= {"serial", "weft", "shard[chunks=1,lanes=1,by=kernel]"}
+    assert {r["variant"] for r in rows} >= {"serial", "weft", "shard[chunks=1,send=in_turn,by=kernel]"}
     assert PUT not in {r["variant"] for r in rows}
 
 

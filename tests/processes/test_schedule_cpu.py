@@ -134,7 +134,7 @@ def test_a_rank_does_not_wait_for_the_others_to_call(pool: Pool) -> None:
 
 def timelines(group, p, runs):
     """This rank's timeline of every run."""
-    with CpuSchedule(build(p, "shard", chunks=2, lanes=1), domain_of(group)) as executor:
+    with CpuSchedule(build(p, "shard", chunks=2, send="in_turn"), domain_of(group)) as executor:
         found = []
         for run in range(runs):
             found.append(Timeline())
@@ -157,7 +157,7 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
     of_rank = pool.run(timelines, p, 40, ranks=2)
     # Not at every run on a machine with other things to do.
     assert any(overlap(timeline) for timelines in of_rank for timeline in timelines)
-    simulated = simulate(build(p, "shard", chunks=2, lanes=1), NULL).timeline
+    simulated = simulate(build(p, "shard", chunks=2, send="in_turn"), NULL).timeline
     for run in range(40):
         for rank, timeline in enumerate(timelines[run] for timelines in of_rank):
             assert timeline.ranks() == [rank]

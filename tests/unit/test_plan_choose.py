@@ -11,7 +11,7 @@ import pytest
 
 from weft import plan
 from weft.hw import load_machine
-from weft.plan.choose import AT_LEAST, CLEARLY, CLEARLY_US, decide, predict
+from weft.plan.choose import ALIKE, AT_LEAST, CLEARLY, CLEARLY_US, decide, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, builder, candidates, unregister
 from weft.schedule.operands import all_gather_matmul_operands
 from weft.sim import Model, model_of, simulate
@@ -43,15 +43,20 @@ def with_collective(us: float) -> Model:
     return replace(H200, collective_latency_us=us, collective_bytes_per_us=float("inf"))
 
 
-def test_the_fastest_of_all_candidates_is_taken() -> None:
+def test_the_simplest_of_the_fastest_candidates_is_taken() -> None:
     choice = plan.choose(LARGE, H200)
     times = {name: predict(schedule, H200, "queued") for name, schedule in schedules(LARGE).items()}
-    assert choice.predicted_us == min(times.values())
+    alike = {name for name, us in times.items() if us <= min(times.values()) * (1 + ALIKE)}
+    steps = {name: sum(len(lane.steps) for lane in schedules(LARGE)[name].of_rank(0)) for name in alike}
+    assert len(alike) > 1
+    assert choice.candidate.name in alike
+    assert steps[choice.candidate.name] == min(steps.values())
+    assert choice.row(choice.candidate.name).steps == min(steps.values())
     assert choice.schedule == schedules(LARGE)[choice.candidate.name]
     assert {row.candidate.name for row in choice.rows} == {candidate.name for candidate in candidates(LARGE)}
     for row in choice.rows:
         assert (row.why_not == "") == (row.candidate is choice.candidate)
-        assert row.predicted_us in (None, times[row.candidate.name])
+        assert row.predicted_us in (None, times.get(row.candidate.name))
     assert choice.row("serial").predicted_us == times["serial"]
     assert [row.us for row in choice.rows if row.us] == sorted(row.us for row in choice.rows if row.us)
 
@@ -91,8 +96,8 @@ def test_serial_is_taken_unless_it_is_clearly_beaten(gain_us: float) -> None:
     choice = decide(LARGE, with_collective(late), mode="queued") if late >= 0 else alone
     serial_us = choice.row("serial").us
     gain = serial_us - best_us
-    if abs(gain - max(CLEARLY * serial_us, CLEARLY_US)) > 0.01:
-        assert (choice.candidate.name == "serial") == (gain < max(CLEARLY * serial_us, CLEARLY_US))
+    if abs(gain - max(CLEARLY * serial_us, CLEARLY_US["queued"])) > 0.01:
+        assert (choice.candidate.name == "serial") == (gain < max(CLEARLY * serial_us, CLEARLY_US["queued"]))
     if choice.candidate.name == "serial" and gain > 0:
         assert "nothing is clearly faster than serial" in choice.reason
         assert any(row.why_not == "not clearly faster than serial" for row in choice.rows)
@@ -161,7 +166,7 @@ def test_measured_times_must_have_serial_and_known_names() -> None:
 
 
 def test_a_pinned_schedule_is_taken_and_blocks_nest() -> None:
-    slow, other = "ficco_1d[start=uniform,gemms=fused,steps=4,by=kernel]", "shard[chunks=4,lanes=1,by=dma]"
+    slow, other = "ficco_1d[start=uniform,gemms=fused,steps=4,by=kernel]", "shard[chunks=2,send=in_turn,by=dma]"
     with plan.use(slow):
         assert plan.pinned() == slow
         assert plan.choose(LARGE, H200).candidate.name == slow
@@ -183,8 +188,8 @@ def test_a_pin_holds_in_its_own_thread() -> None:
 
 
 def test_unknown_names_give_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,lanes=1,by=dma\]"):
-        plan.choose(LARGE, H200, pinned="shard[chunks=3,lanes=1,by=dma]")
+    with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,send=in_turn,by=dma\]"):
+        plan.choose(LARGE, H200, pinned="shard[chunks=3,send=in_turn,by=dma]")
     with plan.use("sereal"), pytest.raises(ValueError, match="nearest are serial"):
         plan.choose(LARGE, H200)
 
@@ -192,7 +197,7 @@ def test_unknown_names_give_the_nearest() -> None:
 def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:
     ragged = AllGatherMatmul(2, (5, 3), (8,), 8, "bf16")
     with pytest.raises(NotApplicableError, match=r"shard\[chunks=2.* cannot do .*rows=\(5, 3\).*sent whole"):
-        plan.choose(ragged, H200, pinned="shard[chunks=2,lanes=1,by=dma]")
+        plan.choose(ragged, H200, pinned="shard[chunks=2,send=in_turn,by=dma]")
 
 
 # -- memory

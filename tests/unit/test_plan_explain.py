@@ -56,7 +56,10 @@ def test_the_table_has_the_fastest_serial_and_the_heuristics() -> None:
     assert {row[0] for row in few} == {found.choice.candidate.name, "serial", found.heuristic}
     assert len(everything) == sum(row.us is not None for row in found.choice.rows) > len(few)
     assert f"{len(everything) - len(few)} slower ones are not shown" in found.left_out(1)
-    assert found.left_out(None) == ["16 of ficco_1d, ficco_2d: the same schedule as another"]
+    assert found.left_out(None) == [
+        "16 of ficco_1d, ficco_2d: the same schedule as another",
+        "4 of shard: there is one peer to send to",
+    ]
     assert all(len(row) == len(HEADER) and row[1] for row in everything)
 
 

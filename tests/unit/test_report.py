@@ -9,7 +9,7 @@ from weft.bench.matmul_results import Summary, table
 from weft.bench.report import main, markdown, rewrite
 
 ROOT = Path(__file__).parents[2]
-SCHEDULE = "shard[chunks=1,lanes=1,by=dma]"
+SCHEDULE = "shard[chunks=1,send=in_turn,by=dma]"
 VARIANTS = {"embedding_bag": 10.0, "batched": 6.0, "direct": 4.0, "put": 5.0}
 
 
@@ -74,7 +74,9 @@ def test_what_the_shapes_say_together() -> None:
     assert added.over_asynctp is added.over_ideal is added.near_best is added.near_prediction is None
     text = table(rows)
     assert "| M x N x K | serial | asynctp | weft | weft vs serial | weft vs asynctp | ideal | weft / ideal |" in text
-    assert "| 2048x1x1 | 1 | 1.2 | 0.5 | 2.00x | 2.40x | 0.5 | 1.00 | 0.5 | shard[chunks=1,lanes=1,by=dma] |" in text
+    assert (
+        "| 2048x1x1 | 1 | 1.2 | 0.5 | 2.00x | 2.40x | 0.5 | 1.00 | 0.5 | shard[chunks=1,send=in_turn,by=dma] |" in text
+    )
     assert "at worst 0.91x (4096x1x1), at least 0.98x on 75% of them" in text
     assert Summary.of(rows[:2]) is None
 

@@ -222,12 +222,12 @@ def test_a_collective_that_one_rank_leaves_out_is_found() -> None:
 
 
 def test_no_work_at_all_is_an_error_and_empty_steps_are_not() -> None:
-    nothing = all_schedules(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,lanes=1,by=dma]"]
+    nothing = all_schedules(AllGatherMatmul(2, (0, 0), (16,), 16, "bf16"))["shard[chunks=1,send=in_turn,by=dma]"]
     with pytest.raises(ScheduleError, match="takes no time on NVIDIA H200"):
         simulate(nothing, gpu("h200", 2))
     assert simulate(nothing, NULL).end_us == 0
     uneven = AllGatherMatmul(2, (0, 64), (16,), 16, "bf16")
-    result = simulate(all_schedules(uneven)["shard[chunks=1,lanes=1,by=dma]"], gpu("h200", 2))
+    result = simulate(all_schedules(uneven)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2))
     assert result.end_us > 0
     assert not [s for s in result.timeline if s.rank == 0 and s.name.startswith("copy")]
 
@@ -286,7 +286,7 @@ def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
 
 def test_uneven_shards_are_simulated_rank_by_rank() -> None:
     problem = AllGatherMatmul(3, (100, 300, 200), (256,), 512, "bf16")
-    result = simulate(all_schedules(problem)["shard[chunks=1,lanes=1,by=dma]"], gpu("h200", 3))
+    result = simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 3))
     assert not result.program.symmetric
     assert {s.rank: s.bytes for s in result.timeline if s.bytes} == {0: 102400, 1: 307200, 2: 204800}
 

@@ -24,7 +24,7 @@ MEASURED_ON_TWO_H200 = {
     (16384, 3584, 8192): (1746, 1342),
     (8192, 14336, 8192): (2835, 2604),
 }
-SHARD = "shard[chunks=1,lanes=1,by=dma]"
+SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 
 
 def _errors(column: int, name: str) -> list[float]:

@@ -59,7 +59,7 @@ def models(draw: st.DrawFn) -> Model:
 WORLDS = (2, 3, 4)
 PROBLEMS = {world: AllGatherMatmul.even(world * 12 * 16, 320, 192, world) for world in WORLDS}
 SCHEDULES: dict[int, dict[str, Schedule]] = {world: all_schedules(PROBLEMS[world]) for world in WORLDS}
-SHARD = "shard[chunks=1,lanes=1,by=dma]"
+SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 CASES = st.sampled_from([(world, name) for world in WORLDS for name in SCHEDULES[world]])
 RUNS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -107,7 +107,7 @@ FASTER = {
 def test_better_hardware_is_no_slower(model: Model, world: int, what: str, factor: float) -> None:
     """Where matmuls and copies do not share anything; where they do, a faster copy may come at a worse moment."""
     apart = replace(model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12)
-    cases = {"serial": model, SHARD: apart, "shard[chunks=2,lanes=1,by=dma]": apart}
+    cases = {"serial": model, SHARD: apart, "shard[chunks=2,send=in_turn,by=dma]": apart}
     for name, machine in cases.items():
         better = simulate(SCHEDULES[world][name], FASTER[what](machine, factor)).end_us
         assert better <= simulate(SCHEDULES[world][name], machine).end_us * (1 + 1e-6), name

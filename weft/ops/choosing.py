@@ -21,7 +21,12 @@ from weft.schedule import AllGatherMatmul, Candidate, NotApplicableError, Schedu
 from weft.sim import Model, model_of
 from weft.symm import Domain
 
-_MEASURED = ("serial", "gather[by=kernel]", "shard[chunks=1,lanes=1,by=dma]", "shard[chunks=2,lanes=1,by=dma]")
+_MEASURED = (
+    "serial",
+    "gather[by=kernel]",
+    "shard[chunks=1,send=in_turn,by=dma]",
+    "shard[chunks=2,send=in_turn,by=dma]",
+)
 _REPETITIONS = 5
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY = 0.97  # of the serial schedule's time: what another one must beat to be taken

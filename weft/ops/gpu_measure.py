@@ -22,6 +22,7 @@ from weft.symm import Domain
 
 _ENOUGH_US = 2000.0  # of measured work behind one sleep
 _SLEEP_CYCLES = 1_000_000
+_CYCLES_PER_US = 2000  # at least the clock of any present GPU
 _BUFFER_BYTES = 1 << 30
 _ROUNDS = 3
 _LONG_US = 200.0
@@ -38,6 +39,7 @@ class GpuMeasure:
         units = torch.cuda.get_device_properties(device).multi_processor_count
         self.copy_units = min(MAX_PROGRAMS, units)
         self._device, self._began = device, time.monotonic()
+        self._host_us = 50.0  # of the calls that were timed last, each
         self._peer = (domain.rank + 1) % domain.world_size
         self._region = domain.allocate(_BUFFER_BYTES, what="calibration")
         self._words = domain.allocate(64, what="signals of the calibration")
@@ -63,7 +65,7 @@ class GpuMeasure:
     def host_step_us(self) -> float:
         p = AllGatherMatmul.even(256, 256, 256, self.world_size)
         found = next(
-            c for c in candidates(p, ("shard",)) if dict(c.parameters) == {"chunks": 1, "lanes": 1, "by": "dma"}
+            c for c in candidates(p, ("shard",)) if dict(c.parameters) == {"chunks": 1, "send": "in_turn", "by": "dma"}
         )
         executor = CudaSchedule(found.build(), self.domain)
         tensors = {
@@ -206,13 +208,16 @@ class GpuMeasure:
     def _once(self, call: Callable[[], object], calls: int, warm: int = 0) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._meet()
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        # The host of a collective may take longer than the GPUs: they sleep until all calls are there.
+        torch.cuda._sleep(_SLEEP_CYCLES + int((warm + calls) * self._host_us * _CYCLES_PER_US))
+        start = time.perf_counter()
         for _ in range(warm):
             call()
         begin.record()
         for _ in range(calls):
             call()
         end.record()
+        self._host_us = 1.2e6 * (time.perf_counter() - start) / (warm + calls)
         torch.cuda.synchronize(self._device)
         return self._slowest(begin.elapsed_time(end) * 1e3 / calls)
 

@@ -1,7 +1,7 @@
 """Which schedule to take: candidates, what each would cost, the choice and why. Needs no torch.
 
     weft.plan.choose(problem, model)                                    the choice, remembered
-    with weft.plan.use("shard[chunks=2,lanes=1,by=dma]"): ...           pinned
+    with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...           pinned
     print(weft.plan.explain("all_gather_matmul", M=16384, N=8192, K=4096, ranks=2))
 
 A choice is a function of shape, model and registered builders, so that all ranks come to the same one.

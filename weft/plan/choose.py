@@ -21,15 +21,29 @@ from typing import Literal, TypeAlias, get_args
 
 from weft import env
 from weft.plan import pin
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, candidates
+from weft.schedule import (
+    ITEM_BYTES,
+    Candidate,
+    Compute,
+    NotApplicableError,
+    Problem,
+    Schedule,
+    builders_of,
+    candidates,
+)
 from weft.sim import Inefficiencies, Model, Simulated, inefficiencies, simulate
 from weft.sim.lower import Work
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-CLEARLY, CLEARLY_US = 0.02, 2.0
-"""By how much another schedule must beat serial to be taken, in parts of serial's time and in microseconds: the larger."""
+CLEARLY = 0.02
+CLEARLY_US: dict[Mode, float] = {"queued": 2.0, "graph": 5.0, "single": 2.0}
+"""By how much another schedule must beat serial to be taken, in parts of serial's time and in microseconds: the larger. In a
+graph signals are kernels, which the model does not count (2 to 5 us a run, measured on H200)."""
+
+ALIKE = 0.04
+"""Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest steps."""
 
 AT_LEAST = "takes at least"
 """How `Row.why_not` begins for a candidate that was not simulated, because it cannot be the fastest."""
@@ -51,6 +65,10 @@ class Row:
     measured_us: float | None = None
     why_not: str = ""
     """Empty for the one that is taken."""
+    steps: int = 0
+    """Of the longest rank, all lanes together."""
+    rough: bool = False
+    """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM: it is taken only if it is pinned."""
     problem: Problem | None = field(default=None, repr=False)
     model: Model | None = field(default=None, repr=False)
 
@@ -139,7 +157,7 @@ def decide(
         raise ValueError(f"measured={dict(measured)}: measure serial too, it is what the others are compared with")
     rows, schedules = _predicted(problem, model, mode)
     rows = [replace(row, measured_us=measured.get(row.candidate.name)) for row in rows]
-    chosen, reason = _fastest(rows, bool(measured))
+    chosen, reason = _best(rows, mode, bool(measured))
     rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
@@ -162,7 +180,7 @@ def _pinned_choice(
     except NotApplicableError as error:
         raise NotApplicableError(f"{candidate.name} cannot do {problem}: {error}") from error
     us = predict(schedule, model, mode) if _has_work(problem) else 0.0
-    row = Row(candidate, us, measured.get(candidate.name), "", problem, model)
+    row = Row(candidate, us, measured.get(candidate.name), problem=problem, model=model)
     return Choice(problem, mode, candidate, schedule, us, row.measured_us, f"{candidate.name} is pinned", (row,))
 
 
@@ -181,7 +199,7 @@ def _predicted(problem: Problem, model: Model, mode: Mode) -> tuple[list[Row], d
             rows.append(Row(candidate, why_not=f"the same schedule as {same}"))
             continue
         schedules[candidate.name] = schedule
-        rows.append(Row(candidate, problem=problem, model=model))
+        rows.append(Row(candidate, steps=_steps(schedule), rough=_is_rough(schedule), problem=problem, model=model))
     if not _has_work(problem):
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     elif mode == "single":
@@ -189,6 +207,17 @@ def _predicted(problem: Problem, model: Model, mode: Mode) -> tuple[list[Row], d
     else:
         times = {name: predict(schedule, model, mode) for name, schedule in schedules.items()}
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
+
+
+def _steps(schedule: Schedule) -> int:
+    ranks = range(schedule.world_size if schedule.world_size <= 2 else 1)  # ranks differ in empty steps at most
+    return max(sum(len(lane.steps) for lane in schedule.of_rank(rank)) for rank in ranks)
+
+
+def _is_rough(schedule: Schedule) -> bool:
+    small = {buffer.name for buffer in schedule.buffers if ITEM_BYTES[buffer.dtype] <= 2}
+    steps = (step for lane in schedule.of_rank(0) for step in lane.steps)
+    return any(isinstance(step, Compute) and step.accumulate and step.out.buffer in small for step in steps)
 
 
 def _timed(row: Row, time: float | str | None) -> Row:
@@ -220,28 +249,41 @@ def _least_us(queued: Simulated, model: Model) -> float:
     return max(alone, steps * model.host_step_us)
 
 
-def _fastest(rows: list[Row], measured: bool) -> tuple[Row, str]:
+def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     """The row to take, and the reason in a sentence."""
-    timed = [row for row in rows if (row.us is not None and (row.measured_us is not None or not measured))]
+    timed = [
+        row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
+    ]
     serial = next((row for row in timed if row.candidate.name == "serial"), None)
-    best = min(timed, key=lambda row: row.us or 0.0)
+    fastest = min(timed, key=lambda row: row.us or 0.0)
     how = "measured" if measured else "predicted"
-    assert best.us is not None
+    assert fastest.us is not None
     if serial is None or serial.us is None:
-        return best, f"{best.candidate.name} is the fastest: {best.us:.1f} us {how}; there is no serial schedule"
-    if best is serial:
+        return (
+            fastest,
+            f"{fastest.candidate.name} is the fastest: {fastest.us:.1f} us {how}; there is no serial schedule",
+        )
+    if fastest is serial:
         others = [row.us for row in timed if row is not serial and row.us is not None]
         pruned = any(row.why_not.startswith(AT_LEAST) for row in rows)
         than = "; all others take longer for certain" if pruned else "; nothing else can do this"
         than = f", the best other one {min(others):.1f} us" if others else than
         return serial, f"serial is the fastest: {serial.us:.1f} us {how}{than}"
-    if serial.us - best.us < max(CLEARLY * serial.us, CLEARLY_US):
+    clearly_us = CLEARLY_US[mode]
+    if serial.us - fastest.us < max(CLEARLY * serial.us, clearly_us):
         return serial, (
-            f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {best.candidate.name} at {best.us:.1f} us "
-            f"is not by {CLEARLY:.0%} and {CLEARLY_US:g} us"
+            f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
+            f"{fastest.us:.1f} us is not by {CLEARLY:.0%} and {clearly_us:g} us"
         )
+    best, among = fastest, "is the fastest"
+    if not measured:
+        alike = [row for row in timed if row is not serial and (row.us or 0.0) <= fastest.us * (1 + ALIKE)]
+        best = min(alike, key=lambda row: (row.steps, row.us))
+        if best is not fastest:
+            among = f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} of each other"
+    assert best.us is not None
     return best, (
-        f"{best.candidate.name} is the fastest: {best.us:.1f} us {how}, {1 - best.us / serial.us:.0%} less than serial's "
+        f"{best.candidate.name} {among}: {best.us:.1f} us {how}, {1 - best.us / serial.us:.0%} less than serial's "
         f"{serial.us:.1f} us"
     )
 
@@ -251,8 +293,11 @@ def _why_not(row: Row, chosen: Row, measured: bool) -> str:
         return ""
     if measured and row.measured_us is None:
         return "not measured"
+    if row.rough:
+        return "rounds at every step, errs more"
     if row.us < chosen.us:
-        return "not clearly faster than serial"
+        serial = chosen.candidate.name == "serial"
+        return "not clearly faster than serial" if serial else f"{row.steps} steps, not clearly faster"
     return f"{row.us / chosen.us - 1:.1%} slower" if chosen.us else ""
 
 

@@ -1,6 +1,6 @@
 """Pinning: which schedule to take, said by the user.
 
-    with weft.plan.use("shard[chunks=2,lanes=1,by=dma]"):
+    with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"):
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
 Holds in this thread (or task) until the block ends; autograd's backward runs in threads of its own. All ranks must pin the

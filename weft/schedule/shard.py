@@ -1,6 +1,6 @@
 """Shard overlap: compute on one's own shard while the others' arrive, one whole shard (or `chunks` parts of it) at a time.
 
-    to +i:    wait until rank + i has read the previous run's rows; put the shard into its `box`; raise `arrived` there
+    to peers: wait until rank + i has read the previous run's rows; put the shard into its `box`; raise `arrived` there
     compute:  own rows of y; then for each other rank, as its rows arrive: those rows of y; raise `free` at their sender
 
 Shards are put, not fetched: a put starts from the caller's own tensor, so that nothing is copied into symmetric memory
@@ -21,46 +21,47 @@ from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
 from weft.schedule.schedule import Schedule
 
 
-@builder(AllGatherMatmul, chunks=(1, 2, 4), lanes=(1, 2), by=("dma", "kernel"))
-def shard(p: AllGatherMatmul, *, chunks: int, lanes: int, by: Literal["dma", "kernel"]) -> Schedule:
-    """chunks: parts of a shard with a signal each. lanes: streams on which the GEMMs take turns, so that the last wave of
-    one is filled up by the first of the next."""
+@builder(AllGatherMatmul, chunks=(1, 2), send=("in_turn", "at_once"), by=("dma", "kernel"))
+def shard(
+    p: AllGatherMatmul, *, chunks: int, send: Literal["in_turn", "at_once"], by: Literal["dma", "kernel"]
+) -> Schedule:
+    """chunks: parts of a shard with a signal each. send in_turn: to one peer after the other, which behind a switch brings
+    the first shard soonest; at_once: over all links of a mesh."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
     if len(set(p.rows)) > 1 and chunks > 1:
         raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts")
-    if lanes > 1 and (world - 1) * chunks < lanes - 1:
-        raise NotApplicableError(f"{(world - 1) * chunks} chunks to receive do not keep {lanes} lanes busy")
+    if send == "at_once" and world == 2:
+        raise NotApplicableError("there is one peer to send to")
     d, x, ws, ys, gathered = all_gather_matmul_operands("shard", p)
     box = d.buffer("box", p.m, p.k, p.dtype, "symmetric")
     begin = starts(p.rows)
     own = (lookup(begin, RANK), lookup(p.rows, RANK))
-    compute = [d.lane(f"compute {i}" if i else "compute") for i in range(lanes)]
-    readers = [*compute, d.lane("copy out", "copy")] if gathered else compute
+    compute = d.lane("compute")
+    readers = [compute, d.lane("copy out", "copy")] if gathered else [compute]
     arrived = d.signals("arrived", world * chunks)
     free = d.signals("free", world * len(readers))
 
     for w, y in zip(ws, ys, strict=True):
-        compute[0].matmul(y.part(rows=own), x.part(), w.part())
+        compute.matmul(y.part(rows=own), x.part(), w.part())
     if gathered:
         readers[-1].copy(x.part(), gathered.part(rows=own))
     for distance in range(1, world):
         to, source = peer(world, distance), peer(world, -distance)
         pieces = cut(p.rows[0], chunks, what="rows of a shard") if chunks > 1 else [(0, lookup(p.rows, RANK))]
-        sender = d.lane(f"to +{distance}", "copy")
-        reading = {((distance - 1) * chunks + c + 1) % lanes for c in range(chunks)} | set(range(lanes, len(readers)))
-        for i in sorted(reading):
+        sender = d.lane(f"to +{distance}" if send == "at_once" else "to peers", "copy")
+        for i in range(len(readers)):
             sender.wait(free, to * len(readers) + i, previous=True)
         for c, (first, count) in enumerate(pieces):
             target = box.part(rows=(lookup(begin, RANK) + first, count), at=to)
             sender.copy(x.part(rows=(first, count)), target, by).set(arrived, RANK * chunks + c, at=to)
             rows = (lookup(begin, source) + first, count if chunks > 1 else lookup(p.rows, source))
-            consumer = compute[((distance - 1) * chunks + c + 1) % lanes].wait(arrived, source * chunks + c)
+            compute.wait(arrived, source * chunks + c)
             for w, y in zip(ws, ys, strict=True):
-                consumer.matmul(y.part(rows=rows), box.part(rows=rows), w.part())
+                compute.matmul(y.part(rows=rows), box.part(rows=rows), w.part())
             if gathered:
                 readers[-1].wait(arrived, source * chunks + c).copy(box.part(rows=rows), gathered.part(rows=rows))
-        for i in sorted(reading):
-            readers[i].set(free, RANK * len(readers) + i, at=source)
+        for i, reader in enumerate(readers):
+            reader.set(free, RANK * len(readers) + i, at=source)
     return d.schedule()

@@ -83,6 +83,7 @@ class _Item(NamedTuple):
     present: ByRank
     numbers: tuple[ByRank, ...]
     signal: str = ""
+    carried: bool = False  # a set that the copying kernel before it makes at its end
 
 
 def lower(schedule: Schedule, model: Model, *, alike: bool = True) -> Program:
@@ -100,8 +101,7 @@ class _Lowering:
         self._places: dict[Place, int] = {}
 
     def program(self, alike: bool) -> Program:
-        items = [[self._item(step, turn, there) for step, turn, there in self._flat(lane.steps, (), 1)]
-                 for lane in self.schedule.lanes]  # fmt: skip
+        items = [self._items(lane.steps) for lane in self.schedule.lanes]
         symmetric = alike and self.world > 1 and self._turns_around([item for lane in items for item in lane])
         ranks = (0,) if symmetric else tuple(range(self.world))
         counters: dict[tuple[int, str, int], int] = {}
@@ -146,6 +146,14 @@ class _Lowering:
             for i in range(longest):
                 at_turn = _collapse([int(i < _at(extent, r) and bool(_at(there, r))) for r in range(self.world)])
                 yield from self._flat(step.body, (*turn, (step.index, i)), at_turn)
+
+    def _items(self, steps: Sequence[Step]) -> list[_Item]:
+        items, carried = [], False
+        for step, turn, there in self._flat(steps, (), 1):
+            carried = (isinstance(step, Copy) and step.by == "kernel") or (carried and isinstance(step, Set))
+            item = self._item(step, turn, there)
+            items.append(item._replace(carried=True) if carried and isinstance(step, Set) else item)
+        return items
 
     def _item(self, step: Step, turn: Turn, there: ByRank) -> _Item:
         origin = Origin(step, turn)
@@ -221,7 +229,8 @@ class _Lowering:
         step = item.origin.step
         if isinstance(step, Set):
             local = _at(item.numbers[0], rank) == 0
-            delay = self.model.signal_local_us if local else self.model.signal_remote_us
+            remote_us = self.model.signal_kernel_us if item.carried else self.model.signal_remote_us
+            delay = self.model.signal_local_us if local else remote_us
             return Raise(counters[self._counter_of_set(item, rank, symmetric)], delay)
         if isinstance(step, Wait):
             number = counters.setdefault((rank, step.signal, _at(item.numbers[0], rank)), len(counters))

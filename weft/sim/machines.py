@@ -11,7 +11,7 @@ nothing.
     collective.all_gather, .all_gather_latency, .units
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
-    signal.local, .remote, host.step
+    signal.local, .remote, .kernel, host.step
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         ),
         signal_local_us=us("signal.local"),
         signal_remote_us=us("signal.remote"),
+        signal_kernel_us=us("signal.kernel"),
         host_step_us=us("host.step"),
     )
     rates = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
@@ -135,6 +136,7 @@ NULL = Model(
     l2_bytes=math.inf, port_bytes_per_us=math.inf, pair_bytes_per_us=math.inf, copy_latency_us=0.0,
     copy_bytes_per_us=math.inf, copy_engines=1, copy_row_us=0.0, kernel_copy_units=1, put_bytes_per_us=((1, math.inf),),
     get_bytes_per_us=((1, math.inf),), collective_latency_us=0.0, collective_bytes_per_us=math.inf, collective_units=1,
-    copy_disturbance=0.0, kernel_copy_disturbance=0.0, signal_local_us=0.0, signal_remote_us=0.0, host_step_us=0.0,
+    copy_disturbance=0.0, kernel_copy_disturbance=0.0, signal_local_us=0.0, signal_remote_us=0.0,
+    signal_kernel_us=0.0, host_step_us=0.0,
 )  # fmt: skip
 """Everything takes no time, for any number of ranks."""

@@ -79,6 +79,7 @@ class Model:
 
     signal_local_us: float  # from a set to the wait that it ends
     signal_remote_us: float
+    signal_kernel_us: float  # the same to a peer, by a copying kernel at its end
     host_step_us: float  # host time of a step that is not queued ahead
 
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
