@@ -68,7 +68,7 @@ def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -
 
 
 def test_a_2d_schedule_rounds_at_every_step() -> None:
-    schedules = {c.name: c.build() for c in candidates(AllGatherMatmul.even(24, 10, 16, 2))}
+    schedules = {c.name: c.build() for c in candidates(AllGatherMatmul.even(24, 10, 16, 3))}
     assert roundings(schedules[TWO_D]) == 4
     assert roundings(schedules["ficco_2d[start=hetero,gemms=unfused,steps=2,by=kernel]"]) == 2
     assert {roundings(schedule) for name, schedule in schedules.items() if "2d" not in name} == {1}

@@ -161,7 +161,7 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
     for run in range(40):
         for rank, timeline in enumerate(timelines[run] for timelines in of_rank):
             assert timeline.ranks() == [rank]
-            assert {"compute", "to +1"} == set(timeline.lanes(rank))
+            assert {"compute", "to peers"} == set(timeline.lanes(rank))
             for lane in timeline.lanes(rank):
                 spans = [span for span in timeline if span.lane == lane]
                 assert all(before.end_us <= after.start_us for before, after in itertools.pairwise(spans))
@@ -324,7 +324,7 @@ def leave_nothing(group, p):
 
     counts = [here()]
     for end in ("close", "drop", "domain"):
-        executor = CpuSchedule(build(p, "shard"), domain)
+        executor = CpuSchedule(build(p, "shard", send="at_once"), domain)
         tensors = tensors_of(p, rank, 0)
         executor.run(tensors)
         counts.append(here())

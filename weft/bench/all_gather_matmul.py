@@ -5,7 +5,7 @@ Inputs are ordinary tensors, the weight lies as `nn.Linear` has it, outputs are 
     serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
     weft      weft.all_gather_matmul as it chooses
-    a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,lanes=1,by=dma]"; weft-serial: its "serial"); the
+    a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
               beginning of a name means all that begin so, "all" every one
 
 Beside them run what an ideal overlap cannot beat: the GEMM alone on gathered rows, and the shard's copies to the peers alone

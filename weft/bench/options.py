@@ -113,7 +113,7 @@ class BenchOptions:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """ "weft, shard[chunks=2,lanes=1,put" -> its three names: a comma before `parameter=` belongs to the name."""
+    """ "weft, shard[chunks=2,send=in_turn,put" -> its three names: a comma before `parameter=` belongs to the name."""
     return tuple(name for part in re.split(r",(?!\s*\w+=)", text) if (name := part.strip()))
 
 

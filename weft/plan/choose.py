@@ -25,6 +25,7 @@ from weft.schedule import (
     ITEM_BYTES,
     Candidate,
     Compute,
+    Copy,
     NotApplicableError,
     Problem,
     Schedule,
@@ -43,7 +44,8 @@ CLEARLY_US: dict[Mode, float] = {"queued": 2.0, "graph": 5.0, "single": 2.0}
 graph signals are kernels, which the model does not count (2 to 5 us a run, measured on H200)."""
 
 ALIKE = 0.04
-"""Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest steps."""
+"""Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest steps, and
+of those the one in which copies leave the compute units alone."""
 
 AT_LEAST = "takes at least"
 """How `Row.why_not` begins for a candidate that was not simulated, because it cannot be the fastest."""
@@ -67,6 +69,8 @@ class Row:
     """Empty for the one that is taken."""
     steps: int = 0
     """Of the longest rank, all lanes together."""
+    copies_by_kernel: int = 0
+    """On lanes beside the computing ones."""
     rough: bool = False
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM: it is taken only if it is pinned."""
     problem: Problem | None = field(default=None, repr=False)
@@ -199,7 +203,7 @@ def _predicted(problem: Problem, model: Model, mode: Mode) -> tuple[list[Row], d
             rows.append(Row(candidate, why_not=f"the same schedule as {same}"))
             continue
         schedules[candidate.name] = schedule
-        rows.append(Row(candidate, steps=_steps(schedule), rough=_is_rough(schedule), problem=problem, model=model))
+        rows.append(_row(candidate, schedule, problem, model))
     if not _has_work(problem):
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     elif mode == "single":
@@ -207,6 +211,19 @@ def _predicted(problem: Problem, model: Model, mode: Mode) -> tuple[list[Row], d
     else:
         times = {name: predict(schedule, model, mode) for name, schedule in schedules.items()}
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
+
+
+def _row(candidate: Candidate, schedule: Schedule, problem: Problem, model: Model) -> Row:
+    beside = [step for lane in schedule.of_rank(0) if lane.resource == "copy" for step in lane.steps]
+    by_kernel = sum(isinstance(step, Copy) and step.by == "kernel" for step in beside)
+    return Row(
+        candidate,
+        steps=_steps(schedule),
+        copies_by_kernel=by_kernel,
+        rough=_is_rough(schedule),
+        problem=problem,
+        model=model,
+    )
 
 
 def _steps(schedule: Schedule) -> int:
@@ -278,7 +295,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     best, among = fastest, "is the fastest"
     if not measured:
         alike = [row for row in timed if row is not serial and (row.us or 0.0) <= fastest.us * (1 + ALIKE)]
-        best = min(alike, key=lambda row: (row.steps, row.us))
+        best = min(alike, key=lambda row: (row.steps, row.copies_by_kernel, row.us))
         if best is not fastest:
             among = f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} of each other"
     assert best.us is not None
