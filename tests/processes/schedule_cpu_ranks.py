@@ -30,7 +30,6 @@ from weft.schedule import (
     candidates,
 )
 from weft.symm import Domain
-from weft.timeline import Timeline
 
 Tensors = dict[str, torch.Tensor]
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in every floating dtype
@@ -102,10 +101,15 @@ def poison(executor: CpuSchedule) -> None:
     domain.all_gather(None, what="poisoned")
 
 
-def run_once(executor: CpuSchedule, tensors: Tensors) -> None:
-    """A run that has ended on all ranks before this returns: who goes on to fail does not spoil it for the others."""
+def run_once(executor: CpuSchedule, tensors: Tensors, last: int) -> None:
+    """A run after which rank `last` goes on only when the others are done with it: what it does then does not spoil theirs."""
+    domain = executor.domain
+    done = symm.Signal(group=domain.group)
     executor.run(tensors)
-    executor.domain.all_gather(None, what="all have run once")
+    if domain.rank == last:
+        done.wait(domain.world_size - 1)
+    else:
+        done.add(1, peer=last)
 
 
 def wait_for_failure(domain: Domain) -> None:
@@ -225,13 +229,3 @@ def run_chain(group: dist.ProcessGroup, chunks: int) -> None:
             exact = silu(exact) @ w1.double()
             of_torch = float((silu(x @ w0) @ w1 - exact).norm())
             assert float((y - exact).norm()) <= 2 * of_torch
-
-
-def timelines(group: dist.ProcessGroup, p: AllGatherMatmul, runs: int) -> list[Timeline]:
-    """This rank's timeline of every run."""
-    with CpuSchedule(build(p, "shard", chunks=2, send="in_turn"), domain_of(group)) as executor:
-        found = []
-        for run in range(runs):
-            found.append(Timeline())
-            executor.run(tensors_of(p, group.rank(), run), timeline=found[-1])
-        return found

@@ -118,7 +118,7 @@ def own_rows_first(group, p):
     domain, rank = domain_of(group), group.rank()
     tensors = tensors_of(p, rank, 0)
     with CpuSchedule(build(p, "shard"), domain) as executor, symm.Signal(group=group) as go:
-        ranks.run_once(executor, tensors)
+        ranks.run_once(executor, tensors, BAD_RANK)
         if rank == 0:
             ranks.intercept(executor, "matmul y0", after=lambda: go.add(1, peer=1))
         if rank == 1:
@@ -251,7 +251,7 @@ def different_schedules(group, p):
     ]
     with CpuSchedule(build(p, "shard"), domain) as shard, CpuSchedule(build(p, "serial"), domain) as serial:
         tensors = tensors_of(p, rank, 0)
-        ranks.run_once(shard, tensors)
+        ranks.run_once(shard, tensors, BAD_RANK)
         assert_right(p, tensors, 0, "after a disagreement")
         errors.append(error_of(lambda: (serial if rank == BAD_RANK else shard).run(tensors, deadline_s=20)))
         errors.append(error_of(lambda: shard.run(tensors)))

@@ -60,7 +60,7 @@ def absent(group, builder):
     """Rank 1 does not call a second time."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain)
-    ranks.run_once(executor, tensors)
+    ranks.run_once(executor, tensors, BAD_RANK)
     started = time.monotonic()
     if group.rank() == BAD_RANK:
         ranks.wait_for_failure(domain)
@@ -93,7 +93,7 @@ def stuck(group, builder, step, doing):
     """Rank 1 calls, and at one of its steps raises, gets Ctrl-C, leaves, or does nothing until the others have given up."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain)
-    ranks.run_once(executor, tensors)
+    ranks.run_once(executor, tensors, BAD_RANK)
 
     def fail() -> None:
         if doing == "raise":
@@ -121,7 +121,11 @@ def stuck(group, builder, step, doing):
 @pytest.mark.parametrize(
     ("builder", "step", "text"),
     [
-        ("shard", "copy x_shard -> box@2", r"rank 2 waited 0.5 s for arrived\[1\] from rank 1 .*: wanted 2, found 1"),
+        (
+            "shard",
+            "copy x_shard -> box@2",
+            r"rank [02] waited 0.5 s for arrived\[1\] from rank 1 .*: wanted 2, found 1",
+        ),
         ("serial", "all_gather x_shard -> gathered", r"rank [02] waited 0.5 s for all_gather of serial"),
     ],
 )
@@ -163,7 +167,7 @@ def left(group, builder):
     """Rank 1 closes its domain instead of calling a second time."""
     domain, tensors = domain_of(own_group(group)), tensors_of(THREE, group.rank(), 0)
     with CpuSchedule(build(THREE, builder), domain) as executor:
-        ranks.run_once(executor, tensors)
+        ranks.run_once(executor, tensors, BAD_RANK)
         if group.rank() == BAD_RANK:
             domain.close()
             return "", ""
@@ -192,7 +196,7 @@ def killed(group, builder, step):
     """Rank 1 is killed before its second run (no step) or in it."""
     tensors = tensors_of(THREE, group.rank(), 0)
     executor = CpuSchedule(build(THREE, builder), domain_of(group))
-    ranks.run_once(executor, tensors)
+    ranks.run_once(executor, tensors, BAD_RANK)
     if group.rank() == BAD_RANK:
         if not step:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -58,20 +58,13 @@ class Calls:
 
     def meet(self, peer: int, what: str, deadline_s: float) -> bool:
         """Wait until `peer` makes this call too, for the sake of `what`; whether it refuses."""
-        refuses = self.look(peer)
-        if refuses is None:
-            name = f"{what} (call {self._call} of schedules)"
-            counter = self._memory[peer].data_ptr()
-            self.domain.wait(counter, self._call, name=name, peer=peer, deadline_s=deadline_s)
-            refuses = self.look(peer)
-        return bool(refuses)
-
-    def look(self, peer: int) -> bool | None:
-        """Whether `peer` refuses this call; None if it has not come to it."""
         known = self._refuses.get(peer)
-        counter = self._memory[peer].data_ptr()
-        if known is not None or _core.signal_read(counter) < self._call:
+        if known is not None:
             return known
+        counter = self._memory[peer].data_ptr()
+        if _core.signal_read(counter) < self._call:
+            name = f"{what} (call {self._call} of schedules)"
+            self.domain.wait(counter, self._call, name=name, peer=peer, deadline_s=deadline_s)
         published = _core.signal_read(self._slot(counter))
         theirs = max(published, ~published)
         if theirs != self._schedule:
@@ -162,9 +155,9 @@ class Run:
         if not dst.numel():
             return
         ranks, group = range(self.domain.world_size), self.domain.group
-        # Of two ranks that call different schedules the later one sees it here, before they meet inside the library.
+        # Before the library begins what it cannot give up: not with a rank that does not come, or does something else.
         for peer in ranks:
-            self.calls.look(peer)
+            self.calls.meet(peer, f"all_gather of {self.name}", self._deadline_s)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         if len(set(rows)) == 1:
             works = [_all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
@@ -194,8 +187,6 @@ class Run:
                     self.domain.check()
                     raise
             self.domain.check()
-            for peer in range(self.domain.world_size):  # whom the library waits for, it does not say
-                self.calls.meet(peer, f"all_gather of {self.name}", self._deadline_s)
             if time.monotonic() >= until:
                 raise DeadlineError(
                     f"rank {self.domain.rank} waited {self._deadline_s:g} s for all_gather of {self.name}: wanted all "
