@@ -151,7 +151,11 @@ class Run:
         self.domain.wait(address, wanted, name=name, peer=peer, deadline_s=self._deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
-        """dst [sum(rows), cols] = src [rows[rank], cols] of all ranks, by the library. One thread at a time."""
+        """dst [sum(rows), cols] = src [rows[rank], cols] of all ranks, by the library. One thread at a time.
+
+        If a rank fails inside, the others raise as from any wait, but the process group cannot be destroyed before the
+        library's own timeout has passed.
+        """
         if not dst.numel():
             return
         ranks, group = range(self.domain.world_size), self.domain.group
