@@ -47,11 +47,10 @@ def test_the_simplest_of_the_fastest_candidates_is_taken() -> None:
     choice = plan.choose(LARGE, H200)
     times = {name: predict(schedule, H200, "queued") for name, schedule in schedules(LARGE).items()}
     alike = {name for name, us in times.items() if us <= min(times.values()) * (1 + ALIKE)}
-    steps = {name: sum(len(lane.steps) for lane in schedules(LARGE)[name].of_rank(0)) for name in alike}
-    assert len(alike) > 1
-    assert choice.candidate.name in alike
-    assert steps[choice.candidate.name] == min(steps.values())
-    assert choice.row(choice.candidate.name).steps == min(steps.values())
+    rows = {name: choice.row(name) for name in alike if choice.row(name).steps and not choice.row(name).rough}
+    size = {name: (row.gemms, row.steps) for name, row in rows.items()}
+    assert len(size) > 1
+    assert size[choice.candidate.name] == min(size.values())
     assert choice.schedule == schedules(LARGE)[choice.candidate.name]
     assert {row.candidate.name for row in choice.rows} == {candidate.name for candidate in candidates(LARGE)}
     for row in choice.rows:
@@ -59,6 +58,23 @@ def test_the_simplest_of_the_fastest_candidates_is_taken() -> None:
         assert row.predicted_us in (None, times.get(row.candidate.name))
     assert choice.row("serial").predicted_us == times["serial"]
     assert [row.us for row in choice.rows if row.us] == sorted(row.us for row in choice.rows if row.us)
+
+
+def test_no_prediction_is_faster_than_the_gemm_whole() -> None:
+    slow_small = H200.with_measured({(8192, 4096, 8192, "bf16"): 1000.0, (4096, 4096, 8192, "bf16"): 300.0})
+    for row in plan.choose(LARGE, slow_small).rows:
+        assert row.us is None or row.us >= slow_small.matmul(LARGE.m, LARGE.n[0], LARGE.k, "bf16").time_us
+
+
+def test_what_rounds_at_every_step_is_not_taken() -> None:
+    choice = plan.choose(LARGE, H200)
+    rough = [row for row in choice.rows if row.rough]
+    assert {row.candidate.builder for row in rough} == {"ficco_2d"}
+    assert all(row.why_not == "rounds at every step, errs more" for row in rough if row.us is not None)
+    exact = plan.choose(
+        AllGatherMatmul.even(LARGE.m, 8192, 4096, 2, "fp32"), replace(H200, matmul_flops_per_us={"fp32": 1e8})
+    )
+    assert not any(row.rough for row in exact.rows)
 
 
 def test_equal_schedules_are_one() -> None:

@@ -83,7 +83,9 @@ class _Item(NamedTuple):
     present: ByRank
     numbers: tuple[ByRank, ...]
     signal: str = ""
-    carried: bool = False  # a set that the copying kernel before it makes at its end
+    carried: bool = (
+        False  # done by the copying kernel before it: a set at its end, a copy of the same rows to elsewhere
+    )
 
 
 def lower(schedule: Schedule, model: Model, *, alike: bool = True) -> Program:
@@ -148,11 +150,18 @@ class _Lowering:
                 yield from self._flat(step.body, (*turn, (step.index, i)), at_turn)
 
     def _items(self, steps: Sequence[Step]) -> list[_Item]:
-        items, carried = [], False
+        items: list[_Item] = []
+        kernel: Copy | None = None
         for step, turn, there in self._flat(steps, (), 1):
-            carried = (isinstance(step, Copy) and step.by == "kernel") or (carried and isinstance(step, Set))
             item = self._item(step, turn, there)
-            items.append(item._replace(carried=True) if carried and isinstance(step, Set) else item)
+            if isinstance(step, Copy) and step.by == "kernel":
+                item = item._replace(carried=kernel is not None and step.src == kernel.src)
+                kernel = step
+            elif isinstance(step, Set):
+                item = item._replace(carried=kernel is not None)
+            else:
+                kernel = None
+            items.append(item)
         return items
 
     def _item(self, step: Step, turn: Turn, there: ByRank) -> _Item:
@@ -242,7 +251,8 @@ class _Lowering:
             self._costs[key] = cost(self.model, self.world, step, operands)
         found = self._costs[key]
         load = self._load(found, rank, symmetric)
-        return Work(found.what, found.latency_us, found.work_us, load, found.joins, found.sent_bytes)
+        latency_us = 0.0 if item.carried else found.latency_us
+        return Work(found.what, latency_us, found.work_us, load, found.joins, found.sent_bytes)
 
     def _operands(self, step: Copy | Compute | Collective, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
