@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from weft.cli import app
@@ -70,3 +71,13 @@ def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch
         main()
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_calibration_says_what_it_needs() -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("this machine has what it needs")
+    done = subprocess.run(
+        [sys.executable, "-m", "weft.cli", "plan", "calibrate"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode != 0
+    assert "GPUs here and 2 are to be measured" in done.stderr + done.stdout

@@ -72,6 +72,42 @@ def all_gather_matmul(
         json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
 
 
+@plan.command("calibrate")
+def calibrate(
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="GPUs to measure with. Default: all of this machine.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; may be repeated. Default: bf16.")] = None,
+    seconds: Annotated[float, typer.Option(min=10, help="After so many no further GEMM is measured.")] = 60,
+) -> None:
+    """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs beside copies.
+
+    The numbers are kept in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from
+    then on. Without them the planner goes by the machine's file; machines without one are measured at the first call of
+    each shape.
+
+        weft plan calibrate
+
+        weft plan calibrate --ranks 4 --dtype bf16 --dtype fp16 --seconds 100
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    wanted = ranks or found
+    if found < 2 or wanted > found:
+        raise ValueError(
+            f"torch sees {found} GPUs here and {max(2, wanted)} are to be measured: there is nothing to calibrate. On CPU "
+            f"processes schedules are measured at the first call of each shape"
+        )
+    from weft.launch import run_ranks
+    from weft.ops.gpu_measure import calibrate_ranks
+
+    saved = run_ranks(
+        wanted, calibrate_ranks, tuple(dtype or ["bf16"]), seconds, backend="nccl", timeout_s=seconds + 300
+    )
+    print(f"saved {saved[0]}")
+
+
 def print_explanation(found: Explanation, shown: int | None) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -13,11 +13,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from weft import _core
+from weft import _core, symm
+from weft.hw import known_machines, load_machine
+from weft.plan import calibrate
 from weft.runtime.move import MAX_PROGRAMS, Move, Shape
 from weft.runtime.schedule_cuda import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, candidates
+from weft.sim import model_of
 from weft.symm import Domain
 
 _ENOUGH_US = 2000.0  # of measured work behind one sleep
@@ -28,6 +31,30 @@ _ROUNDS = 3
 _LONG_US = 200.0
 _WARM_US = 20_000.0  # of the same work before long work is timed: a GPU that has rested runs at a higher clock
 _LARGEST_OPERAND = 1 << 31
+
+
+def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
+    """What every rank of `weft plan calibrate` runs: measure, save (rank 0), and say where."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = dist.group.WORLD
+    assert group is not None
+    domain = symm.domain(group, device)
+    measure = GpuMeasure(domain)
+    name = next((known for known in known_machines() if load_machine(known).name == measure.machine), None)
+    base = model_of(
+        load_machine(name or "h200"), world_size
+    )  # another machine's file still says which sizes are sensible
+    found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
+    measure.close()
+    return str(found.save()) if rank == 0 else ""
+
+
+def _printed(text: str) -> None:
+    print(f"measuring {text}", flush=True)
+
+
+def _ignored(text: str) -> None:
+    """Ranks but the first say nothing."""
 
 
 class GpuMeasure:
