@@ -4,6 +4,7 @@ Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from typing import Any
@@ -100,19 +101,23 @@ def backward(
         torch.testing.assert_close(B.grad.double(), exact.grad, rtol=2e-4, atol=2e-3)
 
 
-def many_sizes(group: dist.ProcessGroup, count: int) -> None:
-    """Random M, back to back, two operators of a group taking turns; compared only afterwards."""
+def many_sizes(group: dist.ProcessGroup, count: int, most: int = 40, kept: int = 64) -> int:
+    """Random M, back to back, two operators of a group taking turns; compared only afterwards. How many threads there are."""
+    from weft.ops import all_gather_matmul
+
+    all_gather_matmul._KEPT = kept
     rank, world = group.rank(), group.size()
     random = torch.Generator().manual_seed(5)
     results = []
     for call in range(count):
-        m = int(torch.randint(1, 40, (1,), generator=random))
+        m = int(torch.randint(1, most, (1,), generator=random))
         shards = shards_of(world, (m, 16), 0, None, torch.float32, call)
         B = data(rank, (16, 8 + 8 * (call % 2)), torch.float32, call)
         name = "shard[chunks=1,send=in_turn,by=dma]" if world > 1 else "serial"
         results.append((weft.all_gather_matmul(shards[rank], [B], 0, group, schedule=name)[1][0], torch.cat(shards), B))
     for y, whole, B in results:
         close(y, whole.double() @ B.double(), whole @ B)
+    return threading.active_count()
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:

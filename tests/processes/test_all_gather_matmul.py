@@ -47,6 +47,13 @@ def test_many_sizes_in_a_row(pool: Pool, world: int) -> None:
     pool.run(ranks.many_sizes, 12, ranks=world, timeout_s=60)
 
 
+def test_of_many_shapes_the_last_ones_are_kept() -> None:
+    """Each shape holds a thread for its copies and memory; a service sees any number of lengths."""
+    with Pool(2) as alone:
+        few, many = (max(alone.run(ranks.many_sizes, n, 200, 4, timeout_s=60)) for n in (8, 60))
+    assert many <= few
+
+
 def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
     expected = {
         "one dimension": "at least two dimensions",

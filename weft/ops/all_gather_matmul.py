@@ -66,7 +66,8 @@ def all_gather_matmul(
 
     Returns (A or None, [A @ B for B in Bs]), on GPUs valid in stream order, in ordinary memory. The first call of a shape
     is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
-    Memory: the results; and for each shape symmetric memory of the size of A, kept until the group goes.
+    Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs it is kept until the
+        group goes).
 
     Raises `ValueError` for bad arguments, `DisagreementError` when ranks describe different calls, `DeadlineError`,
     `PeerLostError`, `PoisonedGroupError`. Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
@@ -105,6 +106,14 @@ class _Prepared:
         self._chosen: choosing.Chosen | None = None
         self._shapes = [(p.m, n) for n in p.n]
         self._copied: frozenset[int] = frozenset()  # which of the weights have to be copied at every call
+
+    def close(self) -> None:
+        """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and not self.stale:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            chosen.close()
 
     @property
     def stale(self) -> bool:
@@ -229,6 +238,8 @@ def _reduce_scattered(partial: torch.Tensor, p: AllGatherMatmul, group: dist.Pro
 
 # --- what was prepared ---
 
+_KEPT = 64  # shapes per group: each holds memory and threads
+
 _prepared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Prepared]] = weakref.WeakKeyDictionary()
 
 
@@ -250,6 +261,8 @@ def _prepared_for(
             raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
         if pinned is not None:
             choosing.check_name(pinned, p)
+        while len(known) >= _KEPT:  # all ranks make the same calls, so all drop the same
+            known.pop(next(iter(known))).close()
         known[key] = prepared = _Prepared(p, group, A_shard.device, pinned)
         prepared._copied = frozenset(i for i, B in enumerate(Bs) if _is_scattered(B))
         for i in prepared._copied:

@@ -17,7 +17,8 @@ import torch
 from weft import plan
 from weft.hw import known_machines, load_machine
 from weft.plan.calibration import find
-from weft.schedule import AllGatherMatmul, Candidate, NotApplicableError, Schedule, candidates
+from weft.plan.pin import named
+from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule
 from weft.sim import Model, model_of
 from weft.symm import Domain
 
@@ -39,7 +40,7 @@ def pinned() -> str | None:
 
 def check_name(name: str, p: AllGatherMatmul) -> None:
     """`ValueError` if there is no such schedule, or it cannot do `p`."""
-    _candidate(name, p).build()
+    named(p, name).build()
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def choose(
         if names is None:
             fastest = _fastest(p, domain, tensors, deadline_s)
             return Chosen(fastest, fastest)
-    made = {name: executor(_candidate(name, p).build(), domain) for name in dict.fromkeys(names) if name != "serial"}
+    made = {name: executor(named(p, name).build(), domain) for name in dict.fromkeys(names) if name != "serial"}
     chosen = Chosen(made.get(names[0]), made.get(names[1]))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
@@ -108,19 +109,12 @@ def machine_model(device: torch.device, world_size: int) -> Model | None:
     return model if calibration is None else calibration.apply(model)
 
 
-def _candidate(name: str, p: AllGatherMatmul) -> Candidate:
-    known = {candidate.name: candidate for candidate in candidates(p)}
-    if name not in known:
-        raise ValueError(f"no schedule {name!r} for all_gather_matmul: use one of {', '.join(known)}")
-    return known[name]
-
-
 def _fastest(p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> Any:
     """Run the usual ones a few times each, on the tensors of the first call, and keep the fastest."""
     best, best_s, serial_s = None, float("inf"), float("inf")
     for name in _MEASURED:
         try:
-            made = executor(_candidate(name, p).build(), domain)
+            made = executor(named(p, name).build(), domain)
         except NotApplicableError:
             continue
         seconds = max(domain.all_gather(_time(made, tensors, deadline_s), what=f"times of {name}"))

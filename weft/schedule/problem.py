@@ -129,7 +129,7 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
         if name not in known:
             raise ValueError(f"no schedule {name!r} for {problem.name}; there are {', '.join(known)}")
     found = []
-    for name in builders or known:
+    for name in builders or sorted(known, key=lambda name: name != "serial"):
         entry = known[name]
         for values in itertools.product(*entry.parameters.values()):
             chosen = dict(zip(entry.parameters, values, strict=True))
