@@ -1,0 +1,66 @@
+"""A schedule that somebody made up, on CPU processes: right results through the public operator, and in the order of its lanes.
+
+The functions with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import made_up
+import matmul_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from pool import error_of
+
+import weft
+from weft.launch import Pool
+from weft.runtime.null import NullSchedule
+from weft.schedule import AllGatherMatmul
+from weft.timeline import Timeline
+
+UNEVEN = [5, 0, 9, 2]
+
+
+def multiply(group: dist.ProcessGroup, name: str, rows: list[int] | None, return_A: bool) -> None:
+    with made_up.registered():
+        dtype, shape = torch.float32, (rows[group.rank()] if rows else 6, 16)
+        ranks.forward(group, shape, 0, [7, 4], rows, dtype, return_A, name, 4)
+
+
+def order_of_lanes(group: dist.ProcessGroup) -> None:
+    """What a run recorded is, lane by lane, what the executor that does nothing does."""
+    rank, world, ran, wanted = group.rank(), group.size(), Timeline(), Timeline()
+    x, w = torch.randn(8, 12), torch.randn(12, 5)
+    with made_up.registered():
+        weft.all_gather_matmul(x, [w], 0, group, return_A=False, schedule="ring[by=dma]", timeline=ran)
+    schedule = made_up.ring(AllGatherMatmul.even(8 * world, 5, 12, world, "fp32"), by="dma")
+    tensors = {"x_shard": x, "w0": w, "y0": torch.empty(8 * world, 5)}
+    NullSchedule(schedule, SimpleNamespace(rank=rank, world_size=world)).run(tensors, timeline=wanted)
+    assert set(ran.lanes(rank)) == {"compute", "pull"}
+    for lane in ran.lanes(rank):
+        found = [span.name for span in ran if span.lane == lane and not span.name.startswith("set")]
+        assert found == [span.name for span in wanted if span.lane == lane]
+
+
+def unknown(group: dist.ProcessGroup) -> tuple[str, str]:
+    x, w = torch.ones(3, 4), torch.ones(4, 5)
+    return error_of(lambda: weft.all_gather_matmul(x, [w], 0, group, schedule="ring[by=dma]"))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_operator_is_right_with_it(pool: Pool, world: int) -> None:
+    for by in ("dma", "kernel"):
+        pool.run(multiply, f"ring[by={by}]", None, False, ranks=world, timeout_s=60)
+        pool.run(multiply, f"ring[by={by}]", UNEVEN[:world], True, ranks=world, timeout_s=60)
+
+
+def test_a_run_keeps_the_order_of_its_lanes(pool: Pool) -> None:
+    pool.run(order_of_lanes, ranks=3, timeout_s=60)
+
+
+def test_without_its_registration_the_name_is_unknown(pool: Pool) -> None:
+    for kind, text in pool.run(unknown, ranks=2, timeout_s=60):
+        assert kind == "ValueError"
+        assert "no schedule 'ring[by=dma]' for all_gather_matmul" in text

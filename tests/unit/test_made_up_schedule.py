@@ -1,0 +1,144 @@
+"""A schedule is added by one builder of under 60 lines and nothing else: it is then verified, kept, printed, simulated, traced,
+run and weighed by the planner as those of the house are. On processes: `tests/processes/test_made_up_schedule_ranks.py`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import made_up
+import matplotlib.image
+import numpy as np
+import pytest
+from schedule_interpreter import edited
+from test_schedule_candidates import PROBLEMS, check
+
+from weft import plan
+from weft.errors import ScheduleError
+from weft.hw import load_machine
+from weft.runtime.null import NullSchedule
+from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, Set, Wait, builders_of, candidates
+from weft.schedule.text import table
+from weft.schedule.verify import verify
+from weft.sim import Model, model_of, simulate
+from weft.timeline import Timeline
+from weft.trace import draw_overlap, write_trace
+
+LARGE = AllGatherMatmul.even(8192, 4096, 8192, 4)
+NAMES = ("ring[by=dma]", "ring[by=kernel]")
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WEFT_QUIET", "1")
+    with made_up.registered():
+        yield
+    assert "ring" not in builders_of(AllGatherMatmul)
+
+
+def ring(problem: AllGatherMatmul) -> Schedule:
+    return candidates(problem, ("ring",))[0].build()
+
+
+def test_it_is_one_function_of_under_60_lines() -> None:
+    assert len(inspect.getsource(made_up.ring).splitlines()) < 60
+
+
+def test_every_combination_of_its_parameters_is_a_candidate() -> None:
+    assert tuple(candidate.name for candidate in candidates(LARGE, ("ring",))) == NAMES
+
+
+@pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.world_size > 1], ids=str)
+def test_it_verifies_keeps_its_value_in_json_and_computes_the_product(problem: AllGatherMatmul) -> None:
+    check(problem, ring(problem), "ring", seeds=range(3), runs=3)
+
+
+def test_it_cannot_be_done_alone_and_says_so() -> None:
+    with pytest.raises(NotApplicableError, match="nothing to gather"):
+        ring(AllGatherMatmul.even(8, 8, 8, 1))
+
+
+def test_what_is_wrong_with_it_is_found() -> None:
+    hasty = edited(ring(LARGE), lambda step: None if isinstance(step, Wait) and step.previous else step)
+    with pytest.raises(ScheduleError, match=r"race on box@\d.* a run early, and nothing orders them"):
+        verify(hasty)
+
+
+def test_it_prints() -> None:
+    lines = table(ring(LARGE)).splitlines()
+    assert lines[0] == "schedule ring, 4 ranks"
+    assert "lane pull (copy)" in lines
+    assert sum(" matmul " in line for line in lines) == 4
+    assert max(map(len, lines)) <= 132
+
+
+def test_it_simulates_and_its_timeline_becomes_a_trace_and_a_picture(tmp_path: Path) -> None:
+    model = h200()
+    found = simulate(ring(LARGE), model)
+    assert found.end_us >= model.matmul(LARGE.m, LARGE.n[0], LARGE.k, "bf16").time_us
+    assert found.timeline.ranks() == [0, 1, 2, 3]
+    write_trace(tmp_path / "ring.json", {"ring": found.timeline})
+    events = [e for e in json.loads((tmp_path / "ring.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == len(found.timeline)
+    of_rank_0 = {e["name"] for e in events if e["pid"] == 0}
+    assert {"matmul y0", "wait there[2]", "Memcpy PtoP (copy box@3 -> box)"} <= of_rank_0
+    draw_overlap(tmp_path / "ring.png", {"ring": found.timeline}, "4 ranks")
+    assert min(matplotlib.image.imread(tmp_path / "ring.png").shape[:2]) > 300
+
+
+def test_the_executor_that_does_nothing_runs_it() -> None:
+    schedule, timeline = ring(LARGE), Timeline()
+    for rank in range(4):
+        given = [b for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")]
+        executor = NullSchedule(schedule, SimpleNamespace(rank=rank, world_size=4))
+        executor.run({b.name: np.empty((int(b.rows), b.cols), np.int8) for b in given}, timeline=timeline)
+    for rank in range(4):
+        for lane in schedule.of_rank(rank):
+            done = [span.name.split()[0] for span in timeline if (span.rank, span.lane) == (rank, lane.name)]
+            steps = [str(step).split()[0] for step in lane.steps if not isinstance(step, Set)]
+            assert done == steps
+
+
+# -- the planner
+
+
+def h200() -> Model:
+    return model_of(load_machine("h200"), 4)
+
+
+def loading(gbps: float) -> Model:
+    """An H200 that stores and copies to peers at 50 GB/s, and loads from them at so much."""
+    slow = 50e3  # bytes/us
+    return replace(
+        h200(), copy_bytes_per_us=slow, put_bytes_per_us=((1, slow),), get_bytes_per_us=((1, 1e3 * gbps),),
+        collective_bytes_per_us=slow,
+    )  # fmt: skip
+
+
+def test_it_is_chosen_where_loading_is_fastest() -> None:
+    choice = plan.choose(LARGE, loading(350))
+    assert choice.candidate.name == "ring[by=kernel]"
+    assert choice.schedule == made_up.ring(LARGE, by="kernel")
+    assert {row.candidate.builder for row in choice.rows} == set(builders_of(AllGatherMatmul))
+    assert "is the fastest:" in choice.reason  # and not the simplest of some that are alike
+
+
+@pytest.mark.parametrize(
+    "model", [loading(50), h200(), model_of(load_machine("mi300x"), 4)], ids=["slow loads", "h200", "mi300x"]
+)
+def test_it_is_weighed_and_not_chosen_elsewhere(model: Model) -> None:
+    choice = plan.choose(LARGE, model)
+    assert choice.candidate.builder != "ring"
+    for name in NAMES:
+        assert choice.row(name).us is not None
+        assert choice.row(name).why_not
+
+
+def test_measured_times_and_pins_choose_it_too() -> None:
+    assert plan.choose(LARGE, h200(), measured={"serial": 900.0, NAMES[0]: 700.0}).candidate.name == NAMES[0]
+    with plan.use(NAMES[1]):
+        assert plan.choose(LARGE, h200()).candidate.name == NAMES[1]
