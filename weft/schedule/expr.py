@@ -13,10 +13,16 @@ uneven shards.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from typing import TypeAlias
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+import numpy as np
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}  # fmt: skip
 
 
 class Expr:
@@ -45,6 +51,15 @@ class Expr:
             return int(eval(self._code, {"__builtins__": {}}, values))
         except (ZeroDivisionError, IndexError) as error:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
+
+    def over(self, values: Mapping[str, int | np.ndarray]) -> int | np.ndarray:
+        """`evaluate` for many values at once: arrays in, an array out."""
+        return _over(self._node, values)
+
+    def partly(self, values: dict[str, int]) -> Index:
+        """With some of its variables put in; a plain number if none is left."""
+        rest = Expr(_partly(self._node, values))
+        return rest if rest.variables() else int(rest)
 
     def __int__(self) -> int:
         return self.evaluate({})
@@ -104,12 +119,45 @@ def lookup(table: Sequence[int], index: Index) -> Index:
     return Expr(ast.Subscript(ast.Tuple(entries, ast.Load()), index._node, ast.Load()))
 
 
-def _join(left: Index, operator: ast.operator, right: Index) -> Expr:
-    return Expr(ast.BinOp(_node_of(left), operator, _node_of(right)))
+def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
+    return Expr(ast.BinOp(_node_of(left), sign, _node_of(right)))
 
 
 def _node_of(index: Index) -> ast.expr:
     return index._node if isinstance(index, Expr) else ast.Constant(int(index))
+
+
+def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
+    match node:
+        case ast.Name(id=name):
+            return values[name]
+        case ast.UnaryOp(operand=operand):
+            return -_over(operand, values)
+        case ast.BinOp(left=left, op=sign, right=right):
+            return _OPERATORS[type(sign)](_over(left, values), _over(right, values))
+        case ast.Subscript(value=ast.Tuple(elts=entries), slice=index):
+            return np.array([_over(entry, values) for entry in entries])[_over(index, values)]
+        case ast.Constant(value=value):
+            return value
+    raise AssertionError(f"_check lets no {ast.unparse(node)} in")
+
+
+def _partly(node: ast.expr, values: Mapping[str, int]) -> ast.expr:
+    """Numbers for names, and for what then has no name in it."""
+    match node:
+        case ast.Name(id=name) if name in values:
+            return ast.Constant(int(values[name]))
+        case ast.BinOp(left=left, op=sign, right=right):
+            a, b = _partly(left, values), _partly(right, values)
+            whole: ast.expr = ast.BinOp(a, sign, b)
+            known = isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
+        case ast.Subscript(value=ast.Tuple(elts=entries) as table, slice=index):
+            at = _partly(index, values)
+            whole = ast.Subscript(table, at, ast.Load())
+            known = isinstance(at, ast.Constant) and all(isinstance(entry, ast.Constant) for entry in entries)
+        case _:
+            return node
+    return ast.Constant(int(Expr(whole))) if known else whole
 
 
 def _check(node: ast.expr) -> None:
@@ -119,7 +167,7 @@ def _check(node: ast.expr) -> None:
             return
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             _check(operand)
-        case ast.BinOp(left=left, op=operator, right=right) if isinstance(operator, _OPERATORS):
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             _check(left)
             _check(right)
         case ast.Subscript(value=ast.Tuple(elts=entries), slice=index):

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from weft.schedule.order import Event, Lanes, meeting
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import OPS, Buffer, Collective, Compute, Copy, Region, Set, Step, Wait
+from weft.schedule.steps import OPS, Buffer, Collective, Compute, Copy, Region, Set, Step, Tiles, Wait
 from weft.schedule.text import describe
 
 Buffers = Sequence[dict[str, Buffer]]
@@ -55,7 +55,10 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
 
 
 def wrong_step(schedule: Schedule, buffers: Buffers, rank: int, step: Step) -> Iterator[str]:
-    """The faults of a step of `rank`, in numbers."""
+    """The faults of a step of `rank`, in numbers; of tiles, one tile at a time (`weft.schedule.tiles.forked`)."""
+    if isinstance(step, Tiles):
+        yield f"kernel {step.kernel}: only its own operator runs its tiles"
+        return
     if isinstance(step, Set | Wait):
         yield from _wrong_signal(schedule, step)
         return
@@ -80,9 +83,18 @@ def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tu
         rows = [cast(int, step.src.rows) for step in steps]
         if len(events) < schedule.world_size:
             yield f"of {schedule.world_size} ranks only {list(events)} call this collective", first
-        elif any((step.dst.rows, step.dst.cols) != (sum(rows), step.src.cols) for step in steps):
-            into = [(step.dst.rows, step.dst.cols) for step in steps]
+            continue
+        into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]
+        if len({step.op for step in steps}) > 1:
+            yield f"the ranks call different collectives: {', '.join(step.op for step in steps)}", first
+        elif steps[0].op == "all_gather" and any(
+            shape != (sum(rows), step.src.cols) for step, shape in zip(steps, into, strict=True)
+        ):
             yield f"the ranks give rows {rows} of {steps[0].src.cols} columns, and gather into {into}", first
+        elif steps[0].op == "all_to_all":
+            cols = [cast(int, step.src.cols) for step in steps]
+            if {sum(n for n, _ in into)} != set(rows) or {n for _, n in into} != {sum(cols)}:
+                yield f"the ranks give rows {rows} of {cols} columns, and receive {into}", first
 
 
 def _wrong_signal(schedule: Schedule, step: Set | Wait) -> Iterator[str]:
@@ -93,7 +105,7 @@ def _wrong_signal(schedule: Schedule, step: Set | Wait) -> Iterator[str]:
         yield f"index {step.index} is outside {step.signal}, of {count} signals"
     if isinstance(step, Set) and not 0 <= cast(int, step.at) < schedule.world_size:
         yield f"there is no rank {step.at}"
-    if isinstance(step, Wait) and step.count < 1:
+    if isinstance(step, Wait) and cast(int, step.count) < 1:
         yield f"count={step.count} must be at least 1"
 
 
@@ -116,7 +128,8 @@ def _misplaced(buffers: Buffers, rank: int, access: Access) -> Iterator[str]:
 
 
 def _misshapen(rank: int, step: Step, dtypes: list[str]) -> Iterator[str]:
-    if len(set(dtypes)) > 1:
+    bags = isinstance(step, Compute) and step.op == "embedding_bag"
+    if len(set(dtypes[1:] if bags else dtypes)) > 1:
         yield f"dtypes differ: {', '.join(dtypes)}"
     shapes = [(a.region.rows, a.region.cols) for a in accesses(step)]
     if isinstance(step, Compute):
@@ -126,6 +139,10 @@ def _misshapen(rank: int, step: Step, dtypes: list[str]) -> Iterator[str]:
             (m, k), (k2, n), out = shapes
             if k != k2 or out != (m, n):
                 yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+        elif step.op == "embedding_bag":
+            (m, _), (_, n), out = shapes
+            if out != (m, n):
+                yield f"the bags of {m} rows and {n} columns of tables do not fit into {list(out)}"
         elif len(set(shapes)) > 1:
             yield f"shapes differ: {shapes}"
     elif isinstance(step, Copy) and shapes[0] != shapes[1]:

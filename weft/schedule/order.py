@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from weft.errors import ScheduleError
 from weft.schedule.expr import Index
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Collective, Lane, Set, Step, Wait
+from weft.schedule.steps import Collective, Lane, Set, Step, Tiles, Wait
 from weft.schedule.text import describe
+from weft.schedule.tiles import counted
 
 Lanes: TypeAlias = tuple[Lane, ...]
 Meeting: TypeAlias = tuple[int, int, int]
@@ -72,13 +73,23 @@ def meeting(ranks: Sequence[Lanes], event: Event) -> Meeting:
 
 
 def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
-    return Counter(
-        (step.at, step.signal, step.index)
-        for lanes in ranks
-        for lane in lanes
-        for step in lane.steps
-        if isinstance(step, Set)
-    )
+    total: Counters = Counter()
+    for step in (step for lanes in ranks for lane in lanes for step in lane.steps):
+        total.update(sets_of(step))
+    return total
+
+
+def sets_of(step: Step) -> Counters:
+    """How often a step in numbers sets which counters."""
+    if isinstance(step, Set):
+        return Counter({(step.at, step.signal, step.index): 1})
+    found: Counters = Counter()
+    if isinstance(step, Tiles):
+        for inner in step.body:
+            if isinstance(inner, Set):
+                for (at, index), times in counted(step, inner.at, inner.index):
+                    found[at, inner.signal, index] += times
+    return found
 
 
 def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
@@ -150,8 +161,8 @@ class _Play:
             step = steps[event.step]
             if (worked and not isinstance(step, Set)) or not self._may(event, step):
                 break
-            if isinstance(step, Set):
-                self._new_sets[step.at, step.signal, step.index] += 1
+            if isinstance(step, Set | Tiles):
+                self._new_sets.update(sets_of(step))
             worked = worked or not isinstance(step, Wait | Set)
             self.events.append(event)
             self._at[rank][i] += 1
@@ -182,4 +193,4 @@ class _Play:
 def needed(run: int, wait: Wait, per_run: int) -> int:
     """What a counter that is set `per_run` times in every run must have reached when `wait` ends in this run."""
     before = run - 2 if wait.previous else run - 1
-    return 0 if before < 0 else before * per_run + wait.count
+    return 0 if before < 0 else before * per_run + cast(int, wait.count)

@@ -77,6 +77,57 @@ Problem = AllGatherMatmul
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingAllToAll:
+    """out = for each of a rank's samples the sums of its bags of all tables, side by side; ranks own the tables.
+
+    slots: for each rank, (first column of out, columns) of each of its tables' blocks, by rising column. rows_read: how many
+    rows a bag of each slot sums up, on the average, in the same order; empty: one each.
+
+    Buffers: bags [sum(batch_sizes), slots] in, an element for each bag: its ids, of which a rank has those of its own slots;
+    tables [most rows read, columns] in, where the tables of all slots lie side by side, a rank's own on it: a region of them
+    has as many rows as a bag of it reads, on the average, whichever these are. out [max(batch_sizes), columns] is symmetric,
+    and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
+    Communication for Deep Learning Recommendation Systems", III.
+    """
+
+    world_size: int
+    batch_sizes: tuple[int, ...]
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+    rows_read: tuple[tuple[float, ...], ...] = ()
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if len(self.batch_sizes) != self.world_size or len(self.slots) != self.world_size or self.world_size < 1:
+            raise ValueError(
+                f"batch_sizes={self.batch_sizes} and slots, of {len(self.slots)} ranks, must have one entry for each of "
+                f"{self.world_size} ranks"
+            )
+        if min(self.batch_sizes) < 0:
+            raise ValueError(f"batch_sizes={self.batch_sizes} must not be negative")
+        if self.rows_read and [len(rows) for rows in self.rows_read] != [len(slots) for slots in self.slots]:
+            raise ValueError("rows_read must have one number for each slot of each rank, or be empty")
+        if min((rows for of_rank in self.rows_read for rows in of_rank), default=0) < 0:
+            raise ValueError(f"rows_read={self.rows_read} must not be negative")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        end = 0
+        for column, dim in sorted(slot for of_rank in self.slots for slot in of_rank):
+            if column != end or dim < 1:
+                raise ValueError(f"slots must cover all columns once: one of {dim} begins at {column}, and not {end}")
+            end = column + dim
+        if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
+            raise ValueError(f"slots={self.slots}: there must be one, and a rank's must be in the order of columns")
+
+    @property
+    def columns(self) -> int:
+        return sum(dim for of_rank in self.slots for _, dim in of_rank)
+
+    @property
+    def name(self) -> str:
+        return "embedding_all_to_all"
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to do a described operator: a builder with its parameters."""
 
@@ -121,7 +172,7 @@ def builders_of(problem: type) -> tuple[str, ...]:
     return tuple(_builders.get(problem, ()))
 
 
-def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
+def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] | None = None) -> list[Candidate]:
     """Every registered way to do `problem` (or those of the named builders), serial first. A candidate's `build()` may
     raise `NotApplicableError`."""
     known = _builders.get(type(problem), {})
@@ -137,5 +188,5 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
     return found
 
 
-def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str, Any]) -> Callable[[], Schedule]:
+def _bind(function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]) -> Callable[[], Schedule]:
     return lambda: function(problem, **chosen)

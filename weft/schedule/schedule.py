@@ -36,6 +36,7 @@ from weft.schedule.steps import (
     Set,
     Signals,
     Step,
+    Tiles,
     Wait,
     put_in,
     unrolled,
@@ -56,7 +57,8 @@ class Schedule:
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     def of_rank(self, rank: int) -> tuple[Lane, ...]:
-        """The lanes of one rank as numbers, loops written out, steps on empty regions left out."""
+        """The lanes of one rank as numbers, loops written out, steps on empty regions left out. Tiles stay one step, in whose
+        body the tile's own number is the only variable."""
         values = {"rank": rank}
         return tuple(
             Lane(lane.name, lane.resource, tuple(s for s in unrolled(lane.steps, values) if not is_empty(s)))
@@ -79,6 +81,8 @@ def is_empty(step: Step) -> bool:
         return 0 in (step.src.rows, step.src.cols)
     if isinstance(step, Compute):
         return 0 in (step.out.rows, step.out.cols)
+    if isinstance(step, Tiles):
+        return step.extent == 0
     return False
 
 
@@ -141,10 +145,16 @@ class LaneDraft:
     def all_gather(self, src: Region, dst: Region) -> LaneDraft:
         return self._add(Collective("all_gather", src, dst))
 
+    def all_to_all(self, src: Region, dst: Region) -> LaneDraft:
+        return self._add(Collective("all_to_all", src, dst))
+
+    def tiles(self, kernel: str, index: str, extent: Index, *body: Step) -> LaneDraft:
+        return self._add(Tiles(kernel, index, extent, body))
+
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
         return self._add(Set(signals.name, index, at))
 
-    def wait(self, signals: Signals, index: Index = 0, count: int = 1, previous: bool = False) -> LaneDraft:
+    def wait(self, signals: Signals, index: Index = 0, count: Index = 1, previous: bool = False) -> LaneDraft:
         return self._add(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:

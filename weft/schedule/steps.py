@@ -90,9 +90,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The library's collective over all ranks: every rank's `src` to every rank's `dst`. All ranks call it in one order."""
+    """The library's collective over all ranks. All ranks call it in one order.
 
-    op: Literal["all_gather"]
+    all_gather: every rank's `src` to every rank's `dst`, one below the other. all_to_all: of every rank's `src` the rows of
+    rank r, as many as its `dst` has, to rank r, where the ranks' parts lie side by side.
+    """
+
+    op: Literal["all_gather", "all_to_all"]
     src: Region
     dst: Region
 
@@ -122,7 +126,7 @@ class Wait:
 
     signal: str
     index: Index = 0
-    count: int = 1
+    count: Index = 1
     previous: bool = False
 
     def __str__(self) -> str:
@@ -142,7 +146,37 @@ class For:
         return f"for {self.index} in 0..{self.extent}: " + "; ".join(" ".join(str(s).split()) for s in self.body)
 
 
-Step: TypeAlias = Copy | Compute | Collective | Set | Wait | For
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A persistent kernel: `body` for `index` = 0 .. extent - 1, taken in that order, many at a time.
+
+    The steps of one tile follow each other; tiles are not ordered. All begin after what comes before on the lane, and the
+    lane goes on when all have ended. Bodies copy, compute and set; they do not wait, since nothing says how many tiles run
+    at once, and one that waits may keep the one that it waits for from starting.
+    """
+
+    kernel: str
+    index: str
+    extent: Index
+    body: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        for step in self.body:
+            if not isinstance(step, Copy | Compute | Set):
+                raise ValueError(f"kernel {self.kernel}: tiles copy, compute and set, and {str(step)!r} is none of it")
+
+    def tile(self, number: int) -> tuple[Step, ...]:
+        """Of tiles in numbers, the body of one."""
+        body: tuple[Step, ...] = put_in(self.body, {self.index: number})
+        return body
+
+    def __str__(self) -> str:
+        return f"tiles of {self.kernel}, {self.index} in 0..{self.extent}: " + "; ".join(
+            " ".join(str(s).split()) for s in self.body
+        )
+
+
+Step: TypeAlias = Copy | Compute | Collective | Set | Wait | For | Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +196,12 @@ class Op:
     flops_per_element: float = 0.0
 
 
-# matmul: [m, k] x [k, n] -> [m, n] and 2k per element. The others work element by element.
+# matmul: [m, k] x [k, n] -> [m, n] and 2k per element.
+# embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: sums of `rows` rows, on the average, of tables whose columns lie side
+# by side; the ids of a row's bags say which ones. The others work element by element.
 OPS = {
     "matmul": Op(2),
+    "embedding_bag": Op(2),
     "add": Op(2, 1.0),
     "silu": Op(1, 5.0),
     "gelu": Op(1, 10.0),
@@ -176,6 +213,8 @@ def put_in(step: Any, values: dict[str, int]) -> Any:
     """A step, region or index in numbers: its variables have these values."""
     if isinstance(step, Expr):
         return step.evaluate(values)
+    if isinstance(step, Tiles):
+        return replace(step, extent=put_in(step.extent, values), body=_partly(step.body, values))
     if isinstance(step, tuple):
         return tuple(put_in(item, values) for item in step)
     if isinstance(step, Region | Copy | Compute | Collective | Set | Wait):
@@ -183,8 +222,19 @@ def put_in(step: Any, values: dict[str, int]) -> Any:
     return step
 
 
+def _partly(item: Any, values: dict[str, int]) -> Any:
+    """`put_in` for what has variables of its own: they are left."""
+    if isinstance(item, Expr):
+        return item.partly(values)
+    if isinstance(item, tuple):
+        return tuple(_partly(part, values) for part in item)
+    if isinstance(item, Region | Copy | Compute | Set):
+        return replace(item, **{f.name: _partly(getattr(item, f.name), values) for f in fields(item)})
+    return item
+
+
 def unrolled(steps: tuple[Step, ...], values: dict[str, int]) -> tuple[Step, ...]:
-    """`steps` in numbers, loops written out."""
+    """`steps` in numbers, loops written out, tiles not."""
     result: list[Step] = []
     for step in steps:
         if isinstance(step, For):

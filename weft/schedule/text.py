@@ -28,6 +28,7 @@ from weft.schedule.steps import (
     Region,
     Set,
     Step,
+    Tiles,
     Wait,
     at_text,
 )
@@ -36,7 +37,7 @@ VERSION = 1
 WIDTH = 132
 _TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
 _STEPS: dict[str, type] = {
-    "copy": Copy, "compute": Compute, "collective": Collective, "set": Set, "wait": Wait, "for": For,
+    "copy": Copy, "compute": Compute, "collective": Collective, "set": Set, "wait": Wait, "for": For, "tiles": Tiles,
 }  # fmt: skip
 _KNOWN: dict[tuple[type, str], Collection[str]] = {(Compute, "op"): OPS, (Buffer, "dtype"): ITEM_BYTES}
 
@@ -97,9 +98,10 @@ def _bytes(count: int) -> str:
 
 
 def _step_lines(head: str, step: Step, rank: int | None, buffers: dict[str, Buffer]) -> list[str]:
-    if not isinstance(step, For):
+    if not isinstance(step, For | Tiles):
         return [_wrapped(head, str(_shown(step, rank, buffers)))]
-    lines = [f"{head}for {step.index} in 0 .. {step.extent} - 1"]
+    what = f"tiles of {step.kernel}," if isinstance(step, Tiles) else "for"
+    lines = [_wrapped(head, f"{what} {step.index} in 0 .. {step.extent} - 1")]
     for inner in step.body:
         lines += _step_lines(" " * len(head) + "  ", inner, rank, buffers)
     return lines
@@ -121,7 +123,9 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
         return _region(item, RANK if item.at == rank else item.at, buffers.get(item.buffer))
     if isinstance(item, Set):
         return replace(item, at=RANK if item.at == rank else item.at)
-    if isinstance(item, Copy | Compute | Collective | For):
+    if isinstance(item, For | Tiles):
+        return " ".join(str(item).split())
+    if isinstance(item, Copy | Compute | Collective):
         return replace(item, **{f.name: _shown(getattr(item, f.name), rank, buffers) for f in fields(item)})
     return item
 

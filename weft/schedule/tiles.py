@@ -1,0 +1,113 @@
+"""Tiles of persistent kernels, taken apart: how often what occurs in them, and as lanes whose order signals keep.
+
+A kernel that does n tiles, many at a time, orders what it does as n lanes would that all start at a signal and each end with
+one. `forked` writes it like that, so that whoever knows lanes and signals (`order`, `happens`, `verify`) knows tiles too:
+
+    lane                          set begin, wait until end[0], ..., end[n - 1] are set
+    n more lanes of one tile each    wait for begin, the tile's body, set its end
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from weft.schedule.expr import Expr, Index
+from weft.schedule.schedule import Schedule, is_empty
+from weft.schedule.steps import Compute, Copy, Lane, Set, Signals, Step, Tiles, Wait
+
+
+def counted(tiles: Tiles, *numbers: Index) -> list[tuple[tuple[int, ...], int]]:
+    """(values of `numbers`, in how many of `tiles` they have them), for tiles in numbers; by rising values."""
+    extent = cast(int, tiles.extent)
+    if extent == 0:
+        return []
+    if not any(isinstance(number, Expr) for number in numbers):
+        return [(cast(tuple[int, ...], numbers), extent)]
+    at = np.arange(extent)
+    columns = [n.over({tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
+    table = np.stack([np.broadcast_to(column, extent) for column in columns])
+    first = np.lexsort(table[::-1])
+    table = table[:, first]
+    begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
+    times = np.diff(np.r_[begins, extent])
+    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), times.tolist(), strict=True)]
+
+
+def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
+    """(`schedule` with the signals that this takes, every rank's lanes in numbers, what is written by tiles left out).
+
+    At most `most` of a step's tiles become lanes: the first, the last, and every k-th. Waits then count without the others'
+    sets: where T of N sets were needed and D of them are left out, T - D of N - D are.
+    """
+    forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in range(schedule.world_size)]
+    dropped = sum((fork.dropped for fork in forks), Counter())
+    lanes = [
+        tuple(replace(lane, steps=tuple(_without(lane.steps, rank, dropped))) for lane in fork.lanes)
+        for rank, fork in enumerate(forks)
+    ]
+    signals = {signal.name: signal for fork in forks for signal in fork.signals}
+    left_out = {name for fork in forks for name in fork.left_out}
+    return replace(schedule, signals=(*schedule.signals, *signals.values())), lanes, left_out
+
+
+class _Fork:
+    """The lanes of one rank."""
+
+    def __init__(self, rank: int, lanes: tuple[Lane, ...], most: int) -> None:
+        self.rank, self.most = rank, most
+        self.signals: list[Signals] = []
+        self.dropped: Counter[tuple[Index, str, Index]] = Counter()
+        self.left_out: set[str] = set()
+        self._more: list[Lane] = []
+        steps = [[new for step in lane.steps for new in self._written_out(lane, step)] for lane in lanes]
+        self.lanes = [replace(lane, steps=tuple(s)) for lane, s in zip(lanes, steps, strict=True)] + self._more
+
+    def _written_out(self, lane: Lane, step: Step) -> list[Step]:
+        if not isinstance(step, Tiles):
+            return [step]
+        extent = cast(int, step.extent)
+        chosen = _sample(extent, self.most)
+        name = f"{lane.name}/{step.kernel}/{len(self._more)}"
+        # As many signals as the longest sample, so that they are declared alike on all ranks.
+        begin, end = Signals(f"begin {name}", 1), Signals(f"end {name}", self.most)
+        self.signals += [begin, end]
+        for i, number in enumerate(chosen):
+            body = (inner for inner in step.tile(number) if not is_empty(inner))
+            steps = (Wait(begin.name), *body, Set(end.name, i, self.rank))
+            self._more.append(Lane(f"{lane.name}, {step.kernel}, {step.index} = {number}", lane.resource, steps))
+        if len(chosen) < extent:
+            self._leave_out(step, chosen)
+        return [Set(begin.name, 0, self.rank), *(Wait(end.name, i) for i in range(len(chosen)))]
+
+    def _leave_out(self, tiles: Tiles, chosen: list[int]) -> None:
+        for inner in tiles.body:
+            if isinstance(inner, Set):
+                for (at, index), times in counted(tiles, inner.at, inner.index):
+                    self.dropped[at, inner.signal, index] += times
+            else:
+                region = inner.dst if isinstance(inner, Copy) else cast(Compute, inner).out
+                self.left_out.add(region.buffer)
+        for inner in (inner for number in chosen for inner in tiles.tile(number)):
+            if isinstance(inner, Set):
+                self.dropped[inner.at, inner.signal, inner.index] -= 1
+
+
+def _sample(extent: int, most: int) -> list[int]:
+    if extent <= most:
+        return list(range(extent))
+    stride = -(-(extent - 1) // (most - 1))
+    return [*range(0, extent - 1, stride), extent - 1]
+
+
+def _without(steps: tuple[Step, ...], rank: int, dropped: Counter[tuple[Index, str, Index]]) -> Iterator[Step]:
+    for step in steps:
+        if isinstance(step, Wait) and (fewer := dropped[rank, step.signal, step.index]):
+            if (count := cast(int, step.count) - fewer) > 0:
+                yield replace(step, count=count)
+        else:
+            yield step
