@@ -1,5 +1,8 @@
 """Runs all ranks of a schedule in this process, step by step in a random order that its signals allow.
 
+Tiles are done in a random order too, many of them begun at once. embedding_bag sums, for an element b of bags, the rows
+(5 b + 3 j) % rows of the table, j = 0 .. b % 4 - 1; which columns belong to which slot, `dims` says.
+
 It shares nothing with `weft.schedule.order` or an executor but `Schedule.of_rank`. Numbers are float64. What is allocated
 holds NaN: symmetric and scratch buffers once for all runs, outputs at each run; what reads too early gives a wrong result.
 """
@@ -13,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.schedule import Collective, Compute, Copy, Lane, Region, Schedule, Set, Step, Wait
+from weft.schedule import Collective, Compute, Copy, Lane, Region, Schedule, Set, Step, Tiles, Wait
 
 Tensors = dict[str, np.ndarray]
 OPERATIONS = {
@@ -28,9 +31,18 @@ class DeadlockError(AssertionError):
     pass
 
 
-def interpret(schedule: Schedule, inputs: list[list[Tensors]], seed: int) -> list[list[Tensors]]:
-    """`inputs[run][rank]` by buffer's name -> the same of outputs."""
-    return _Machine(schedule, inputs, random.Random(seed)).run()
+def interpret(
+    schedule: Schedule,
+    inputs: list[list[Tensors]],
+    seed: int,
+    *,
+    dims: tuple[int, ...] = (),
+    keep: tuple[str, ...] = (),
+) -> list[list[Tensors]]:
+    """`inputs[run][rank]` by buffer's name -> the same of outputs, and of what the buffers `keep` hold when the run ends.
+
+    dims: columns of each slot, for embedding_bag."""
+    return _Machine(schedule, inputs, random.Random(seed), dims, keep).run()
 
 
 def edited(schedule: Schedule, change: Callable[[Step], Step | None]) -> Schedule:
@@ -43,21 +55,22 @@ def edited(schedule: Schedule, change: Callable[[Step], Step | None]) -> Schedul
 
 
 class _Machine:
-    def __init__(self, schedule: Schedule, inputs: list[list[Tensors]], rng: random.Random) -> None:
+    def __init__(self, schedule: Schedule, inputs: list[list[Tensors]], rng: random.Random, dims: tuple[int, ...],
+        keep: tuple[str, ...],
+    ) -> None:  # fmt: skip
         world = range(schedule.world_size)
-        self.rng, self.inputs = rng, inputs
+        self.rng, self.inputs, self.dims, self.keep = rng, inputs, dims, keep
+        self.begun: dict[tuple[int, int], list[list[Step]]] = {}
         self.lanes: list[tuple[Lane, ...]] = [schedule.of_rank(rank) for rank in world]
         self.buffers = [schedule.buffers_of_rank(rank) for rank in world]
         self.memory: list[Tensors] = [{} for _ in world]
         self.outputs: list[list[Tensors]] = [[{} for _ in world] for _ in inputs]
         self.counters: Counter[tuple[int, str, int]] = Counter()
-        self.per_run = Counter(
-            (s.at, s.signal, s.index)
-            for lanes in self.lanes
-            for lane in lanes
-            for s in lane.steps
-            if isinstance(s, Set)
-        )
+        steps = [s for lanes in self.lanes for lane in lanes for s in lane.steps]
+        steps += [
+            inner for s in steps if isinstance(s, Tiles) for number in range(s.extent) for inner in s.tile(number)
+        ]
+        self.per_run = Counter((s.at, s.signal, s.index) for s in steps if isinstance(s, Set))
         self.gathers: dict[tuple, dict[int, np.ndarray]] = {}
         self.at = [[0] * len(lanes) for lanes in self.lanes]
         self.runs = [0] * len(world)
@@ -77,7 +90,10 @@ class _Machine:
                     moved = True
             for rank in range(len(self.lanes)):
                 done = all(at == len(lane.steps) for at, lane in zip(self.at[rank], self.lanes[rank], strict=True))
-                if done and self.runs[rank] < len(self.inputs):
+                run = self.runs[rank]
+                if done and not any(name in self.outputs[run - 1][rank] for name in self.keep):
+                    self.outputs[run - 1][rank] |= {name: self.memory[rank][name].copy() for name in self.keep}
+                if done and run < len(self.inputs):
                     self._start(rank)
                     moved = True
         if min(self.runs) < len(self.inputs) or any(
@@ -105,7 +121,18 @@ class _Machine:
     def _step(self, rank: int, i: int) -> bool:
         at = self.at[rank][i]
         steps = self.lanes[rank][i].steps
-        if at == len(steps) or not self._do(rank, i, steps[at]):
+        if at == len(steps):
+            return False
+        if isinstance(tiles := steps[at], Tiles):
+            begun = self.begun.setdefault((rank, i), [list(tiles.tile(number)) for number in range(tiles.extent)])
+            chosen = self.rng.choice(begun)
+            self._do(rank, i, chosen.pop(0))
+            if not chosen:
+                begun.remove(chosen)
+            if begun:
+                return True
+            del self.begun[rank, i]
+        elif not self._do(rank, i, steps[at]):
             return False
         self.at[rank][i] += 1
         return True
@@ -120,15 +147,36 @@ class _Machine:
         elif isinstance(step, Copy):
             self._view(step.dst)[:] = self._view(step.src)
         elif isinstance(step, Compute):
-            result = OPERATIONS[step.op](*(self._view(region) for region in step.inputs))
+            if step.op == "embedding_bag":
+                result = self._pooled(step)
+            else:
+                result = OPERATIONS[step.op](*(self._view(region) for region in step.inputs))
             self._view(step.out)[:] = self._view(step.out) + result if step.accumulate else result
         elif isinstance(step, Collective):
             gather = self.gathers.setdefault((self.runs[rank], i, self.at[rank][i]), {})
             gather[rank] = self._view(step.src)
             if len(gather) < len(self.lanes):
                 return False
-            self._view(step.dst)[:] = np.concatenate([gather[r] for r in range(len(self.lanes))])
+            parts = [gather[r] for r in range(len(self.lanes))]
+            if step.op == "all_to_all":
+                begin = sum(self._received(r, i) for r in range(rank))
+                parts = [part[begin : begin + step.dst.rows] for part in parts]
+            self._view(step.dst)[:] = np.concatenate(parts, axis=step.op == "all_to_all")
         return True
+
+    def _received(self, rank: int, i: int) -> int:
+        """Rows that a rank receives in the one collective of lane i."""
+        return next(step.dst.rows for step in self.lanes[rank][i].steps if isinstance(step, Collective))
+
+    def _pooled(self, step: Compute) -> np.ndarray:
+        bags, tables = step.inputs
+        slots = slice(bags.col, bags.col + bags.cols)
+        bag = np.repeat(self._view(bags), self.dims[slots], axis=1).astype(int)  # of each column
+        table = self.memory[tables.at][tables.buffer]
+        columns = np.arange(tables.col, tables.col + tables.cols)
+        assert bag.shape == (step.out.rows, step.out.cols)
+        rows = (table[(5 * bag + 3 * j) % len(table), columns] * (j < bag % 4) for j in range(3))
+        return np.asarray(sum(rows))
 
     def _view(self, region: Region) -> np.ndarray:
         rows = slice(region.row, region.row + region.rows)

@@ -1,12 +1,14 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
-From one call down: this file checks the input and finds the compiled operator for (group, device, plan);
+From one call down: this file checks the input, takes the schedule that is asked for (`weft.schedule.slices`) and finds the
+compiled operator for (group, device, what the schedule plans);
 `weft.runtime.cpu` or `weft.runtime.cuda` is a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
 `weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ from weft import symm
 from weft.errors import WeftError
 from weft.runtime.agreement import agree_on_new, drop_closed, refuse
 from weft.runtime.cpu import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, default_slice_size
+from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import EmbeddingAllToAll, slices
 from weft.sparse import EmbeddingSharding, as_jagged
 from weft.sparse.check import CheckedInput, check_jagged
 from weft.sparse.jagged import JaggedInput
@@ -95,7 +99,7 @@ def embedding_all_to_all(
             )
         used = "direct" if transport == "auto" else transport
         vectors = default_slice_size(sharding) if slice_size is None else slice_size
-        plan = EmbeddingPlan(sharding, used, order, vectors, bounds_check, hash, outputs)
+        plan = _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
         jagged = as_jagged(features)
         weights = _tensors(weights)
         known = _known(weights, plan, domain.rank)
@@ -119,6 +123,40 @@ def embedding_all_to_all(
         weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
         operator.handle, deadline_s or 0.0,
     )  # fmt: skip
+
+
+def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
+    """A call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(described(...), ...)`.
+
+    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one each.
+    """
+    local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
+    rows: tuple[tuple[float, ...], ...] = ()
+    if (read := sharding.rows_read) is not None:
+        of_table = [rows / len(table.feature_names) for rows, table in zip(read, sharding.tables, strict=True)]
+        rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
+    places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
+    dtype = next(name for name, known in TORCH_DTYPE.items() if known == sharding.dtype)
+    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, dtype)
+
+
+@functools.lru_cache(maxsize=64, typed=True)  # typed: 1 is no True, and refused
+def _planned(
+    sharding: EmbeddingSharding,
+    transport: Transport,
+    order: Order,
+    slice_size: int,
+    bounds_check: BoundsCheck,
+    hash: bool,
+    outputs: int,
+) -> EmbeddingPlan:
+    """What the schedule of that transport, order and slice size plans; `ValueError` if one of the options is none."""
+    EmbeddingPlan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+    # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
+    problem = described(sharding, (1,) * sharding.world_size)
+    builder = slices.put if transport == "put" else slices.direct
+    schedule = builder(problem, slice_size=int(slice_size), order=order)
+    return plan_of(schedule, sharding, bounds_check=bounds_check, hash=hash, outputs=outputs)
 
 
 def _tensors(weights: Any) -> list[torch.Tensor]:

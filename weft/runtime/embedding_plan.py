@@ -3,32 +3,29 @@
 A **unit** is what a program or thread takes at a time: up to `slice_size` pooled vectors of one sample. For `put` a unit
 is a **slice**: its output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
 `direct` a unit only says how much work is grabbed at once. The units of a sample are the same for every sample.
+
+Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated:
+`plan_of` reads them off its tiles.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import Literal, get_args
 
-from weft.sparse import EmbeddingSharding, Slot
+from weft.errors import ScheduleError
+from weft.schedule import Compute, Copy, Region, Schedule, Tiles, value
+from weft.schedule.slices import Unit, units_of
+from weft.sparse import EmbeddingSharding
 
 Transport = Literal["direct", "put"]
 Order = Literal["remote_first", "natural"]
 BoundsCheck = Literal["fatal", "warning", "ignore"]
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Local slots `first` to `end` of a sample; they cover `width` columns from `column` on (with gaps, for `direct`)."""
-
-    first: int
-    end: int
-    column: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,13 @@ class EmbeddingPlan:
     outputs: int = 2
 
     def __post_init__(self) -> None:
-        for name, value, legal in (
+        for name, given, legal in (
             ("transport", self.transport, get_args(Transport)),
             ("order", self.order, get_args(Order)),
             ("bounds_check", self.bounds_check, get_args(BoundsCheck)),
         ):
-            if value not in legal:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, legal))}")
+            if given not in legal:
+                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
         if not isinstance(self.hash, bool):
             raise ValueError(f"hash={self.hash!r} must be True or False")
         if not isinstance(self.slice_size, Integral) or not 1 <= self.slice_size < 2**31:
@@ -79,7 +76,7 @@ class EmbeddingPlan:
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
         """The slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
-        return slices_of(self.sharding.local_slots(rank), self.slice_size)
+        return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
 
     @cached_property
     def slices_per_sample(self) -> tuple[int, ...]:
@@ -87,15 +84,40 @@ class EmbeddingPlan:
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
 
 
-def slices_of(slots: tuple[Slot, ...], slice_size: int) -> tuple[Unit, ...]:
-    units: list[Unit] = []
-    for number, slot in enumerate(slots):
-        last = units[-1] if units else None
-        if last and last.column + last.width == slot.column and last.end - last.first < slice_size:
-            units[-1] = Unit(last.first, number + 1, last.column, last.width + slot.dim)
-        else:
-            units.append(Unit(number, number + 1, slot.column, slot.dim))
-    return tuple(units)
+def plan_of(
+    schedule: Schedule,
+    sharding: EmbeddingSharding,
+    *,
+    bounds_check: BoundsCheck = "warning",
+    hash: bool = False,
+    outputs: int = 2,
+) -> EmbeddingPlan:
+    """The plan that does what `schedule` says: whether slices are staged, whose samples come first, how long slices are.
+
+    `ScheduleError` if it is none of the schedules that the operator's kernels can do.
+    """
+    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
+    kernels = {step.kernel for step in tiles}
+    found = re.fullmatch(r"embedding_all_to_all\[slice_size=(\d+)\]", kernels.pop()) if len(kernels) == 1 else None
+    targets = dict.fromkeys(
+        value(_stored(step).at, rank=0) for step in tiles
+    )  # of rank 0: one program is for all ranks
+    ranks = [*range(schedule.world_size)]
+    orders: dict[Order, list[int]] = {"remote_first": [*ranks[1:], 0], "natural": ranks}
+    order = next((name for name, wanted in orders.items() if wanted == [*targets]), None)
+    if found is None or order is None:
+        raise ScheduleError(
+            f"schedule {schedule.name} is none of the operator's: one kernel, embedding_all_to_all[slice_size=n], for the "
+            f"samples of all ranks, the own ones last or all in their order; found {', '.join(t.kernel for t in tiles)}"
+        )
+    staged = any(buffer.role == "scratch" for buffer in schedule.buffers)
+    return EmbeddingPlan(sharding, "put" if staged else "direct", order, int(found[1]), bounds_check, hash, outputs)
+
+
+def _stored(tiles: Tiles) -> Region:
+    """Where a tile's vectors end up."""
+    *_, last = (step for step in tiles.body if isinstance(step, Copy | Compute))
+    return last.dst if isinstance(last, Copy) else last.out
 
 
 def default_slice_size(sharding: EmbeddingSharding) -> int:

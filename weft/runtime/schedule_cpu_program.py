@@ -79,8 +79,12 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     for lane in ranks[rank]:
         for step in lane.steps:
             wrong = list(wrong_step(schedule, buffers, rank, step))
-            if isinstance(step, Wait) and step.count > (n := sets[rank, step.signal, step.index]):
+            if isinstance(step, Wait) and value(step.count) > (n := sets[rank, step.signal, step.index]):
                 wrong.append(f"{step.count} sets are waited for, and a run makes {n}")
+            if isinstance(step, Collective) and step.op != "all_gather":
+                wrong.append("the CPU executor gathers, and knows no other collective")
+            if isinstance(step, Compute) and step.op == "embedding_bag":
+                wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
             if isinstance(step, Compute) and not wrong and buffers[rank][step.out.buffer].dtype == "fp8":
                 wrong.append("there is no fp8 arithmetic on CPU: use bf16")
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
@@ -191,6 +195,7 @@ class Program:
                 setters = self._setters[signal, value(index)]
                 ranks = tuple(dict.fromkeys(setters))
                 # Only of a rank that must set it in this run is it known that it has to call.
+                count = value(count)
                 needs = ranks if not previous and (len(ranks) == 1 or count == len(setters)) else ()
                 return partial(
                     self.run.wait,

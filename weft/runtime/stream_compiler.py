@@ -426,6 +426,8 @@ class _Compiler:
         return lambda t: void(op(*(x(t) for x in inputs), out=out(t)))
 
     def _collective(self, step: Collective) -> Callable[[Tensors], None]:
+        if step.op != "all_gather":
+            raise ScheduleError(f"streams cannot run {step}; they know all_gather")
         src, dst, group = self._view(step.src), self._view(step.dst), self.owner.domain.group
         sizes = [
             int(b.rows)

@@ -32,8 +32,7 @@ from weft.schedule.steps import (
 )
 
 __all__ = [
-    "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "Buffer", "Candidate", "Collective", "Compute", "Copy", "Draft", "EmbeddingAllToAll",
-    "Expr",
-    "For", "Index", "Lane", "NotApplicableError", "Problem", "Region", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder",
-    "builders_of", "candidates", "lookup", "unregister", "value",
+    "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "Buffer", "Candidate", "Collective", "Compute", "Copy", "Draft",
+    "EmbeddingAllToAll", "Expr", "For", "Index", "Lane", "NotApplicableError", "Problem", "Region", "Schedule", "Set",
+    "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "lookup", "unregister", "value",
 ]  # fmt: skip

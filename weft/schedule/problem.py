@@ -188,5 +188,7 @@ def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] |
     return found
 
 
-def _bind(function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]) -> Callable[[], Schedule]:
+def _bind(
+    function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]
+) -> Callable[[], Schedule]:
     return lambda: function(problem, **chosen)

@@ -104,7 +104,10 @@ def put(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule
     for to in d.targets(order):
         d.wait_for(ready, to)
         batch, cols, first = lookup(p.batch_sizes, to), (d.column, d.width), d.first_of(to)
-        place, stage = out.part(rows=(d.sample, 1), cols=cols, at=to), staged.part(rows=(first + d.sample, 1), cols=cols)
+        place, stage = (
+            out.part(rows=(d.sample, 1), cols=cols, at=to),
+            staged.part(rows=(first + d.sample, 1), cols=cols),
+        )
         sending = d.pool(first, stage), Copy(stage, place, "kernel"), Set(arrived.name, RANK, to)
         for body, is_own in ((sending, False), ((d.pool(first, place),), True)):  # own samples are pooled in place
             if isinstance(to, int):
@@ -114,8 +117,11 @@ def put(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule
     for distance in range(1, world):
         source = peer(world, -distance)
         counts = tuple(d.counts[rank - distance] * batch for rank, batch in enumerate(p.batch_sizes))
-        some = lookup(tuple(int(count > 0) for count in counts), RANK)
-        lane.repeat("once", some, Wait(arrived.name, source, lookup(counts, RANK)))
+        if min(counts) > 0:
+            lane.wait(arrived, source, lookup(counts, RANK))
+        else:  # some rank has nothing to wait for
+            some = lookup(tuple(int(count > 0) for count in counts), RANK)
+            lane.repeat("once", some, Wait(arrived.name, source, lookup(counts, RANK)))
     return d.schedule()
 
 
@@ -154,7 +160,8 @@ class _Slices(Draft):
         return lookup(self.counts, RANK) * batch
 
     def first_of(self, rank: Index) -> Index:
-        return lookup(starts(self.p.batch_sizes), rank)
+        sizes = self.p.batch_sizes
+        return rank * sizes[0] if len(set(sizes)) == 1 else lookup(starts(sizes), rank)
 
     def targets(self, order: SliceOrder) -> list[Index]:
         if order == "natural":
@@ -165,7 +172,7 @@ class _Slices(Draft):
         """The lane, which first says to all ranks that waits are for that this one's output may be written."""
         lane = self.lane("pool")
         for distance in range(order == "remote_first", self.world_size):
-            lane.set(ready, RANK, at=peer(self.world_size, distance))
+            lane.set(ready, RANK, at=peer(self.world_size, distance) if distance else RANK)
         return lane
 
     def wait_for(self, ready: Signals, rank: Index) -> None:

@@ -9,7 +9,7 @@ are named by distance from the rank whose step it is, so that ranks that do the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy
@@ -64,10 +64,28 @@ def cost(model: Model, world: int, step: Copy | Compute | Collective, operands: 
             return _local_copy(model, source.bytes, step.by)
         return _peer_copy(model, source, target, step.by)
     if isinstance(step, Collective):
-        return _all_gather(model, world, *operands)
+        return (_all_gather if step.op == "all_gather" else _all_to_all)(model, world, *operands)
     if step.op == "matmul":
         return _matmul(model, step.accumulate, *operands)
+    if step.op == "embedding_bag":
+        return _embedding_bag(model, *operands)
     return _elementwise(model, step, operands)
+
+
+def cost_of_tiles(model: Model, world: int, parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]]) -> Cost:
+    """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
+    of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency."""
+    taken: dict[Place, float] = {}
+    sent = 0
+    for step, operands, times in parts:
+        found = cost(model, world, step, operands)
+        sent += times * found.sent_bytes
+        for how, place, amount in found.uses:
+            if how == "share":
+                taken[place] = taken.get(place, 0.0) + times * amount * found.work_us
+    us = max(taken.values(), default=0.0)
+    uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
+    return _cost("compute", model.launch_us, us, uses, sent)
 
 
 def _local_copy(model: Model, count: int, by: str) -> Cost:
@@ -117,6 +135,29 @@ def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> C
     for distance in range(1, world):
         uses += _wire(model, 0, distance, source.bytes, us)
     return _cost("peer", model.collective_latency_us, us, uses, source.bytes * (world - 1), joins=True)
+
+
+def _all_to_all(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+    """Of the rows of every rank's source to each rank those that its target has."""
+    if world == 1:
+        return _local_copy(model, source.bytes, "kernel")
+    kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
+    sent, received = source.bytes - kept, target.bytes - kept
+    us = model.transfer_us("all_to_all", max(sent, received))
+    uses = [_share("hbm", 0, _part(source.bytes + target.bytes, us, model.hbm_bytes_per_us))]
+    uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
+    for distance in range(1, world):
+        uses += _wire(model, 0, distance, sent / (world - 1), us)
+    return _cost("peer", model.collective_latency_us, us, uses, sent, joins=True)
+
+
+def _embedding_bag(model: Model, bags: Operand, tables: Operand, out: Operand) -> Cost:
+    """Rows of tables, the ids that name them, and where each bag begins; every row that is read counts, again or not."""
+    rows = out.rows * tables.bytes
+    ids = bags.bytes * (tables.rows + 1)
+    traffic = rows + ids + (0 if out.at else out.bytes)
+    us = max(traffic / model.hbm_bytes_per_us, out.rows * tables.rows * tables.cols / model.vector_flops_per_us)
+    return _kernel(model, "compute", (bags, tables), out, us, us, traffic)
 
 
 def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, out: Operand) -> Cost:

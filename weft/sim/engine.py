@@ -25,6 +25,8 @@ from weft.sim.machines import NULL
 from weft.sim.model import Model
 from weft.sim.result import Event, Simulated
 
+_PULSES = 16
+"""Signals that a kernel sets as it goes on are raised after each such part of its work, as many as are due."""
 _DONE_US = 1e-7
 """Work that is left and counts as none: below what sums of floating-point times are good for."""
 
@@ -76,7 +78,7 @@ def _issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[f
 
 
 class _Lane:
-    __slots__ = ("issued", "load", "next", "program", "rank", "rest", "since", "tasks")
+    __slots__ = ("issued", "load", "mark", "next", "program", "pulses", "rank", "rest", "since", "tasks")
 
     def __init__(self, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
         self.program, self.rank, self.issued = program, rank, issued
@@ -84,6 +86,7 @@ class _Lane:
         self.next = 0
         self.since = 0.0  # the beginning of the task that is under way
         self.load, self.rest = 0, 0.0  # of its work
+        self.pulses, self.mark = 0, 0.0  # raised so far, and what is left of the work at the next one
 
 
 class _Rank:
@@ -102,6 +105,7 @@ class _Timed(NamedTuple):
     lane: _Lane | None  # goes on: with its work, if that is what it waited for
     works: bool
     counter: int  # is raised, where there is no lane
+    times: int
 
 
 class _Engine:
@@ -140,21 +144,26 @@ class _Engine:
         until = self.timed[0].at_us if self.timed else float("inf")
         if self.working:
             speed = self._speeds()
-            until = min(until, self.now + min(lane.rest / speed[lane.load] for lane in self.working))
+            until = min(until, self.now + min((lane.rest - lane.mark) / speed[lane.load] for lane in self.working))
             passed = until - self.now
             still: list[_Lane] = []
             done: list[_Lane] = []
+            marked: list[_Lane] = []
             for lane in self.working:
                 lane.rest -= passed * speed[lane.load]
                 (still if lane.rest > _DONE_US else done).append(lane)
+                if lane.mark and lane.rest - lane.mark <= _DONE_US:
+                    marked.append(lane)
             self.now, self.working = until, still
+            for lane in marked:
+                self._pulse(lane)
             for lane in done:
                 self._finish(lane)
         self.now = until
         while self.timed and self.timed[0].at_us <= self.now:
             event = heapq.heappop(self.timed)
             if event.lane is None:
-                self._raise(event.counter)
+                self._raise(event.counter, event.times)
             elif event.works:
                 self._work(event.lane)
             else:
@@ -166,9 +175,11 @@ class _Engine:
             self.known_speeds[key] = speeds(self.program.loads, Counter(key))
         return self.known_speeds[key]
 
-    def _plan(self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1) -> None:
+    def _plan(
+        self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1, times: int = 0
+    ) -> None:
         self.planned += 1
-        heapq.heappush(self.timed, _Timed(at_us, self.planned, lane, works, counter))
+        heapq.heappush(self.timed, _Timed(at_us, self.planned, lane, works, counter, times))
 
     # -- lanes
 
@@ -191,10 +202,7 @@ class _Engine:
                 return self._begin(lane, task)
             if isinstance(task, Raise):
                 lane.next += 1
-                if task.delay_us:
-                    self._plan(self.now + task.delay_us, counter=task.counter)
-                else:
-                    self._raise(task.counter)
+                self._raise_after(task.delay_us, task.counter, 1)
                 continue
             wanted = (lane.rank.run - 1 - task.previous) * task.sets_per_run + task.sets
             if self.counters[task.counter] < wanted and not (task.previous and lane.rank.run == 1):
@@ -209,6 +217,7 @@ class _Engine:
 
     def _begin(self, lane: _Lane, task: Work) -> None:
         lane.load, lane.rest = task.load, task.work_us
+        lane.pulses, lane.mark = 0, task.work_us * (1 - 1 / _PULSES) if task.raises else 0.0
         if task.joins and len(self.ranks) > 1:
             place = (lane.rank.run, lane.program.number, lane.next)
             there = self.meeting.setdefault(place, [])
@@ -227,7 +236,19 @@ class _Engine:
         else:
             self._finish(lane)
 
+    def _pulse(self, lane: _Lane) -> None:
+        task = lane.tasks[lane.next]
+        assert isinstance(task, Work)
+        lane.pulses += 1
+        lane.mark = task.work_us * (1 - (lane.pulses + 1) / _PULSES) if lane.pulses < _PULSES else 0.0
+        for counter, times, delay_us in task.raises:
+            if due := times * lane.pulses // _PULSES - times * (lane.pulses - 1) // _PULSES:
+                self._raise_after(delay_us, counter, due)
+
     def _finish(self, lane: _Lane) -> None:
+        task = lane.tasks[lane.next]
+        while isinstance(task, Work) and task.raises and lane.pulses < _PULSES:
+            self._pulse(lane)
         self._note(lane)
         self._advance(lane)
 
@@ -235,8 +256,14 @@ class _Engine:
         self.events.append(Event(lane.program, lane.next, lane.rank.run, lane.since, self.now))
         lane.next += 1
 
-    def _raise(self, counter: int) -> None:
-        self.counters[counter] += 1
+    def _raise_after(self, delay_us: float, counter: int, times: int) -> None:
+        if delay_us:
+            self._plan(self.now + delay_us, counter=counter, times=times)
+        else:
+            self._raise(counter, times)
+
+    def _raise(self, counter: int, times: int) -> None:
+        self.counters[counter] += times
         if counter not in self.waiting:
             return
         have = self.counters[counter]

@@ -10,10 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
-from weft.schedule import RANK, Collective, Compute, Copy, Expr, For, Index, Region, Schedule, Set, Step, Wait, value
-from weft.sim.costs import Cost, How, Operand, Place, What, cost
+from weft.schedule import (
+    RANK,
+    Collective,
+    Compute,
+    Copy,
+    Expr,
+    For,
+    Index,
+    Region,
+    Schedule,
+    Set,
+    Step,
+    Tiles,
+    Wait,
+    value,
+)
+from weft.schedule.steps import put_in
+from weft.schedule.tiles import counted
+from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles
 from weft.sim.fair import Load
 from weft.sim.model import Model
 
@@ -29,6 +46,7 @@ class Work(NamedTuple):
     load: int  # which of the program's loads
     joins: bool
     sent_bytes: int
+    raises: tuple[tuple[int, int, float], ...] = ()  # (counter, times, delay) of signals that are set as it goes on
 
 
 class Raise(NamedTuple):
@@ -76,16 +94,33 @@ class Program:
         return _name(lane.origins[task], lane.rank if rank is None else rank)
 
 
+class _SetBy(NamedTuple):
+    """What one rank sets: its counter at the rank so far on, so many times."""
+
+    signal: str
+    distance: int
+    place: int
+    times: int
+
+
+class _Tiled(NamedTuple):
+    """Of one rank, (place in the body, its operands' numbers, in how many tiles), and the sets of all tiles together."""
+
+    parts: tuple[tuple[int, tuple[int, ...], int], ...]
+    sets: tuple[_SetBy, ...]
+
+
 class _Item(NamedTuple):
-    """A step with its numbers. numbers: rows, columns and distance of each operand; or distance and index; or index."""
+    """A step with its numbers. numbers: rows, columns and distance of each operand; or distance and index; or index, count."""
 
     origin: Origin
     present: ByRank
     numbers: tuple[ByRank, ...]
     signal: str = ""
     carried: bool = (
-        False  # done by the copying kernel before it: a set at its end, a copy of the same rows to elsewhere
+        False  # done by the kernel before it: a set at its end, a copy of the same rows to elsewhere, more of its tiles
     )
+    tiled: tuple[_Tiled, ...] = ()  # by rank
 
 
 def lower(schedule: Schedule, model: Model, *, alike: bool = True) -> Program:
@@ -151,16 +186,22 @@ class _Lowering:
 
     def _items(self, steps: Sequence[Step]) -> list[_Item]:
         items: list[_Item] = []
-        kernel: Copy | None = None
+        kernel: Copy | Tiles | None = None
+        persistent = ""
         for step, turn, there in self._flat(steps, (), 1):
             item = self._item(step, turn, there)
             if isinstance(step, Copy) and step.by == "kernel":
-                item = item._replace(carried=kernel is not None and step.src == kernel.src)
+                item = item._replace(carried=isinstance(kernel, Copy) and step.src == kernel.src)
+                kernel = step
+            elif isinstance(step, Tiles):
+                item = item._replace(carried=step.kernel == persistent)
                 kernel = step
             elif isinstance(step, Set):
                 item = item._replace(carried=kernel is not None)
             else:
                 kernel = None
+            if not isinstance(step, Set | Wait):  # a persistent kernel sets and waits itself
+                persistent = step.kernel if isinstance(step, Tiles) else ""
             items.append(item)
         return items
 
@@ -174,7 +215,13 @@ class _Lowering:
                 step.signal,
             )
         if isinstance(step, Wait):
-            return _Item(origin, there, (self._vector(step.index, turn, there),), step.signal)
+            index, count = (self._vector(n, turn, there) for n in (step.index, step.count))
+            return _Item(origin, there, (index, count), step.signal)
+        if isinstance(step, Tiles):
+            tiled = tuple(
+                self._tiled(step, turn, rank) if _at(there, rank) else _NO_TILES for rank in range(self.world)
+            )
+            return _Item(origin, _collapse([int(one != _NO_TILES) for one in tiled]), (), tiled=tiled)
         numbers: list[ByRank] = []
         for region in _regions(step):
             numbers += [self._vector(extent, turn, there) for extent in (region.rows, region.cols)]
@@ -185,23 +232,52 @@ class _Lowering:
             there = _collapse(full)
         return _Item(origin, there, tuple(numbers))
 
+    def _tiled(self, step: Tiles, turn: Turn, rank: int) -> _Tiled:
+        here: Tiles = put_in(step, {**dict(turn), "rank": rank})
+        parts: list[tuple[int, tuple[int, ...], int]] = []
+        sets: list[_SetBy] = []
+        for place, inner in enumerate(here.body):
+            if isinstance(inner, Set):
+                for (at, index), times in counted(here, inner.at, inner.index):
+                    sets.append(_SetBy(inner.signal, (at - rank) % self.world, index, times))
+                continue
+            extents = [n for region in _regions(inner) for n in (region.rows, region.cols, region.at)]
+            for numbers, times in counted(here, *extents):
+                placed = (n if i % 3 < 2 else (n - rank) % self.world for i, n in enumerate(numbers))
+                parts.append((place, tuple(placed), times))
+        return _Tiled(tuple(parts), tuple(sorted(sets)))
+
+    def _sets(self, item: _Item, rank: int) -> tuple[_SetBy, ...]:
+        if item.tiled:
+            return item.tiled[rank].sets
+        if not isinstance(item.origin.step, Set):
+            return ()
+        distance, index = (_at(n, rank) for n in item.numbers)
+        return (_SetBy(item.signal, distance, index, 1),)
+
     # -- symmetry
 
     def _turns_around(self, items: list[_Item]) -> bool:
         """Whether rank r does what rank 0 does, turned by r, and waits for the same sets."""
         for item in items:
-            varying = item.numbers[:1] if isinstance(item.origin.step, Set) else item.numbers
-            if not isinstance(item.present, int):
+            step = item.origin.step
+            part = slice(1) if isinstance(step, Set) else slice(isinstance(step, Wait), None)
+            numbers = item.numbers[part]
+            if not isinstance(item.present, int) or not all(isinstance(n, int) for n in numbers):
                 return False
-            if not isinstance(item.origin.step, Wait) and not all(isinstance(n, int) for n in varying):
+            if len({(one.parts, tuple(s._replace(place=0) for s in one.sets)) for one in item.tiled}) > 1:
                 return False
-        sets = [(i.signal, i.numbers[0], i.numbers[1]) for i in items if isinstance(i.origin.step, Set)]
+        sets = [
+            (of_ranks[0].signal, of_ranks[0].distance, tuple(one.place for one in of_ranks))
+            for item in items
+            for of_ranks in zip(*(self._sets(item, rank) for rank in range(self.world)), strict=True)
+        ]
         waits = [(i.signal, i.numbers[0]) for i in items if isinstance(i.origin.step, Wait)]
         for rank in range(1, self.world):
             same: dict[tuple[str, int], tuple[str, int]] = {}  # counters of rank 0: of this rank
-            for signal, distance, index in sets:
-                here = (signal, _at(index, -_at(distance, 0) % self.world))
-                there = (signal, _at(index, (rank - _at(distance, 0)) % self.world))
+            for signal, distance, places in sets:
+                here = (signal, places[-distance % self.world])
+                there = (signal, places[(rank - distance) % self.world])
                 if same.setdefault(here, there) != there:
                     return False
             if len(set(same.values())) != len(same):
@@ -213,12 +289,13 @@ class _Lowering:
 
     # -- tasks
 
-    def _counter_of_set(self, item: _Item, rank: int, symmetric: bool) -> tuple[int, str, int]:
-        distance, index = item.numbers
-        target = (rank + _at(distance, rank)) % self.world
-        if symmetric:  # what rank 0 does to a peer, another peer does to rank 0
-            return 0, item.signal, _at(index, -_at(distance, 0) % self.world)
-        return target, item.signal, _at(index, rank)
+    def _counters(self, item: _Item, rank: int, symmetric: bool) -> Iterator[tuple[tuple[int, str, int], _SetBy]]:
+        """(counter, what it sets) of an item at a rank."""
+        for i, one in enumerate(self._sets(item, rank)):
+            if symmetric:  # what rank 0 does to a peer, another peer does to rank 0
+                yield (0, one.signal, self._sets(item, -one.distance % self.world)[i].place), one
+            else:
+                yield ((rank + one.distance) % self.world, one.signal, one.place), one
 
     def _count_sets(
         self, items: list[list[_Item]], symmetric: bool, counters: dict[tuple[int, str, int], int]
@@ -227,23 +304,36 @@ class _Lowering:
         for rank in (0,) if symmetric else range(self.world):
             for lane in items:
                 for item in lane:
-                    if isinstance(item.origin.step, Set) and _at(item.present, rank):
-                        number = counters.setdefault(self._counter_of_set(item, rank, symmetric), len(counters))
-                        sets[number] = sets.get(number, 0) + 1
+                    for counter, one in self._counters(item, rank, symmetric) if _at(item.present, rank) else ():
+                        number = counters.setdefault(counter, len(counters))
+                        sets[number] = sets.get(number, 0) + one.times
         return sets
 
     def _task(
         self, item: _Item, rank: int, symmetric: bool, counters: dict[tuple[int, str, int], int], sets: dict[int, int]
     ) -> Task:
         step = item.origin.step
+        remote_us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
+        raises = tuple(
+            (counters[counter], one.times, remote_us if one.distance else self.model.signal_local_us)
+            for counter, one in self._counters(item, rank, symmetric)
+        )
         if isinstance(step, Set):
-            local = _at(item.numbers[0], rank) == 0
-            remote_us = self.model.signal_kernel_us if item.carried else self.model.signal_remote_us
-            delay = self.model.signal_local_us if local else remote_us
-            return Raise(counters[self._counter_of_set(item, rank, symmetric)], delay)
+            counter, _, delay = raises[0]
+            return Raise(counter, delay)
+        if isinstance(step, Tiles):
+            parts = [
+                (cast(Copy | Compute, step.body[place]), numbers, times)
+                for place, numbers, times in item.tiled[rank].parts
+            ]
+            priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
+            all_tiles = cost_of_tiles(self.model, self.world, priced)
+            load = self._load(all_tiles, rank, symmetric)
+            latency_us = 0.0 if item.carried else all_tiles.latency_us
+            return Work("compute", latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes, raises)
         if isinstance(step, Wait):
             number = counters.setdefault((rank, step.signal, _at(item.numbers[0], rank)), len(counters))
-            return Await(number, step.count, sets.get(number, 0), step.previous)
+            return Await(number, _at(item.numbers[1], rank), sets.get(number, 0), step.previous)
         assert not isinstance(step, For)  # they are written out
         operands = self._operands(step, tuple(_at(n, rank) for n in item.numbers))
         key = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
@@ -275,6 +365,9 @@ class _Lowering:
         return self._load_ids.setdefault(load, len(self._load_ids))
 
 
+_NO_TILES = _Tiled((), ())
+
+
 def _name(origin: Origin, rank: int) -> str:
     step, numbers = origin.step, {**dict(origin.turn), "rank": rank}
 
@@ -286,6 +379,8 @@ def _name(origin: Origin, rank: int) -> str:
         return f"{step.op} {of(step.out)}"
     if isinstance(step, Wait):
         return f"wait {step.signal}[{value(step.index, **numbers)}]" + (" of the previous run" if step.previous else "")
+    if isinstance(step, Tiles):
+        return step.kernel
     assert isinstance(step, Copy | Collective)
     return f"{'copy' if isinstance(step, Copy) else step.op} {of(step.src)} -> {of(step.dst)}"
 

@@ -8,7 +8,7 @@ nothing.
     link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
     copy_engine.latency, .bandwidth, .count, .row
     kernel_copy.units                       programs of a copying kernel
-    collective.all_gather, .all_gather_latency, .units
+    collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
     signal.local, .remote, .kernel, host.step
@@ -89,6 +89,9 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         signal_remote_us=us("signal.remote"),
         signal_kernel_us=us("signal.kernel"),
         host_step_us=us("host.step"),
+        all_to_all_bytes_per_us=(
+            per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
+        ),
     )
     rates = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
     if not rates:

@@ -33,8 +33,8 @@ _SMALLEST_TILE = 32
 _NEAREST = 8
 """Measured matmuls that correct another one: on a grid, the corners of a cell."""
 
-Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather"]
-"""By an engine; by a kernel that stores to a peer, or loads from it; the library's collective, by the bytes a rank receives."""
+Transfer: TypeAlias = Literal["copy", "put", "get", "all_gather", "all_to_all"]
+"""By an engine; by a kernel that stores to a peer, or loads from it; the library's collectives, by the bytes a rank receives."""
 
 
 class Matmul(NamedTuple):
@@ -86,6 +86,7 @@ class Model:
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by what it got wrong at the nearest."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
+    all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
@@ -121,6 +122,10 @@ class Model:
             "put": (self.launch_us, self.kernel_copy_bytes_per_us(True)),
             "get": (self.launch_us, self.kernel_copy_bytes_per_us(False)),
             "all_gather": (self.collective_latency_us, self.collective_bytes_per_us),
+            "all_to_all": (
+                self.collective_latency_us,
+                self.all_to_all_bytes_per_us or self.collective_bytes_per_us,
+            ),
         }[how]
         curve = self.measured_transfers_us.get(how)
         if not curve or count <= 0:

@@ -1,0 +1,147 @@
+"""Tiles: a persistent kernel as one step. Their counts, their order, their faults, and the time of their signals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_toys import SWITCH
+
+from weft.errors import ScheduleError
+from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
+from weft.schedule.order import issue_order, sets_per_run
+from weft.schedule.text import from_json, table, to_json
+from weft.schedule.tiles import counted
+from weft.schedule.verify import SAMPLE, verify
+from weft.sim import simulate
+
+T = Expr("t")
+
+
+def pushed(rows: int = 4, extent: int | None = None, wait: int | None = None, shift: int = 0) -> Schedule:
+    """Two ranks; each puts x row by row into the other's box, which computes on it when all rows are there."""
+    d = Draft("pushed", 2)
+    x, y = d.buffer("x", rows, 8, "fp32", "input"), d.buffer("y", rows, 8, "fp32", "output")
+    box = d.buffer("box", rows, 8, "fp32", "symmetric")
+    arrived, free = d.signals("arrived", 1), d.signals("free", 1)
+    peer = 1 - RANK
+    row = box.part(rows=((T + shift) // (shift + 1), 1), at=peer)
+    body = Copy(x.part(rows=(T, 1)), row, "kernel"), Set(arrived.name, 0, peer)
+    d.lane("push").wait(free, previous=True).tiles("push", "t", rows if extent is None else extent, *body)
+    d.lane("compute").wait(arrived, 0, rows if wait is None else wait).compute("relu", y.part(), box.part()).set(
+        free, at=peer
+    )
+    return d.schedule()
+
+
+def faults(schedule: Schedule) -> str:
+    with pytest.raises(ScheduleError) as error:
+        verify(schedule)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rows", [1, 4, SAMPLE, SAMPLE + 1, 100_000])
+def test_right_ones_verify(rows: int) -> None:
+    verify(pushed(rows))
+
+
+@pytest.mark.parametrize("rows", [4, 10 * SAMPLE])
+def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
+    assert "race on box@" in faults(pushed(rows, wait=rows - 1))
+    assert "sets are waited for, and a run makes" in faults(pushed(rows, wait=rows + 1))
+
+
+def test_a_row_that_no_tile_writes() -> None:
+    assert "it reads box@0[3:+1, 0:+8], which nothing has written" in faults(pushed(4, extent=3, wait=3))
+
+
+def test_tiles_are_not_ordered_among_each_other() -> None:
+    text = faults(pushed(4, shift=1))
+    assert "race on box@" in text
+    assert "lane push, push, t = 1, step 2" in text
+    assert "nothing orders them" in text
+
+
+def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() -> None:
+    d = Draft("in turn", 1)
+    x, s = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("s", 4, 8, "fp32", "scratch")
+    y = d.buffer("y", 4, 8, "fp32", "output")
+    row = (T, 1)
+    relu = Compute("relu", y.part(rows=row), (s.part(rows=row),))
+    d.lane("a").copy(x.part(), s.part()).tiles("relu", "t", 4, relu).compute("silu", y.part(), y.part())
+    verify(d.schedule())
+    lane = d.schedule().lanes[0]
+    assert "race on s@0" in faults(replace(d.schedule(), lanes=(replace(lane, steps=lane.steps[1:]), replace(lane, name="b", steps=lane.steps[:1]))))  # fmt: skip  # noqa: E501
+
+
+def test_tiles_do_not_wait() -> None:
+    with pytest.raises(ValueError, match="kernel k: tiles copy, compute and set, and 'wait    s\\[0\\]' is none of it"):
+        Tiles("k", "t", 3, (Wait("s"),))
+
+
+def test_text_and_json() -> None:
+    schedule = pushed(900)
+    assert from_json(to_json(schedule)) == schedule
+    for text in (table(schedule), table(schedule, 1)):
+        assert "   2  tiles of push, t in 0 .. 900 - 1\n        copy    x[t:+1, :] -> box@" in text
+
+
+def test_of_a_rank_only_the_tiles_own_number_is_open() -> None:
+    tiles = pushed().of_rank(1)[0].steps[1]
+    assert isinstance(tiles, Tiles)
+    assert str(tiles.body[1]) == "set     arrived@0[0]"
+    assert [str(step) for step in tiles.tile(3)] == [
+        "copy    x@1[3:+1, 0:+8] -> box@0[3:+1, 0:+8] by kernel",
+        "set     arrived@0[0]",
+    ]
+
+
+def test_sets_are_counted_and_an_order_for_one_queue_is_found() -> None:
+    schedule = pushed(1000)
+    counts = sets_per_run([schedule.of_rank(rank) for rank in range(2)])
+    assert counts == {(0, "arrived", 0): 1000, (1, "arrived", 0): 1000, (0, "free", 0): 1, (1, "free", 0): 1}
+    assert [type(step) for _, step in issue_order(schedule)[0]] == [Wait, Tiles, Wait, Compute, Set]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    extent=st.integers(0, 40),
+    entries=st.lists(st.integers(-3, 3), min_size=2, max_size=4),
+    a=st.integers(-3, 3),
+    b=st.integers(1, 5),
+)
+def test_counts_are_those_of_one_tile_after_the_other(extent: int, entries: list[int], a: int, b: int) -> None:
+    numbers = (lookup(entries, T % len(entries)), (T * a + b) // b, 7)
+    tiles = Tiles("k", "t", extent, ())
+    one_by_one = Counter(
+        tuple(n.evaluate({"t": t}) if isinstance(n, Expr) else n for n in numbers) for t in range(extent)
+    )
+    assert dict(counted(tiles, *numbers)) == one_by_one
+
+
+def test_an_expression_with_some_of_its_variables() -> None:
+    expr = lookup((5, 3, 8), RANK) * 2 + T
+    assert isinstance(expr, Expr)
+    assert str(expr.partly({"rank": 2})) == "16 + t"
+    assert expr.partly({"rank": 2, "t": 1}) == 17
+
+
+def test_signals_come_as_the_kernel_goes_on() -> None:
+    """1600 rows of 32 bytes over a link of 100 bytes/us: 512 us. A wait for half of them ends after half of it."""
+    half, whole = (
+        {s.name: s.end_us for s in simulate(pushed(1600, wait=count), SWITCH).timeline if s.rank == 0}
+        for count in (800, 1600)
+    )
+    assert whole["push"] == pytest.approx(512, rel=1e-6)
+    assert half["wait arrived[0]"] == pytest.approx(256, rel=1e-6)
+    assert whole["wait arrived[0]"] == pytest.approx(512, rel=1e-6)
+    late = {s.name: s.end_us for s in simulate(pushed(1600, wait=801), SWITCH).timeline if s.rank == 0}
+    assert late["wait arrived[0]"] == pytest.approx(512 * 9 / 16, rel=1e-6)  # in sixteenths
+
+
+def test_tiles_with_too_few_sets_hang_in_the_simulator() -> None:
+    with pytest.raises(ScheduleError, match=r"wait arrived\[0\] has 4 of 5 sets"):
+        simulate(pushed(4, wait=5), SWITCH)
