@@ -153,15 +153,16 @@ class _Machine:
                 result = OPERATIONS[step.op](*(self._view(region) for region in step.inputs))
             self._view(step.out)[:] = self._view(step.out) + result if step.accumulate else result
         elif isinstance(step, Collective):
-            gather = self.gathers.setdefault((self.runs[rank], i, self.at[rank][i]), {})
-            gather[rank] = self._view(step.src)
+            before = sum(isinstance(s, Collective) for s in self.lanes[rank][i].steps[: self.at[rank][i]])
+            gather = self.gathers.setdefault((self.runs[rank], i, before), {})
+            gather.setdefault(rank, self._view(step.src).copy())
             if len(gather) < len(self.lanes):
                 return False
             parts = [gather[r] for r in range(len(self.lanes))]
             if step.op == "all_to_all":
                 begin = sum(self._received(r, i) for r in range(rank))
                 parts = [part[begin : begin + step.dst.rows] for part in parts]
-            self._view(step.dst)[:] = np.concatenate(parts, axis=step.op == "all_to_all")
+            self._view(step.dst)[:] = np.concatenate(parts, axis=int(step.op == "all_to_all"))
         return True
 
     def _received(self, rank: int, i: int) -> int:

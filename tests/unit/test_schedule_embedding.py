@@ -99,7 +99,7 @@ def test_every_schedule_prints_has_an_order_and_is_simulated(p: EmbeddingAllToAl
     for schedule in schedules(p).values():
         for text in (table(schedule), table(schedule, rank=p.world_size - 1)):
             assert max(map(len, text.splitlines())) <= 132
-            assert "tiles of embedding_" in text
+            assert "tiles of " in text
         order = issue_order(schedule)
         assert {rank: len(steps) for rank, steps in order.items()} == {
             rank: sum(len(lane.steps) for lane in schedule.of_rank(rank)) for rank in range(p.world_size)

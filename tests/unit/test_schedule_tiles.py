@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from sim_toys import SWITCH
 
 from weft.errors import ScheduleError
+from weft.runtime.schedule_cpu_program import Checked
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
 from weft.schedule.order import issue_order, sets_per_run
-from weft.schedule.text import from_json, table, to_json
+from weft.schedule.text import describe, from_json, table, to_json
 from weft.schedule.tiles import counted
 from weft.schedule.verify import SAMPLE, verify
 from weft.sim import simulate
@@ -55,7 +56,7 @@ def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
 
 
 def test_a_row_that_no_tile_writes() -> None:
-    assert "it reads box@0[3:+1, 0:+8], which nothing has written" in faults(pushed(4, extent=3, wait=3))
+    assert "it reads box@1[3:+1, 0:+8], which nothing has written" in faults(pushed(4, extent=3, wait=3))
 
 
 def test_tiles_are_not_ordered_among_each_other() -> None:
@@ -89,10 +90,17 @@ def test_text_and_json() -> None:
         assert "   2  tiles of push, t in 0 .. 900 - 1\n        copy    x[t:+1, :] -> box@" in text
 
 
+def test_executors_of_steps_leave_tiles_to_their_operators() -> None:
+    with pytest.raises(ScheduleError, match="kernel push: only its own operator runs its tiles"):
+        Checked(pushed(), 0, 2)
+
+
 def test_of_a_rank_only_the_tiles_own_number_is_open() -> None:
     tiles = pushed().of_rank(1)[0].steps[1]
     assert isinstance(tiles, Tiles)
-    assert str(tiles.body[1]) == "set     arrived@0[0]"
+    assert describe(tiles, 1) == (
+        "tiles of push, t in 0..4: copy x[t:+1, 0:+8] -> box@0[t:+1, 0:+8] by kernel; set arrived@0[0]"
+    )
     assert [str(step) for step in tiles.tile(3)] == [
         "copy    x@1[3:+1, 0:+8] -> box@0[3:+1, 0:+8] by kernel",
         "set     arrived@0[0]",

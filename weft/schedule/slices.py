@@ -154,7 +154,9 @@ class _Slices(Draft):
     def pool(self, first: Index, out: Region) -> Compute:
         """`out` = the tile's bags of the samples from `first` on."""
         bags = self._bags.part(rows=(first + self.sample, 1), cols=(self._slot, self._slots))
-        return Compute("embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(out.col, out.cols))))
+        return Compute(
+            "embedding_bag", out, (bags, self._tables.part(rows=(0, self._rows), cols=(self.column, self.width)))
+        )
 
     def extent(self, batch: Index) -> Index:
         return lookup(self.counts, RANK) * batch

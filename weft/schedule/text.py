@@ -123,9 +123,7 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
         return _region(item, RANK if item.at == rank else item.at, buffers.get(item.buffer))
     if isinstance(item, Set):
         return replace(item, at=RANK if item.at == rank else item.at)
-    if isinstance(item, For | Tiles):
-        return " ".join(str(item).split())
-    if isinstance(item, Copy | Compute | Collective):
+    if isinstance(item, Copy | Compute | Collective | For | Tiles):
         return replace(item, **{f.name: _shown(getattr(item, f.name), rank, buffers) for f in fields(item)})
     return item
 

@@ -219,7 +219,10 @@ class _Engine:
         lane.load, lane.rest = task.load, task.work_us
         lane.pulses, lane.mark = 0, task.work_us * (1 - 1 / _PULSES) if task.raises else 0.0
         if task.joins and len(self.ranks) > 1:
-            place = (lane.rank.run, lane.program.number, lane.next)
+            before = sum(
+                isinstance(t, Work) and t.joins for t in lane.tasks[: lane.next]
+            )  # ranks differ in other steps
+            place = (lane.rank.run, lane.program.number, before)
             there = self.meeting.setdefault(place, [])
             there.append(lane)
             if len(there) < len(self.ranks):
