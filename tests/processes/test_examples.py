@@ -1,4 +1,4 @@
-"""The examples run as their headers say, on CPU processes."""
+"""The examples run as their headers say, on CPU processes, and docs/schedules.md shows what its code does."""
 
 import importlib.util
 import json
@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
+from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.schedule.verify import verify
 from weft.sim import model_of, simulate
@@ -75,3 +76,48 @@ def test_its_help_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for words in ("as one schedule", "python examples/gemm_chain.py --trace", "--chunks CHUNKS", "(default: 2)"):
         assert words in text
+
+
+# -- the page on schedules
+
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
+SCRIPT, SEEING = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+TABLE, RACE, HANG = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def functions_of(script: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(script, "docs/schedules.md", "exec"), names)
+    return names
+
+
+def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(SCRIPT)
+    assert run("page.py", cwd=tmp_path) == TABLE
+
+
+@pytest.mark.parametrize("message", [RACE, HANG], ids=["race", "hang"])
+def test_what_is_left_out_is_missed_as_the_page_says(message: str) -> None:
+    """The page says what it leaves out, and shows how the message begins, on lines of its own length."""
+    left_out = re.findall(r"Without\s`([^`]+)`", PAGE[: PAGE.index(message)])[-1]
+    assert SCRIPT.count(left_out) == 1
+    build = functions_of(SCRIPT.replace(left_out, ""))["from_the_left"]
+    with pytest.raises(ScheduleError) as caught:
+        verify(build(world=2, rows=64, k=32, n=16, chunks=2))
+    assert " ".join(str(caught.value).split()).startswith(" ".join(message.removesuffix("...\n").split()))
+
+
+def test_the_page_sees_its_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(SEEING, functions_of(SCRIPT))
+    assert re.fullmatch(r"\d+ us, and for \d+ us of it a rank has nothing to compute\n", capsys.readouterr().out)
+    assert {path.name for path in tmp_path.iterdir()} == {"from_the_left.json", "from_the_left.png"}
+
+
+def test_the_pages_links_exist() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
+    for path in re.findall(r"`((?:weft|tests)/[\w/.]+)`", PAGE):
+        assert (ROOT / path).exists(), path
