@@ -21,12 +21,13 @@ from weft import plan
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.runtime.null import NullSchedule
+from weft.runtime.stream_compiler import crossing_signals
 from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, Set, Wait, builders_of, candidates
 from weft.schedule.text import table
 from weft.schedule.verify import verify
 from weft.sim import Model, model_of, simulate
 from weft.timeline import Timeline
-from weft.trace import draw_overlap, write_trace
+from weft.trace import bytes_sent, draw_overlap, write_trace
 
 LARGE = AllGatherMatmul.even(8192, 4096, 8192, 4)
 NAMES = ("ring[by=dma]", "ring[by=kernel]")
@@ -68,6 +69,13 @@ def test_what_is_wrong_with_it_is_found() -> None:
         verify(hasty)
 
 
+def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
+    assert crossing_signals(ring(LARGE), 1) == {("free", 0): 2, **{("there", hop): 0 for hop in range(3)}}
+    one_counter = edited(ring(LARGE), lambda step: replace(step, index=0) if isinstance(step, Set) else step)
+    with pytest.raises(ScheduleError, match=r"there\[0\] of rank \d is set 3 times in a run.*an index of its own"):
+        crossing_signals(one_counter, 1)
+
+
 def test_it_prints() -> None:
     lines = table(ring(LARGE)).splitlines()
     assert lines[0] == "schedule ring, 4 ranks"
@@ -86,6 +94,8 @@ def test_it_simulates_and_its_timeline_becomes_a_trace_and_a_picture(tmp_path: P
     assert len(events) == len(found.timeline)
     of_rank_0 = {e["name"] for e in events if e["pid"] == 0}
     assert {"matmul y0", "wait there[2]", "Memcpy PtoP (copy box@3 -> box)"} <= of_rank_0
+    for rank in range(4):  # what it fetches counts
+        assert bytes_sent(found.timeline, rank)[1][-1] == pytest.approx(3 * LARGE.largest_shard_bytes)
     draw_overlap(tmp_path / "ring.png", {"ring": found.timeline}, "4 ranks")
     assert min(matplotlib.image.imread(tmp_path / "ring.png").shape[:2]) > 300
 
