@@ -22,7 +22,16 @@ from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.runtime.null import NullSchedule
 from weft.runtime.stream_compiler import crossing_signals
-from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, Set, Wait, builders_of, candidates
+from weft.schedule import (
+    AllGatherMatmul,
+    NotApplicableError,
+    Schedule,
+    Set,
+    Wait,
+    builder,
+    builders_of,
+    candidates,
+)
 from weft.schedule.text import table
 from weft.schedule.verify import verify
 from weft.sim import Model, model_of, simulate
@@ -38,7 +47,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WEFT_QUIET", "1")
     with made_up.registered():
         yield
-    assert "ring" not in builders_of(AllGatherMatmul)
+    assert "ring" not in dict(builders_of(AllGatherMatmul))
 
 
 def ring(problem: AllGatherMatmul) -> Schedule:
@@ -133,7 +142,7 @@ def test_it_is_chosen_where_loading_is_fastest() -> None:
     choice = plan.choose(LARGE, loading(350))
     assert choice.candidate.name == "ring[by=kernel]"
     assert choice.schedule == made_up.ring(LARGE, by="kernel")
-    assert {row.candidate.builder for row in choice.rows} == set(builders_of(AllGatherMatmul))
+    assert {row.candidate.builder for row in choice.rows} == set(dict(builders_of(AllGatherMatmul)))
     assert "is the fastest:" in choice.reason  # and not the simplest of some that are alike
 
 
@@ -152,3 +161,11 @@ def test_measured_times_and_pins_choose_it_too() -> None:
     assert plan.choose(LARGE, h200(), measured={"serial": 900.0, NAMES[0]: 700.0}).candidate.name == NAMES[0]
     with plan.use(NAMES[1]):
         assert plan.choose(LARGE, h200()).candidate.name == NAMES[1]
+
+
+def test_a_builder_of_another_module_is_not_replaced() -> None:
+    def serial(p: AllGatherMatmul) -> Schedule:
+        raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"has a builder 'serial' from weft\.schedule\.serial: name yours differently"):
+        builder(AllGatherMatmul)(serial)
