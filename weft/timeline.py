@@ -1,7 +1,7 @@
 """What ran where and when, whoever ran it: every executor fills a `Timeline`, `weft.trace` draws it.
 
 A span is one piece of work (a slice pooled, a slice put, a wait) on one lane of one rank. Times are microseconds on a
-clock that all ranks of one timeline share; bytes are what left the rank during the span (0 for computing and waiting).
+clock that all ranks of one timeline share; bytes are what crossed between ranks for the span, sent or fetched (0 for the rest).
 """
 
 from __future__ import annotations

@@ -1,19 +1,123 @@
-"""The examples run as their headers say, on CPU processes."""
+"""The examples run as their headers say, on CPU processes, and docs/schedules.md shows what its code does."""
 
+import importlib.util
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+import matplotlib.image
+import pytest
+
+from weft.errors import ScheduleError
+from weft.hw import load_machine
+from weft.schedule.verify import verify
+from weft.sim import model_of, simulate
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+GEMMS = ("matmul h", "matmul y")
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    found = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_dlrm_agrees_with_the_unsharded_model() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["--device", "cpu", "--check", "--batch", "128", "--steps", "3"]
-    found = subprocess.run(
-        [*launcher, str(EXAMPLES / "dlrm_inference.py"), *arguments], capture_output=True, text=True, timeout=100
-    )
-    assert found.returncode == 0, found.stderr
+    printed = run(*launcher, EXAMPLES / "dlrm_inference.py", *arguments)
     for rank in range(2):
-        assert f"rank {rank}: 4 batches agree with the unsharded model" in found.stdout
-    assert "samples/s on 2 ranks" in found.stdout
+        assert f"rank {rank}: 4 batches agree with the unsharded model" in printed
+    assert "samples/s on 2 ranks" in printed
+
+
+# -- a chain of GEMMs as one schedule
+
+
+def test_the_chain_runs_prints_itself_and_is_drawn(tmp_path: Path) -> None:
+    printed = run(EXAMPLES / "gemm_chain.py", "--rows", "64", "--width", "48", "--hidden", "96", "--trace", tmp_path)
+    assert "lane GEMM 2 (compute)" in printed
+    errors = re.findall(r"rank (\d): error (\S+) against float64; torch, one step after the other: (\S+)", printed)
+    assert [rank for rank, _, _ in errors] == ["0", "1"]
+    assert all(0 < float(ours) <= 2 * float(usual) < 1e-5 for _, ours, usual in errors)
+    events = json.loads((tmp_path / "gemm_chain.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events if e["name"] == "matmul y"} == {0, 1}
+    assert min(matplotlib.image.imread(tmp_path / "gemm_chain.png").shape[:2]) > 300
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_the_first_gemm_has_done_flows_on(world: int) -> None:
+    schedule = load(EXAMPLES / "gemm_chain.py").chain(world, 512, 512, 1024, 4)
+    verify(schedule)
+    timeline = simulate(schedule, model_of(load_machine("h200"), world)).timeline
+    for rank in range(world):
+        starts = {name: [s.start_us for s in timeline if (s.rank, s.name) == (rank, name)] for name in GEMMS}
+        assert [len(times) for times in starts.values()] == [4 * world] * 2
+        assert starts["matmul y"][0] < starts["matmul h"][2]
+
+
+def test_its_help_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    load(EXAMPLES / "gemm_chain.py").parser().print_help()
+    text = capsys.readouterr().out
+    for words in ("as one schedule", "python examples/gemm_chain.py --trace", "--chunks CHUNKS", "(default: 2)"):
+        assert words in text
+
+
+# -- the page on schedules
+
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
+SCRIPT, SEEING = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+TABLE, RACE, HANG = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def functions_of(script: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(script, "docs/schedules.md", "exec"), names)
+    return names
+
+
+def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(SCRIPT)
+    assert run("page.py", cwd=tmp_path) == TABLE
+
+
+@pytest.mark.parametrize("message", [RACE, HANG], ids=["race", "hang"])
+def test_what_is_left_out_is_missed_as_the_page_says(message: str) -> None:
+    """The page says what it leaves out, and shows how the message begins, on lines of its own length."""
+    left_out = re.findall(r"Without\s`([^`]+)`", PAGE[: PAGE.index(message)])[-1]
+    assert SCRIPT.count(left_out) == 1
+    build = functions_of(SCRIPT.replace(left_out, ""))["from_the_left"]
+    with pytest.raises(ScheduleError) as caught:
+        verify(build(world=2, rows=64, k=32, n=16, chunks=2))
+    assert " ".join(str(caught.value).split()).startswith(" ".join(message.removesuffix("...\n").split()))
+
+
+def test_the_page_sees_its_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(SEEING, functions_of(SCRIPT))
+    assert re.fullmatch(r"\d+ us, and for \d+ us of it a rank has nothing to compute\n", capsys.readouterr().out)
+    assert {path.name for path in tmp_path.iterdir()} == {"from_the_left.json", "from_the_left.png"}
+
+
+def test_the_pages_links_exist() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
+    for path in re.findall(r"`((?:weft|tests)/[\w/.]+)`", PAGE):
+        assert (ROOT / path).exists(), path

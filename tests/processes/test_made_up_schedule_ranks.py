@@ -42,6 +42,9 @@ def order_of_lanes(group: dist.ProcessGroup) -> None:
     for lane in ran.lanes(rank):
         found = [span.name for span in ran if span.lane == lane and not span.name.startswith("set")]
         assert found == [span.name for span in wanted if span.lane == lane]
+    fetched = [span.bytes for span in ran if span.name == f"copy box@{(rank - 1) % world} -> box"]
+    assert fetched == [8 * 12 * 4] * (world - 1)
+    assert sum(span.bytes for span in ran) == sum(fetched)
 
 
 def unknown(group: dist.ProcessGroup) -> tuple[str, str]:

@@ -21,12 +21,22 @@ from weft import plan
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.runtime.null import NullSchedule
-from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, Set, Wait, builders_of, candidates
+from weft.runtime.stream_compiler import crossing_signals
+from weft.schedule import (
+    AllGatherMatmul,
+    NotApplicableError,
+    Schedule,
+    Set,
+    Wait,
+    builder,
+    builders_of,
+    candidates,
+)
 from weft.schedule.text import table
 from weft.schedule.verify import verify
 from weft.sim import Model, model_of, simulate
 from weft.timeline import Timeline
-from weft.trace import draw_overlap, write_trace
+from weft.trace import bytes_sent, draw_overlap, write_trace
 
 LARGE = AllGatherMatmul.even(8192, 4096, 8192, 4)
 NAMES = ("ring[by=dma]", "ring[by=kernel]")
@@ -37,7 +47,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WEFT_QUIET", "1")
     with made_up.registered():
         yield
-    assert "ring" not in builders_of(AllGatherMatmul)
+    assert "ring" not in dict(builders_of(AllGatherMatmul))
 
 
 def ring(problem: AllGatherMatmul) -> Schedule:
@@ -68,6 +78,13 @@ def test_what_is_wrong_with_it_is_found() -> None:
         verify(hasty)
 
 
+def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
+    assert crossing_signals(ring(LARGE), 1) == {("free", 0): 2, **{("there", hop): 0 for hop in range(3)}}
+    one_counter = edited(ring(LARGE), lambda step: replace(step, index=0) if isinstance(step, Set) else step)
+    with pytest.raises(ScheduleError, match=r"there\[0\] of rank \d is set 3 times in a run.*an index of its own"):
+        crossing_signals(one_counter, 1)
+
+
 def test_it_prints() -> None:
     lines = table(ring(LARGE)).splitlines()
     assert lines[0] == "schedule ring, 4 ranks"
@@ -86,6 +103,8 @@ def test_it_simulates_and_its_timeline_becomes_a_trace_and_a_picture(tmp_path: P
     assert len(events) == len(found.timeline)
     of_rank_0 = {e["name"] for e in events if e["pid"] == 0}
     assert {"matmul y0", "wait there[2]", "Memcpy PtoP (copy box@3 -> box)"} <= of_rank_0
+    for rank in range(4):  # what it fetches counts
+        assert bytes_sent(found.timeline, rank)[1][-1] == pytest.approx(3 * LARGE.largest_shard_bytes)
     draw_overlap(tmp_path / "ring.png", {"ring": found.timeline}, "4 ranks")
     assert min(matplotlib.image.imread(tmp_path / "ring.png").shape[:2]) > 300
 
@@ -123,7 +142,7 @@ def test_it_is_chosen_where_loading_is_fastest() -> None:
     choice = plan.choose(LARGE, loading(350))
     assert choice.candidate.name == "ring[by=kernel]"
     assert choice.schedule == made_up.ring(LARGE, by="kernel")
-    assert {row.candidate.builder for row in choice.rows} == set(builders_of(AllGatherMatmul))
+    assert {row.candidate.builder for row in choice.rows} == set(dict(builders_of(AllGatherMatmul)))
     assert "is the fastest:" in choice.reason  # and not the simplest of some that are alike
 
 
@@ -142,3 +161,11 @@ def test_measured_times_and_pins_choose_it_too() -> None:
     assert plan.choose(LARGE, h200(), measured={"serial": 900.0, NAMES[0]: 700.0}).candidate.name == NAMES[0]
     with plan.use(NAMES[1]):
         assert plan.choose(LARGE, h200()).candidate.name == NAMES[1]
+
+
+def test_a_builder_of_another_module_is_not_replaced() -> None:
+    def serial(p: AllGatherMatmul) -> Schedule:
+        raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"has a builder 'serial' from weft\.schedule\.serial: name yours differently"):
+        builder(AllGatherMatmul)(serial)

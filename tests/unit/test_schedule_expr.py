@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +57,7 @@ def test_arithmetic_and_its_text_agree_with_python(data: object, rank: int, i: i
     made, number = build(data)
     assert value(made, rank=rank, i=i) == number
     if isinstance(made, Expr):
-        assert Expr(str(made)) == made
+        assert Expr(str(made)) == made == pickle.loads(pickle.dumps(made))
         assert value(Expr(str(made)), rank=rank, i=i) == number
 
 

@@ -7,6 +7,7 @@ torch's autograd and inference mode have no say in what lanes do on threads of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -219,16 +220,17 @@ class Program:
         return self._counters[rank].data_ptr() + _core.COUNTER_BYTES * number
 
     def _sent_bytes(self, step: Step) -> int:
-        """What leaves this rank: with a put, yes; with a get, it leaves the other."""
+        """What crosses between ranks for this step: leaves this rank, or is fetched from another."""
         match step:
-            case Copy(_, out) | Compute(_, out, _):
-                times = int(out.at != self._rank)
-            case Collective(_, out, _):
-                times = len(self._counters) - 1
+            case Copy(src, dst):
+                crossing = [src] if {src.at, dst.at} != {self._rank} else []
+            case Compute(_, out, inputs):
+                crossing = [region for region in (*inputs, out) if region.at != self._rank]
+            case Collective(_, src, _):
+                crossing = [src] * (len(self._counters) - 1)
             case _:
-                return 0
-        rows, cols = _size(out)
-        return times * rows * cols * self._dtypes[out.buffer].itemsize
+                crossing = []
+        return sum(math.prod(_size(region)) * self._dtypes[region.buffer].itemsize for region in crossing)
 
 
 @dataclass(slots=True, frozen=True)

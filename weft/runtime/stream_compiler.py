@@ -301,7 +301,7 @@ class _Compiler:
             raise ScheduleError(f"streams know no step {step}")
         if stamps is not None:
             rank = self.owner.rank
-            sent = sum(_bytes(c.dst, self.owner.buffers) for c in copies if c.dst.at != rank)
+            sent = sum(_bytes(c.dst, self.owner.buffers) for c in copies if {c.src.at, c.dst.at} != {rank})
             text = "; ".join(describe(s, rank) for s in group.steps)
             self.result.spans.append((self.owner.lanes[group.lane], text, sent))
             self._stamp(group.lane, 2 * first + 1)

@@ -100,6 +100,9 @@ class Expr:
     def __repr__(self) -> str:
         return f"Expr({self.text!r})"
 
+    def __reduce__(self) -> tuple[type[Expr], tuple[str]]:
+        return Expr, (self.text,)  # code objects cannot be pickled, and schedules travel to other processes
+
 
 Index: TypeAlias = int | Expr
 

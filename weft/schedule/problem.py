@@ -153,9 +153,18 @@ _builders: dict[type, dict[str, _Builder]] = {}
 def builder(
     problem: type, **parameters: tuple[Any, ...]
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values."""
+    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values.
+
+    A function of the same name and module takes the place of the one before it (a notebook's cell run again); of another
+    module it is a `ValueError`.
+    """
 
     def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        known = _builders.get(problem, {}).get(function.__name__)
+        if known is not None and known.function.__module__ != function.__module__:
+            raise ValueError(
+                f"{problem.__name__} has a builder {function.__name__!r} from {known.function.__module__}: name yours differently"
+            )
         _builders.setdefault(problem, {})[function.__name__] = _Builder(function, parameters)
         return function
 
@@ -167,9 +176,9 @@ def unregister(problem: type, name: str) -> None:
     del _builders[problem][name]
 
 
-def builders_of(problem: type) -> tuple[str, ...]:
-    """Names of the builders registered for `problem`."""
-    return tuple(_builders.get(problem, ()))
+def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...]:
+    """The builders registered for `problem`, by name."""
+    return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
 
 
 def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] | None = None) -> list[Candidate]:

@@ -40,7 +40,7 @@ class Cost(NamedTuple):
     latency_us: float
     work_us: float
     uses: tuple[Use, ...]
-    sent_bytes: int = 0  # leave the rank
+    sent_bytes: int = 0  # cross between ranks for this step: leave its rank, or are fetched
     joins: bool = False  # begins when all ranks have come to it
 
 
@@ -121,7 +121,7 @@ def _peer_copy(model: Model, source: Operand, target: Operand, by: str) -> Cost:
         if us > 0:
             uses.append(Use("disturb", ("compute", at, 0), disturbance * count / us))
     uses += _wire(model, source.at, target.at, count, us)
-    return _cost("peer", latency, us, uses, sent_bytes=count if put else 0)
+    return _cost("peer", latency, us, uses, sent_bytes=count)
 
 
 def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> Cost:
@@ -188,7 +188,8 @@ def _kernel(
         if operand.at:
             uses.append(_share("hbm", operand.at, _part(operand.bytes, us, model.hbm_bytes_per_us)))
             uses += _wire(model, source, target, operand.bytes, us)
-    return _cost(what, model.launch_us, us, uses, sent_bytes=out.bytes if out.at else 0)
+    crossing = sum(operand.bytes for operand in (*inputs, out) if operand.at)
+    return _cost(what, model.launch_us, us, uses, sent_bytes=crossing)
 
 
 def _wire(model: Model, source: int, target: int, count: float, us: float) -> Iterator[Use]:

@@ -20,6 +20,7 @@ _ARM_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float], list[float]]:
     """Times (us) and total bytes that have left `rank` (None: all ranks) by then; a span's bytes leave evenly.
+    What a rank fetches, which leaves another one, counts as its own.
 
     Starts with 0 bytes at the timeline's start and ends at its end.
     """

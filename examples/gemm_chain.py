@@ -1,0 +1,134 @@
+"""all-gather -> GEMM -> activation -> GEMM as one schedule, on CPU processes.
+
+    python examples/gemm_chain.py                   # 2 ranks: prints the schedule, runs it, checks the result
+    python examples/gemm_chain.py --trace chain/    # and draws what ran when
+
+The MLP of a transformer under tensor parallelism: each rank has some rows of x, its columns of w0 and its rows of w1, and
+computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. The rows of a chunk go
+through the first GEMM and the activation when they have come, and at once through the second GEMM, on a lane of its own:
+nothing waits for the whole x, nor for the whole hidden matrix. ("Design Space Exploration of DMA based Finer-Grain Compute
+Communication Overlap", figure 5: finer outputs make finer what follows.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.launch import run_ranks
+from weft.runtime.schedule_cpu import CpuSchedule
+from weft.schedule import RANK, Draft, Schedule
+from weft.schedule.operands import peer
+from weft.schedule.verify import verify
+from weft.timeline import Timeline
+from weft.trace import draw_overlap, write_trace
+
+
+def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedule:
+    """y [world * rows, width] = silu(gathered x @ w0) @ w1 of x [rows, width], w0 [width, hidden], w1 [hidden, width]."""
+    d = Draft("gemm chain", world)
+    x = d.buffer("x", rows, width, "fp32", "input")
+    w0 = d.buffer("w0", width, hidden, "fp32", "input")
+    w1 = d.buffer("w1", hidden, width, "fp32", "input")
+    y = d.buffer("y", world * rows, width, "fp32", "output")
+    box = d.buffer("box", world * rows, width, "fp32", "symmetric")  # where the others put their rows of x
+    h = d.buffer("h", world * rows, hidden, "fp32", "scratch")
+    arrived = d.signals("arrived", world * chunks)  # of each rank's chunk: it is in the box
+    active = d.signals("active", world * chunks)  # its rows of h are there
+    free = d.signals("free", world)  # of each reader: it is done with what this rank put there
+    first, second = d.lane("GEMM 1"), d.lane("GEMM 2")
+    size = rows // chunks
+
+    def send(distance: int, c: int) -> None:
+        to = peer(world, distance)
+        lane = d.lane(f"to +{distance}", "copy")
+        if c == 0:
+            lane.wait(free, to, previous=True)
+        part = x.part(rows=(c * size, size))
+        lane.copy(part, box.part(rows=(RANK * rows + c * size, size), at=to)).set(arrived, RANK * chunks + c, at=to)
+
+    def use(distance: int, c: int) -> None:
+        source = peer(world, -distance) if distance else RANK
+        these, number = (source * rows + c * size, size), source * chunks + c
+        if distance:
+            first.wait(arrived, number)
+        first.matmul(h.part(rows=these), box.part(rows=these) if distance else x.part(rows=(c * size, size)), w0.part())
+        first.compute("silu", h.part(rows=these), h.part(rows=these)).set(active, number)
+        second.wait(active, number).matmul(y.part(rows=these), h.part(rows=these), w1.part())
+
+    for c in range(chunks):  # own rows first: there is nothing to wait for
+        use(0, c)
+    for c in range(chunks):  # then the others', in the order in which they come
+        for distance in range(1, world):
+            send(distance, c)
+            use(distance, c)
+    for distance in range(1, world):
+        first.set(free, RANK, at=peer(world, -distance))
+    return d.schedule()
+
+
+def on_a_rank(rank: int, world: int, schedule: Schedule) -> tuple[float, float, Timeline]:
+    """(error of the schedule's y against float64, error of torch's own y in fp32, what the last of three runs did when)."""
+    group = dist.group.WORLD
+    assert group is not None
+    with CpuSchedule(schedule, symm.domain(group, "cpu")) as executor:
+        given = {b.name: (int(b.rows), b.cols) for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")}
+        torch.manual_seed(rank)  # other weights and rows on every rank
+        tensors = {name: torch.randn(size) / size[1] ** 0.5 for name, size in given.items()}
+        for _ in range(3):
+            tensors["y"].fill_(torch.nan)
+            timeline = Timeline()
+            dist.barrier()  # for the picture's sake: ranks may begin when they like
+            executor.run(tensors, timeline=timeline)
+    shards = [torch.empty_like(tensors["x"]) for _ in range(world)]
+    dist.all_gather(shards, tensors["x"])
+
+    def mlp(x: torch.Tensor, w0: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x @ w0) @ w1
+
+    operands = [torch.cat(shards), tensors["w0"], tensors["w1"]]
+    exact = mlp(*(t.double() for t in operands))
+    ours, usual = ((y - exact).norm().item() / exact.norm().item() for y in (tensors["y"], mlp(*operands)))
+    return ours, usual, timeline
+
+
+def parser() -> argparse.ArgumentParser:
+    about, _, why = (__doc__ or "").partition("\n\n")
+    made = argparse.ArgumentParser(description=about, epilog=why, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
+    made.add_argument("--rows", type=int, default=512, help="rows of x on each rank (default: %(default)s)")
+    made.add_argument("--width", type=int, default=512, help="columns of x and of y (default: %(default)s)")
+    made.add_argument("--hidden", type=int, default=1024, help="columns between the GEMMs (default: %(default)s)")
+    made.add_argument("--chunks", type=int, default=2, help="in how many parts a shard travels (default: %(default)s)")
+    made.add_argument("--trace", type=Path, metavar="DIR", help="write a picture and a Perfetto trace of the run there")
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    if arguments.rows % arguments.chunks:
+        parser().error(f"--rows {arguments.rows} must be divisible by --chunks {arguments.chunks}")
+    schedule = chain(arguments.ranks, arguments.rows, arguments.width, arguments.hidden, arguments.chunks)
+    verify(schedule)
+    print(schedule, end="\n\n")
+    timeline = Timeline()
+    for rank, (ours, usual, spans) in enumerate(run_ranks(arguments.ranks, on_a_rank, schedule)):
+        print(f"rank {rank}: error {ours:.2e} against float64; torch, one step after the other: {usual:.2e}")
+        if not ours <= 2 * usual:
+            raise SystemExit(f"rank {rank}: the result is wrong")
+        timeline.extend(spans)
+    if arguments.trace:
+        write_trace(arguments.trace / "gemm_chain.json", {"gemm chain": timeline})
+        title = (
+            f"all-gather, GEMM, silu, GEMM as one schedule: {arguments.ranks} CPU processes, {arguments.chunks} chunks"
+        )
+        draw_overlap(arguments.trace / "gemm_chain.png", {"gemm chain": timeline}, title)
+        print(f"{arguments.trace}/gemm_chain.png; gemm_chain.json is for https://ui.perfetto.dev")
+
+
+if __name__ == "__main__":
+    main()
