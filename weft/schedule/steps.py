@@ -201,11 +201,11 @@ class Op:
 # by side; the ids of a row's bags say which ones. The others work element by element.
 OPS = {
     "matmul": Op(2),
-    "embedding_bag": Op(2),
     "add": Op(2, 1.0),
     "silu": Op(1, 5.0),
     "gelu": Op(1, 10.0),
     "relu": Op(1, 1.0),
+    "embedding_bag": Op(2),
 }
 
 
