@@ -4,6 +4,8 @@ Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 import warnings
@@ -209,3 +211,69 @@ def captured(group: dist.ProcessGroup, m: int, n: int, k: int, replays: int) -> 
         close(y, whole.double() @ B.double(), whole @ B)
         close(z, 2 * whole.double() @ B.double(), (2 * whole) @ B)
     return told
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told when rank 0 does something else; the group lives on each time."""
+    first = group.rank() == 0
+    x, B = torch.randn(4, 8, device=device()), torch.randn(8, 3, device=device())
+    wide = torch.randn(8, 5 if first else 6, device=device(), requires_grad=first)
+    calls = {
+        "refuses": lambda: weft.all_gather_matmul(x, [B[:5] if first else B], 0, group),
+        "dtype": lambda: weft.all_gather_matmul(x.half() if first else x, [B.half() if first else B], 0, group, schedule="serial"),
+        "rows": lambda: weft.all_gather_matmul(x, [B], 0, group, rows=[4, 4] if first else [6, 4], schedule="serial"),
+        "schedule": lambda: weft.all_gather_matmul(x, [B], 0, group, schedule="serial" if first else "gather[by=kernel]"),
+        "gradients": lambda: weft.all_gather_matmul(x, [wide], 0, group),
+    }  # fmt: skip
+    found = {name: told(call) for name, call in calls.items()}
+    _, (y,) = weft.all_gather_matmul(x, [B], 0, group, return_A=False)
+    rank = group.rank()
+    torch.testing.assert_close(y[4 * rank : 4 * rank + 4], x @ B)
+    return found
+
+
+def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
+    """Uses that work, or say why not."""
+    x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    found = {}
+    for schedule in ("serial", "gather[by=kernel]"):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, (y,) = weft.all_gather_matmul(x, [B], 0, group, schedule=schedule)
+            y.sum().backward()
+        found[f"autocast {schedule}"] = str(y.dtype)
+    (grad,) = torch.autograd.grad((weft.all_gather_matmul(x, [B], 0, group)[1][0] ** 2).sum(), [x], create_graph=True)
+    found["twice"] = told(lambda: torch.autograd.grad((grad**2).sum(), [x]))
+    compiled = torch.compile(lambda a, b: weft.all_gather_matmul(a, [b], 1, group)[1][0], backend="eager")
+    found["compiled"] = told(lambda: compiled(torch.randn(4, 4), torch.randn(4, 4)))
+    expanded = torch.randn(1, 3).expand(8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, (y,) = weft.all_gather_matmul(x, [expanded], 0, group)
+    rank = group.rank()
+    torch.testing.assert_close(y[4 * rank : 4 * rank + 4], x @ expanded)
+    weft.all_gather_matmul(x, [B], 0, group)
+    found["deadline"] = told(lambda: weft.all_gather_matmul(x, [B], 0, group, deadline_s=float("nan")))
+    found["one tensor"] = told(lambda: weft.all_gather_matmul(x, B, 0, group))  # type: ignore[arg-type]
+    found["no extent"] = str(list(weft.all_gather_matmul(torch.randn(4, 0, 8), [B.detach()], 0, group)[1][0].shape))
+    return found
+
+
+def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
+    """How many file descriptors are open after each round of a group of its own, used and destroyed."""
+    counts = []
+    for _ in range(rounds):
+        own = dist.new_group(list(range(group.size())))
+        weft.all_gather_matmul(torch.randn(4, 8), [torch.randn(8, 3)], 0, own)
+        dist.destroy_process_group(own)
+        del own
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts

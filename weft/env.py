@@ -8,9 +8,13 @@ from pathlib import Path
 
 def deadline_s() -> float:
     """`WEFT_DEADLINE_S`: how long any wait for another rank may take, in seconds (default 60)."""
-    value = float(os.environ.get("WEFT_DEADLINE_S", "60"))
-    if value <= 0:
-        raise ValueError(f"WEFT_DEADLINE_S={value} must be positive: it is how many seconds a wait may take")
+    text = os.environ.get("WEFT_DEADLINE_S", "60")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"WEFT_DEADLINE_S={text!r} must be a positive number: it is how many seconds a wait may take")
     return value
 
 

@@ -42,7 +42,7 @@ def test_many_sizes_in_a_row(pair: Pool) -> None:
 def test_layouts_that_cost_a_copy_are_warned_about_once(pair: Pool) -> None:
     for told in pair.run(ranks.copies, timeout_s=60):
         assert sum("A_shard is copied at every call" in text for text in told) == 1
-        assert sum("neither its rows nor its columns are contiguous" in text for text in told) == 1
+        assert sum("neither its rows nor its columns are in one piece" in text for text in told) == 1
 
 
 @pytest.mark.parametrize("m", [8, 1024])

@@ -76,7 +76,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
 def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
     for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
         assert sum("A_shard is copied at every call" in text for text in told) == 1
-        assert sum("neither its rows nor its columns are contiguous" in text for text in told) == 1
+        assert sum("neither its rows nor its columns are in one piece" in text for text in told) == 1
 
 
 def test_a_rank_that_does_not_come(pool: Pool) -> None:
@@ -88,3 +88,30 @@ def test_a_rank_that_does_not_come(pool: Pool) -> None:
 
 def test_opcheck(pool: Pool) -> None:
     pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
+
+
+def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
+    with Pool(2) as alone:
+        found = alone.run(ranks.one_rank_differs, timeout_s=60)
+    for told in found:
+        assert told["refuses"].startswith("RefusedError: rank 0: Bs[0] has shape (5, 3)")
+        assert "rank 1: rows=(6, 4) must have" in told["rows"] or told["rows"].startswith("DisagreementError")
+        for name in ("dtype", "schedule", "gradients"):
+            assert told[name].startswith("DisagreementError: ranks call all_gather_matmul differently. Rank 0: "), name
+        assert "dtype='fp16'" in told["dtype"]
+        assert "schedule serial" in told["schedule"]
+
+
+def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
+    for told in pool.run(ranks.odd_uses, ranks=2, timeout_s=100):
+        assert told["autocast serial"] == told["autocast gather[by=kernel]"] == "torch.float32"
+        assert told["twice"].startswith("RuntimeError")  # and no number that would be wrong
+        assert "gather_dim=1 must name a dimension" in told["compiled"]
+        assert "deadline_s=nan must be positive" in told["deadline"]
+        assert "pass a list of matrices" in told["one tensor"]
+        assert told["no extent"] == "[8, 0, 3]"
+
+
+def test_groups_leave_nothing_open(pool: Pool) -> None:
+    for counts in pool.run(ranks.groups_come_and_go, 5, ranks=2, timeout_s=60):
+        assert counts[-1] <= counts[1]

@@ -31,6 +31,7 @@ from weft.schedule import (
     builder,
     builders_of,
     candidates,
+    unregister,
 )
 from weft.schedule.text import table
 from weft.schedule.verify import verify
@@ -169,3 +170,15 @@ def test_a_builder_of_another_module_is_not_replaced() -> None:
 
     with pytest.raises(ValueError, match=r"has a builder 'serial' from weft\.schedule\.serial: name yours differently"):
         builder(AllGatherMatmul)(serial)
+
+
+def test_a_builder_that_fails_is_named() -> None:
+    @builder(AllGatherMatmul)
+    def broken(p: AllGatherMatmul) -> Schedule:
+        raise KeyError("boom")
+
+    try:
+        with pytest.raises(ScheduleError, match=r"test_made_up_schedule\.broken.*KeyError: 'boom'"):
+            next(c for c in candidates(AllGatherMatmul.even(8, 8, 8, 2)) if c.builder == "broken").build()
+    finally:
+        unregister(AllGatherMatmul, "broken")

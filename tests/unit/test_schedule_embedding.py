@@ -4,6 +4,7 @@ simulated as what was measured, and say what the operator does."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from weft.hw import load_machine
 from weft.ops.embedding_all_to_all import described
 from weft.runtime.embedding_plan import EmbeddingPlan, plan_of
 from weft.runtime.null import NullSchedule
-from weft.schedule import EmbeddingAllToAll, Schedule, Set, Tiles, Wait, candidates, slices
+from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, slices
 from weft.schedule.order import issue_order
 from weft.schedule.text import from_json, table, to_json
 from weft.schedule.verify import verify
@@ -99,7 +100,7 @@ def test_every_schedule_prints_has_an_order_and_is_simulated(p: EmbeddingAllToAl
     for schedule in schedules(p).values():
         for text in (table(schedule), table(schedule, rank=p.world_size - 1)):
             assert max(map(len, text.splitlines())) <= 132
-            assert "tiles of " in text
+        assert "tiles of embedding_" in table(schedule)
         order = issue_order(schedule)
         assert {rank: len(steps) for rank, steps in order.items()} == {
             rank: sum(len(lane.steps) for lane in schedule.of_rank(rank)) for rank in range(p.world_size)
@@ -134,6 +135,16 @@ def test_a_wait_that_is_missing_is_found(name: str) -> None:
         found = interpret(hasty, inputs, seed, dims=dims_of(p), keep=("out",))[0]
         wrong += any(not np.array_equal(found[r]["out"][:2], expected(p, inputs[0][r], r)) for r in range(2))
     assert wrong
+
+
+def test_an_all_to_all_that_does_not_add_up_is_found() -> None:
+    def narrow(step: Step) -> Step:
+        return replace(step, src=replace(step.src, rows=3)) if isinstance(step, Collective) else step
+
+    with pytest.raises(
+        ScheduleError, match=r"the ranks give rows \[3, 3\] of \[8, 8\] columns, and receive \[\(2, 16\)"
+    ):
+        verify(edited(slices.pooled(PROBLEMS[1]), narrow))
 
 
 def test_bad_problems_are_refused() -> None:

@@ -300,3 +300,9 @@ def test_one_call_at_a_time_waits_for_the_host() -> None:
     assert simulate(serial, model, mode="single").end_us == pytest.approx(
         simulate(serial, model).end_us + model.host_step_us
     )
+
+
+def test_an_hour_of_work_ends() -> None:
+    """Late in a long run the clock is coarser than what is left of a step."""
+    problem = AllGatherMatmul.even(1_000_000, 1_000_000, 1_000_000, 2)
+    assert simulate(all_schedules(problem)["shard[chunks=1,send=in_turn,by=dma]"], gpu("h200", 2)).end_us > 1e9

@@ -66,6 +66,8 @@ def all_gather_matmul(
     from weft.plan import explanation
 
     m, n, k = _shape(shape)
+    if json is not None and not json.absolute().parent.is_dir():
+        raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
     found = explanation("all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value)
     print_explanation(found, None if everything else 10)
     if json is not None:

@@ -85,7 +85,10 @@ def load_machine(name: str | Path) -> Machine:
         raise ValueError(
             f"no machine {str(name)!r}: give one of {', '.join(known_machines())}, or a path ending in .toml"
         )
-    data = tomllib.loads(text)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name} is no TOML file: {error}") from error
     title = data.pop("name", None)
     if not isinstance(title, str):
         raise ValueError(f'{name}: a machine file starts with name = "..."')

@@ -3,12 +3,7 @@
 From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
 the planner says which schedule (`weft.ops.choosing`); `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial
 schedule is called as a user would write it, past all of these, so that taking it costs nothing.
-
-Backward. With y_i = x @ w_i, x gathered from the ranks' shards:
-
-    grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
-
-x is gathered again while the first GEMMs run, and the reduce-scatter runs while the second ones do.
+Backward is in `weft.ops.gathered`.
 """
 
 from __future__ import annotations
@@ -24,7 +19,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
+from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
+from weft.ops.gathered import gathered_by_library, gradients
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
 
@@ -51,7 +48,8 @@ def all_gather_matmul(
 
     but GEMMs on what is there run while the rest arrives, where that is faster: it is decided by shape and machine, and
     where nothing beats the plain sequence of library calls, that is what happens. Collective over `group`. Differentiable
-    in A_shard and Bs; gradients are sums over ranks, not means.
+    in A_shard and Bs, once; gradients are sums over ranks, not means, and the same ones must be wanted on every rank. Autocast
+    does not reach in: inputs are multiplied in the dtype that they have.
 
     A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D. Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
     Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied).
@@ -62,36 +60,48 @@ def all_gather_matmul(
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device).
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns (A or None, [A @ B for B in Bs]), on GPUs valid in stream order, in ordinary memory. The first call of a shape
     is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
     Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs it is kept until the
         group goes).
 
-    Raises `ValueError` for bad arguments, `DisagreementError` when ranks describe different calls, `DeadlineError`,
-    `PeerLostError`, `PoisonedGroupError`. Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
-    Overlap".
+    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank, and `DisagreementError`
+    when ranks describe different calls; `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
+    _check_dimensions(A_shard, gather_dim)
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    if isinstance(Bs, torch.Tensor):
+        raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
+    Bs = Bs if isinstance(Bs, list | tuple) else list(Bs)
     flat = gather_dim == 0 and A_shard.dim() == 2
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if timeline is not None:
+            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
         x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
         name = group if isinstance(group, str) else group.group_name
         sizes = None if rows is None else [size * _rows_of_one(A_shard.shape, gather_dim) for size in rows]
-        results = torch.ops.weft.all_gather_matmul(x, Bs, name, return_A, schedule or "", sizes, deadline_s or 0.0)
+        results = torch.ops.weft.all_gather_matmul(
+            x, list(Bs), name, return_A, schedule or "", sizes, deadline_s or 0.0
+        )
     else:
         if isinstance(group, str):
             group = _resolve_process_group(group)  # type: ignore[arg-type]
         prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
+        world = prepared.p.world_size
         x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
-        if torch.is_grad_enabled() and (x.requires_grad or any(B.requires_grad for B in Bs)):
+        if prepared.differentiated:
             results = _Function.apply(prepared, deadline_s, timeline, x, *Bs)
         else:
             results = prepared(x, Bs, deadline_s, timeline)
     if not flat:
         # [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them.
         others = [extent for d, extent in enumerate(A_shard.shape[:-1]) if d != gather_dim % A_shard.dim()]
-        extent = sum(rows) if rows is not None else -1
+        extent = A_shard.shape[gather_dim] * world if rows is None else sum(rows)
         results = [result.view(extent, *others, result.shape[1]).movedim(0, gather_dim) for result in results]
     return (results[0], list(results[1:])) if return_A else (None, list(results))
 
@@ -99,13 +109,25 @@ def all_gather_matmul(
 class _Prepared:
     """Everything about calls of one shape on one group: made at the first, found by the others."""
 
-    def __init__(self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
-        self.p, self.group, self.device, self.pinned = p, group, device, pinned
+    def __init__(
+        self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None, copied: frozenset[int],
+        wanted: tuple[bool, bool],
+    ) -> None:  # fmt: skip
+        """copied: which of the weights have to be copied at every call. wanted: whether gradients of x, and of any B, are."""
+        self.p, self.device, self.pinned, self.differentiated = p, device, pinned, any(wanted)
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
+        self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._alone = p.world_size == 1
         self._chosen: choosing.Chosen | None = None
         self._shapes = [(p.m, n) for n in p.n]
-        self._copied: frozenset[int] = frozenset()  # which of the weights have to be copied at every call
+        self._copied = copied
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise WeftError("the process group of this call is gone: backward needs it as forward did")
+        return group
 
     def close(self) -> None:
         """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
@@ -122,7 +144,10 @@ class _Prepared:
     def __call__(
         self, x: torch.Tensor, Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor]:
-        """[gathered x if wanted, x @ B ...] of 2-D tensors."""
+        """[gathered x if wanted, x @ B ...] of 2-D tensors. Autocast, which would reach some schedules only, does not reach in."""
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return self(x, Bs, deadline_s, timeline)
         x = _contiguous(x)
         capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         chosen = self._chosen
@@ -150,25 +175,12 @@ class _Prepared:
 
     def _in_turn(self, x: torch.Tensor, Bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The library's collective, then its GEMMs."""
-        whole = x if self.p.world_size == 1 else gathered_by_library(x, self.p, self.group)
+        if self._alone:
+            ys = [torch.mm(x, B) for B in Bs]
+            return [x.clone(), *ys] if self.p.return_gathered else ys
+        whole = gathered_by_library(x, self.p, self.group)
         ys = [torch.mm(whole, B) for B in Bs]
         return [whole, *ys] if self.p.return_gathered else ys
-
-
-def gathered_by_library(x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> torch.Tensor:
-    """[sum(rows), k] on every rank, by torch.distributed."""
-    whole = torch.empty(p.m, p.k, dtype=x.dtype, device=x.device)
-    if len(set(p.rows)) == 1:
-        dist.all_gather_into_tensor(whole, x, group=group)
-    elif x.device.type == "cuda":
-        dist.all_gather(list(whole.split(p.rows)), x, group=group)
-    else:  # gloo gathers equal parts only
-        padded = x.new_zeros(max(p.rows), p.k)
-        padded[: x.shape[0]] = x
-        parts = [torch.empty_like(padded) for _ in p.rows]
-        dist.all_gather(parts, padded, group=group)
-        torch.cat([part[:n] for part, n in zip(parts, p.rows, strict=True)], out=whole)
-    return whole
 
 
 # --- backward ---
@@ -191,49 +203,15 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         saved, *Bs = ctx.saved_tensors
-        return None, None, None, *_gradients(ctx.prepared, saved, Bs, list(grads), ctx.needs_input_grad[3:])
-
-
-def _gradients(
-    prepared: _Prepared, saved: torch.Tensor, Bs: list[torch.Tensor], grads: list[torch.Tensor], wanted: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    """Of x_shard and of each B. `saved` is the gathered x if the caller wanted it, else the shard."""
-    p, group = prepared.p, prepared.group
-    grad_gathered = grads.pop(0) if p.return_gathered else None
-    regather = any(wanted[1:]) and not p.return_gathered and p.world_size > 1
-    whole, gathering = saved, None
-    if regather:
-        if len(set(p.rows)) == 1:
-            whole = saved.new_empty(p.m, p.k)
-            gathering = dist.all_gather_into_tensor(whole, saved.contiguous(), group=group, async_op=True)
-        else:
-            whole = gathered_by_library(saved.contiguous(), p, group)
-    grad_x = scattering = None
-    if wanted[0]:
-        partial = grads[0] @ Bs[0].t() if grad_gathered is None else torch.addmm(grad_gathered, grads[0], Bs[0].t())
-        for grad, B in zip(grads[1:], Bs[1:], strict=True):
-            partial.addmm_(grad, B.t())
-        grad_x, scattering = _reduce_scattered(partial, p, group)
-    if gathering is not None:
-        gathering.wait()
-    grad_Bs = [whole.t() @ grad if want else None for grad, want in zip(grads, wanted[1:], strict=True)]
-    if scattering is not None:
-        scattering.wait()
-    return [grad_x, *grad_Bs]
-
-
-def _reduce_scattered(partial: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
-    """(this rank's rows of the sum over ranks, what to wait for before reading them)."""
-    rank = group.rank()
-    if p.world_size == 1:
-        return partial, None
-    if len(set(p.rows)) == 1 and partial.device.type == "cuda":
-        mine = partial.new_empty(p.rows[rank], p.k)
-        return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
-    work = dist.all_reduce(partial, group=group, async_op=True)
-    return partial.split(p.rows)[rank], work
+        return (
+            None,
+            None,
+            None,
+            *gradients(ctx.prepared.p, ctx.prepared.group, saved, Bs, list(grads), ctx.needs_input_grad[3:]),
+        )
 
 
 # --- what was prepared ---
@@ -248,32 +226,76 @@ def _prepared_for(
     schedule: str | None, rows: Sequence[int] | None, deadline_s: float | None,
 ) -> _Prepared:  # fmt: skip
     pinned = choosing.pinned() if schedule is None else schedule
-    layouts = tuple([(B.shape, B.stride(), B.dtype) for B in Bs])
+    wanted = (False, False)
+    if torch.is_grad_enabled():
+        wanted = (A_shard.requires_grad, any(getattr(B, "requires_grad", False) for B in Bs))
+    layouts = tuple([(B.shape, B.stride(), B.dtype) if isinstance(B, torch.Tensor) else (B,) for B in Bs])
     sizes = None if rows is None else tuple(rows)
-    key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes)
+    key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes, wanted)
     known = _prepared.get(group)
     if known is None:
         known = _prepared[group] = {}
     prepared = known.get(key)
     if prepared is None or prepared.stale:
-        p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
-        if deadline_s is not None and deadline_s <= 0:
-            raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
-        if pinned is not None:
-            choosing.check_name(pinned, p)
+        p = _first_call(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted)
+        copied = frozenset(i for i, B in enumerate(Bs) if _is_scattered(B))
+        for i in copied:
+            text = "neither its rows nor its columns are in one piece each; pass a contiguous one"
+            warnings.warn(f"Bs[{i}] is copied at every call: it has strides {Bs[i].stride()}, {text}", stacklevel=3)
         while len(known) >= _KEPT:  # all ranks make the same calls, so all drop the same
             known.pop(next(iter(known))).close()
-        known[key] = prepared = _Prepared(p, group, A_shard.device, pinned)
-        prepared._copied = frozenset(i for i, B in enumerate(Bs) if _is_scattered(B))
-        for i in prepared._copied:
-            text = "neither its rows nor its columns are contiguous; pass a contiguous one"
-            warnings.warn(f"Bs[{i}] is copied at every call: it has strides {Bs[i].stride()}, {text}", stacklevel=3)
+        known[key] = prepared = _Prepared(p, group, A_shard.device, pinned, copied, wanted)
     return prepared
 
 
+def _first_call(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
+    pinned: str | None, rows: tuple[int, ...] | None, wanted: tuple[bool, bool],
+) -> AllGatherMatmul:  # fmt: skip
+    """The call as a description, the same on all ranks. `RefusedError` on every rank if any has bad arguments,
+    `DisagreementError` if they differ; the group lives on. Collective."""
+    p, refusal = None, ""
+    try:
+        p = _problem(A_shard, Bs, gather_dim, group, return_A, rows)
+        if pinned is not None:
+            choosing.check_name(pinned, p)
+    except ValueError as error:
+        if group.size() == 1 or A_shard.device.type not in ("cpu", "cuda"):
+            raise
+        refusal = str(error)
+    if group.size() > 1:
+        domain = symm.domain(group, A_shard.device)
+        mine = (refusal, f"{p}, schedule {pinned or 'chosen'}, gradients wanted of (A_shard, any of Bs): {wanted}")
+        calls = domain.all_gather(mine, what="the first call of a shape of all_gather_matmul")
+        texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(calls) if text]
+        if texts:
+            raise RefusedError("; ".join(texts))
+        for rank, (_, theirs) in enumerate(calls):
+            if theirs != calls[0][1]:
+                raise DisagreementError(
+                    f"ranks call all_gather_matmul differently. Rank 0: {calls[0][1]}; rank {rank}: {theirs}"
+                )
+    assert p is not None
+    return p
+
+
 def _is_scattered(B: torch.Tensor) -> bool:
-    """Whether a library's GEMM would have to copy it: no dimension of more than one element is contiguous."""
-    return B.numel() > 1 and not any(step == 1 for extent, step in zip(B.shape, B.stride(), strict=True) if extent > 1)
+    """Whether a library's GEMM would have to copy it: neither rows nor columns are in one piece each."""
+    (k, n), (row, col) = B.shape, B.stride()
+    by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
+    by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
+    return B.numel() > 0 and not (by_rows or by_columns)
+
+
+def _check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
+    shape = tuple(A_shard.shape)
+    if len(shape) < 2:
+        raise ValueError(f"A_shard has shape {shape}: pass at least two dimensions, [rows, K]")
+    if not -len(shape) <= gather_dim < len(shape) or gather_dim % len(shape) == len(shape) - 1:
+        raise ValueError(
+            f"gather_dim={gather_dim} must name a dimension of A_shard {shape} before the last: the last one is what the "
+            f"matmul sums over"
+        )
 
 
 def _problem(
@@ -282,18 +304,13 @@ def _problem(
 ) -> AllGatherMatmul:  # fmt: skip
     """The call as a description; raises `ValueError` for what it cannot be."""
     shape, world = A_shard.shape, group.size()
-    if A_shard.dim() < 2:
-        raise ValueError(f"A_shard has shape {tuple(shape)}: pass at least two dimensions, [rows, K]")
-    if not -A_shard.dim() <= gather_dim < A_shard.dim() or gather_dim % A_shard.dim() == A_shard.dim() - 1:
-        raise ValueError(
-            f"gather_dim={gather_dim} must name a dimension of A_shard {tuple(shape)} before the last: the last one is what "
-            f"the matmul sums over"
-        )
     if A_shard.dtype not in _DTYPES:
         raise ValueError(f"A_shard is {A_shard.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
     if not Bs:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
     for i, B in enumerate(Bs):
+        if not isinstance(B, torch.Tensor):
+            raise ValueError(f"Bs[{i}] is a {type(B).__name__}: pass torch tensors of shape [K={shape[-1]}, N]")
         if B.dim() != 2 or B.shape[0] != shape[-1]:
             raise ValueError(
                 f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard {tuple(shape)}"
@@ -403,7 +420,7 @@ def _run_backward(
     schedule: str, rows: list[int] | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     prepared = _named(x, Bs, group, return_x, schedule, rows, 0.0)
-    found = _gradients(prepared, saved, Bs, list(grads), [True] * (1 + len(Bs)))
+    found = gradients(prepared.p, prepared.group, saved, Bs, list(grads), [True] * (1 + len(Bs)))
     return [grad.contiguous() for grad in found if grad is not None]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from weft.errors import ScheduleError
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES
 
@@ -49,6 +50,10 @@ class AllGatherMatmul:
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
         """[m, k] gathered from equal shards times one [k, n] on every rank."""
+        if not all(isinstance(size, int) and size >= 0 for size in (m, n, k)) or world_size < 1:
+            raise ValueError(
+                f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1"
+            )
         if m % world_size:
             below = m - m % world_size
             raise ValueError(
@@ -197,7 +202,26 @@ def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] |
     return found
 
 
+<<<<<<< HEAD
 def _bind(
     function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]
 ) -> Callable[[], Schedule]:
     return lambda: function(problem, **chosen)
+=======
+def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str, Any]) -> Callable[[], Schedule]:
+    def build() -> Schedule:
+        try:
+            made = function(problem, **chosen)
+        except NotApplicableError:
+            raise
+        except Exception as error:
+            given = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
+            raise ScheduleError(f"{given}: {type(error).__name__}: {error}") from error
+        if not isinstance(made, Schedule):
+            raise ScheduleError(
+                f"builder {function.__module__}.{function.__name__} returned {made!r}: return d.schedule()"
+            )
+        return made
+
+    return build
+>>>>>>> main

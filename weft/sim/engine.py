@@ -149,10 +149,11 @@ class _Engine:
             still: list[_Lane] = []
             done: list[_Lane] = []
             marked: list[_Lane] = []
+            nearly = max(_DONE_US, 1e-12 * until)  # late in a long run the clock itself is no finer
             for lane in self.working:
                 lane.rest -= passed * speed[lane.load]
-                (still if lane.rest > _DONE_US else done).append(lane)
-                if lane.mark and lane.rest - lane.mark <= _DONE_US:
+                (still if lane.rest > nearly else done).append(lane)
+                if lane.mark and lane.rest - lane.mark <= nearly:
                     marked.append(lane)
             self.now, self.working = until, still
             for lane in marked:

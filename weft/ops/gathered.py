@@ -1,0 +1,83 @@
+"""The library's way: a gathered input, and the gradients behind it.
+
+With y_i = x @ w_i, x gathered from the ranks' shards:
+
+    grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
+
+x is gathered again while the first GEMMs run, and the reduce-scatter runs while the second ones do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.schedule import AllGatherMatmul
+
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
+
+
+def gathered_by_library(x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> torch.Tensor:
+    """[sum(rows), k] on every rank, by torch.distributed."""
+    whole = torch.empty(p.m, p.k, dtype=x.dtype, device=x.device)
+    if len(set(p.rows)) == 1:
+        _all_gather_single(whole, x, group=group)
+    elif x.device.type == "cuda":
+        dist.all_gather(list(whole.split(p.rows)), x, group=group)
+    else:  # gloo gathers equal parts only
+        padded = x.new_zeros(max(p.rows), p.k)
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in p.rows]
+        dist.all_gather(parts, padded, group=group)
+        torch.cat([part[:n] for part, n in zip(parts, p.rows, strict=True)], out=whole)
+    return whole
+
+
+def gradients(
+    p: AllGatherMatmul,
+    group: dist.ProcessGroup,
+    saved: torch.Tensor,
+    Bs: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Of x_shard and of each B. `saved` is the gathered x if the caller wanted it, else the shard."""
+    if torch.is_autocast_enabled(saved.device.type):
+        with torch.autocast(saved.device.type, enabled=False):
+            return gradients(p, group, saved, Bs, grads, wanted)
+    grad_gathered = grads.pop(0) if p.return_gathered else None
+    regather = any(wanted[1:]) and not p.return_gathered and p.world_size > 1
+    whole, gathering = saved, None
+    if regather:
+        if len(set(p.rows)) == 1:
+            whole = saved.new_empty(p.m, p.k)
+            gathering = _all_gather_single(whole, saved.contiguous(), group=group, async_op=True)
+        else:
+            whole = gathered_by_library(saved.contiguous(), p, group)
+    grad_x = scattering = None
+    if wanted[0]:
+        partial = grads[0] @ Bs[0].t() if grad_gathered is None else torch.addmm(grad_gathered, grads[0], Bs[0].t())
+        for grad, B in zip(grads[1:], Bs[1:], strict=True):
+            partial.addmm_(grad, B.t())
+        grad_x, scattering = _reduce_scattered(partial, p, group)
+    if gathering is not None:
+        gathering.wait()
+    grad_Bs = [whole.t() @ grad if want else None for grad, want in zip(grads, wanted[1:], strict=True)]
+    if scattering is not None:
+        scattering.wait()
+    return [grad_x, *grad_Bs]
+
+
+def _reduce_scattered(partial: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """(this rank's rows of the sum over ranks, what to wait for before reading them)."""
+    rank = group.rank()
+    if p.world_size == 1:
+        return partial, None
+    if len(set(p.rows)) == 1 and partial.device.type == "cuda":
+        mine = partial.new_empty(p.rows[rank], p.k)
+        return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
+    work = dist.all_reduce(partial, group=group, async_op=True)
+    return partial.split(p.rows)[rank], work
