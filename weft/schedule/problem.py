@@ -202,13 +202,9 @@ def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] |
     return found
 
 
-<<<<<<< HEAD
 def _bind(
     function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]
 ) -> Callable[[], Schedule]:
-    return lambda: function(problem, **chosen)
-=======
-def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str, Any]) -> Callable[[], Schedule]:
     def build() -> Schedule:
         try:
             made = function(problem, **chosen)
@@ -224,4 +220,3 @@ def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str,
         return made
 
     return build
->>>>>>> main
