@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -51,7 +52,9 @@ def test_right_ones_verify(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [4, 10 * SAMPLE])
 def test_a_wait_for_some_of_the_tiles_is_too_early(rows: int) -> None:
-    assert "race on box@" in faults(pushed(rows, wait=rows - 1))
+    text = faults(pushed(rows, wait=rows - 1))
+    assert "race on box@" in text
+    assert "lane compute, step 2: relu y" in text  # as in the table
     assert "sets are waited for, and a run makes" in faults(pushed(rows, wait=rows + 1))
 
 
@@ -59,10 +62,11 @@ def test_a_row_that_no_tile_writes() -> None:
     assert "it reads box@1[3:+1, 0:+8], which nothing has written" in faults(pushed(4, extent=3, wait=3))
 
 
-def test_tiles_are_not_ordered_among_each_other() -> None:
-    text = faults(pushed(4, shift=1))
+@pytest.mark.parametrize("rows", [4, 10 * SAMPLE])
+def test_tiles_are_not_ordered_among_each_other(rows: int) -> None:
+    text = faults(pushed(rows, shift=1))
     assert "race on box@" in text
-    assert "lane push, push, t = 1, step 2" in text
+    assert re.search(r"lane push, push, t = \d+, step 1: copy x\[", text)
     assert "nothing orders them" in text
 
 
@@ -128,6 +132,18 @@ def test_counts_are_those_of_one_tile_after_the_other(extent: int, entries: list
         tuple(n.evaluate({"t": t}) if isinstance(n, Expr) else n for n in numbers) for t in range(extent)
     )
     assert dict(counted(tiles, *numbers)) == one_by_one
+
+
+@settings(max_examples=50, deadline=None)
+@given(extent=st.integers(1, 60), p=st.integers(1, 6), q=st.integers(1, 6))
+def test_counts_of_what_repeats_are_those_of_one_tile_after_the_other(extent: int, p: int, q: int) -> None:
+    a, b = lookup((5, 3, 8, 3, 1, 0), T % p), (T % q) * 2 + 1
+    tiles = Tiles("k", "t", extent, ())
+    one_by_one = Counter(tuple(int(Expr(str(n)).evaluate({"t": t})) for n in (a, b)) for t in range(extent))
+    assert dict(counted(tiles, a, b)) == one_by_one
+    assert [Expr(text).period("t") for text in ("t", "t // 4", "rank % 4", "(t + 1) % 4", "t % 4 + t % 6")] == [
+        0, 0, 1, 0, 12,
+    ]  # fmt: skip
 
 
 def test_an_expression_with_some_of_its_variables() -> None:

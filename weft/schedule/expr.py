@@ -13,6 +13,7 @@ uneven shards.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -55,6 +56,10 @@ class Expr:
     def over(self, values: Mapping[str, int | np.ndarray]) -> int | np.ndarray:
         """`evaluate` for many values at once: arrays in, an array out."""
         return _over(self._node, values)
+
+    def period(self, name: str) -> int:
+        """p, if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
+        return _period(self._node, name)
 
     def partly(self, values: dict[str, int]) -> Index:
         """With some of its variables put in; a plain number if none is left."""
@@ -143,6 +148,15 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
         case ast.Constant(value=value):
             return value
     raise AssertionError(f"_check lets no {ast.unparse(node)} in")
+
+
+def _period(node: ast.AST, name: str) -> int:
+    match node:
+        case ast.BinOp(left=ast.Name(id=found), op=ast.Mod(), right=ast.Constant(value=int(modulus))) if found == name:
+            return abs(modulus)
+        case ast.Name(id=found) if found == name:
+            return 0
+    return math.lcm(*(_period(part, name) for part in ast.iter_child_nodes(node)))
 
 
 def _partly(node: ast.expr, values: Mapping[str, int]) -> ast.expr:

@@ -24,7 +24,7 @@ from weft.schedule.expr import Index
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Collective, Lane, Set, Step, Tiles, Wait
 from weft.schedule.text import describe
-from weft.schedule.tiles import counted
+from weft.schedule.tiles import counted, step_number
 
 Lanes: TypeAlias = tuple[Lane, ...]
 Meeting: TypeAlias = tuple[int, int, int]
@@ -105,7 +105,7 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
         else:
             found = f"{count} of {len(ranks)} ranks come to it"
         lines.append(
-            f"rank {event.rank}, lane {lane.name}, step {event.step + 1}: {describe(step, event.rank)}: {found}"
+            f"rank {event.rank}, lane {lane.name}, step {step_number(lane, event.step)}: {describe(step, event.rank)}: {found}"
         )
     return lines
 

@@ -9,6 +9,7 @@ one. `forked` writes it like that, so that whoever knows lanes and signals (`ord
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,8 @@ from weft.schedule.expr import Expr, Index
 from weft.schedule.schedule import Schedule, is_empty
 from weft.schedule.steps import Compute, Copy, Lane, Set, Signals, Step, Tiles, Wait
 
+_BEGIN, _END = "begin of tiles ", "end of tiles "  # how the signals of forked lanes are named
+
 
 def counted(tiles: Tiles, *numbers: Index) -> list[tuple[tuple[int, ...], int]]:
     """(values of `numbers`, in how many of `tiles` they have them), for tiles in numbers; by rising values."""
@@ -28,21 +31,24 @@ def counted(tiles: Tiles, *numbers: Index) -> list[tuple[tuple[int, ...], int]]:
         return []
     if not any(isinstance(number, Expr) for number in numbers):
         return [(cast(tuple[int, ...], numbers), extent)]
-    at = np.arange(extent)
+    # Mostly they depend on a tile's place within its sample, and one sample tells for all.
+    period = math.lcm(*(n.period(tiles.index) for n in numbers if isinstance(n, Expr)))
+    at = np.arange(min(period, extent) or extent)
+    turns = extent // len(at) + (at < extent % len(at))
     columns = [n.over({tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
-    table = np.stack([np.broadcast_to(column, extent) for column in columns])
-    first = np.lexsort(table[::-1])
-    table = table[:, first]
+    table = np.stack([np.broadcast_to(column, at.shape) for column in columns])
+    order = np.lexsort(table[::-1])
+    table = table[:, order]
     begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
-    times = np.diff(np.r_[begins, extent])
+    times = np.add.reduceat(turns[order], begins)
     return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), times.tolist(), strict=True)]
 
 
 def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
     """(`schedule` with the signals that this takes, every rank's lanes in numbers, what is written by tiles left out).
 
-    At most `most` of a step's tiles become lanes: the first, the last, and every k-th. Waits then count without the others'
-    sets: where T of N sets were needed and D of them are left out, T - D of N - D are.
+    At most `most` of a step's tiles become lanes: the first, the last, every k-th, and the neighbours of these. Waits then
+    count without the others' sets: where T of N sets were needed and D of them are left out, T - D of N - D are.
     """
     forks = [_Fork(rank, schedule.of_rank(rank), most) for rank in range(schedule.world_size)]
     dropped = sum((fork.dropped for fork in forks), Counter())
@@ -53,6 +59,15 @@ def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ..
     signals = {signal.name: signal for fork in forks for signal in fork.signals}
     left_out = {name for fork in forks for name in fork.left_out}
     return replace(schedule, signals=(*schedule.signals, *signals.values())), lanes, left_out
+
+
+def step_number(lane: Lane, step: int) -> int:
+    """As which step, from 1, a forked lane's step stands in the schedule: in its lane, or in the body of its tile."""
+    return sum(
+        not (isinstance(s, Wait | Set) and s.signal.startswith(_END))
+        and not (isinstance(s, Wait) and s.signal.startswith(_BEGIN))
+        for s in lane.steps[: step + 1]
+    )
 
 
 class _Fork:
@@ -74,7 +89,7 @@ class _Fork:
         chosen = _sample(extent, self.most)
         name = f"{lane.name}/{step.kernel}/{len(self._more)}"
         # As many signals as the longest sample, so that they are declared alike on all ranks.
-        begin, end = Signals(f"begin {name}", 1), Signals(f"end {name}", self.most)
+        begin, end = Signals(_BEGIN + name, 1), Signals(_END + name, self.most)
         self.signals += [begin, end]
         for i, number in enumerate(chosen):
             body = (inner for inner in step.tile(number) if not is_empty(inner))
@@ -100,8 +115,8 @@ class _Fork:
 def _sample(extent: int, most: int) -> list[int]:
     if extent <= most:
         return list(range(extent))
-    stride = -(-(extent - 1) // (most - 1))
-    return [*range(0, extent - 1, stride), extent - 1]
+    stride = -(-(extent - 1) // (most // 2 - 1))
+    return sorted({n for first in (*range(0, extent - 1, stride), extent - 2) for n in (first, first + 1)})
 
 
 def _without(steps: tuple[Step, ...], rank: int, dropped: Counter[tuple[Index, str, Index]]) -> Iterator[Step]:

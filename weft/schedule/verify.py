@@ -10,10 +10,9 @@ that is a run ahead. It finds
     reads of nothing     what no step of the same run has written
     incomplete outputs   what no step writes
 
-Of tiles (`weft.schedule.steps.Tiles`) at most SAMPLE a step are looked at: the first, the last, and every k-th between them.
-What is wrong with others alone is not found, and neither are reads of nothing and holes in the buffers that they write.
-
-If something does not fit or hangs, the rest is not looked for.
+Of tiles (`weft.schedule.steps.Tiles`) at most SAMPLE a step are looked at: the first, the last, every k-th between them, and
+their neighbours. What is wrong with others alone is not found, and neither are reads of nothing and holes in the buffers that
+they write.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from weft.schedule.order import Event, Lanes, explain, play, sets_per_run
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Wait
 from weft.schedule.text import describe
-from weft.schedule.tiles import forked
+from weft.schedule.tiles import forked, step_number
 
 RUNS = 3
 SHOWN = 10
@@ -87,7 +86,7 @@ class _Faults:
         lane = self.ranks[event.rank][event.lane]
         run = "" if event.run == 1 else f" of run {event.run}"
         return (
-            f"rank {event.rank}, lane {lane.name}, step {event.step + 1}{run}: "
+            f"rank {event.rank}, lane {lane.name}, step {step_number(lane, event.step)}{run}: "
             f"{describe(lane.steps[event.step], event.rank)}"
         )
 
