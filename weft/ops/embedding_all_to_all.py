@@ -1,9 +1,8 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
 From one call down: this file checks the input, takes the schedule that is asked for (`weft.schedule.slices`) and finds the
-compiled operator for (group, device, what the schedule plans);
-`weft.runtime.cpu` or `weft.runtime.cuda` is a rank's side of the call; `csrc/embedding_all_to_all.cpp` or
-`weft.kernels.embedding_all_to_all` does the work.
+compiled operator for (group, device, what the schedule plans); `weft.runtime.cpu` or `weft.runtime.cuda` is a rank's side of
+the call; `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embedd
     local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
     rows: tuple[tuple[float, ...], ...] = ()
     if (read := sharding.rows_read) is not None:
-        of_table = [rows / len(table.feature_names) for rows, table in zip(read, sharding.tables, strict=True)]
+        of_table = [mean / len(table.feature_names) for mean, table in zip(read, sharding.tables, strict=True)]
         rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
     places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
     dtype = next(name for name, known in TORCH_DTYPE.items() if known == sharding.dtype)

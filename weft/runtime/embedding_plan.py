@@ -99,9 +99,7 @@ def plan_of(
     tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
     kernels = {step.kernel for step in tiles}
     found = re.fullmatch(r"embedding_all_to_all\[slice_size=(\d+)\]", kernels.pop()) if len(kernels) == 1 else None
-    targets = dict.fromkeys(
-        value(_stored(step).at, rank=0) for step in tiles
-    )  # of rank 0: one program is for all ranks
+    targets = dict.fromkeys(value(_stored(step).at, rank=0) for step in tiles)  # one program is for all ranks
     ranks = [*range(schedule.world_size)]
     orders: dict[Order, list[int]] = {"remote_first": [*ranks[1:], 0], "natural": ranks}
     order = next((name for name, wanted in orders.items() if wanted == [*targets]), None)
