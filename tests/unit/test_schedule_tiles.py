@@ -78,8 +78,10 @@ def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() 
     relu = Compute("relu", y.part(rows=row), (s.part(rows=row),))
     d.lane("a").copy(x.part(), s.part()).tiles("relu", "t", 4, relu).compute("silu", y.part(), y.part())
     verify(d.schedule())
-    lane = d.schedule().lanes[0]
-    assert "race on s@0" in faults(replace(d.schedule(), lanes=(replace(lane, steps=lane.steps[1:]), replace(lane, name="b", steps=lane.steps[:1]))))  # fmt: skip  # noqa: E501
+    schedule = d.schedule()
+    (lane,) = schedule.lanes
+    beside = replace(lane, name="b", steps=lane.steps[:1])
+    assert "race on s@0" in faults(replace(schedule, lanes=(replace(lane, steps=lane.steps[1:]), beside)))
 
 
 def test_tiles_do_not_wait() -> None:
