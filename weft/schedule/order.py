@@ -75,7 +75,8 @@ def meeting(ranks: Sequence[Lanes], event: Event) -> Meeting:
 def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
     total: Counters = Counter()
     for step in (step for lanes in ranks for lane in lanes for step in lane.steps):
-        total.update(sets_of(step))
+        if isinstance(step, Set | Tiles):
+            total.update(sets_of(step))
     return total
 
 

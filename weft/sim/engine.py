@@ -220,9 +220,8 @@ class _Engine:
         lane.load, lane.rest = task.load, task.work_us
         lane.pulses, lane.mark = 0, task.work_us * (1 - 1 / _PULSES) if task.raises else 0.0
         if task.joins and len(self.ranks) > 1:
-            before = sum(
-                isinstance(t, Work) and t.joins for t in lane.tasks[: lane.next]
-            )  # ranks differ in other steps
+            # Which collective of the lane it is: what is before it may differ from rank to rank.
+            before = sum(isinstance(t, Work) and t.joins for t in lane.tasks[: lane.next])
             place = (lane.rank.run, lane.program.number, before)
             there = self.meeting.setdefault(place, [])
             there.append(lane)
