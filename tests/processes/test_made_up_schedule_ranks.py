@@ -65,5 +65,5 @@ def test_a_run_keeps_the_order_of_its_lanes(pool: Pool) -> None:
 
 def test_without_its_registration_the_name_is_unknown(pool: Pool) -> None:
     for kind, text in pool.run(unknown, ranks=2, timeout_s=60):
-        assert kind == "ValueError"
+        assert kind == "RefusedError"
         assert "no schedule 'ring[by=dma]' for all_gather_matmul" in text
