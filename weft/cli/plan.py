@@ -125,7 +125,10 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     console.print(facts)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for i, title in enumerate(HEADER):
-        table.add_column(title, justify="left" if i in (0, len(HEADER) - 1) else "right", overflow="fold")
+        # Names are to be copied: they stay in one piece.
+        table.add_column(
+            title, justify="left" if i in (0, len(HEADER) - 1) else "right", overflow="fold", no_wrap=i == 0
+        )
     for cells in found.cells(shown):
         table.add_row(*(cell.replace("[", r"\[") for cell in cells), style="green" if cells[-1] == "taken" else "")
     console.print()
