@@ -19,13 +19,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from weft import _core
 from weft.bench.harness import Ranks
+from weft.runtime.collectives import all_gather_single
 from weft.symm import SymmetricBuffer
 
 By = Literal["dma", "kernel", "library"]
@@ -36,7 +37,6 @@ _PIECE_MULTIPLE = 512  # bytes: pieces begin where copy engines and 16-byte acce
 _SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any present GPU
 _LONGEST_SLEEP_S = 0.05
 # `all_gather_into_tensor` is its name before torch 2.13.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class Side(ABC):
         dist.barrier(self.ranks.control)
 
     def _library(self, gathered: torch.Tensor, piece: torch.Tensor) -> Call:
-        return lambda: _all_gather_single(gathered, piece, group=self.ranks.group)
+        return lambda: all_gather_single(gathered, piece, group=self.ranks.group)
 
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:

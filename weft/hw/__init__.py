@@ -1,6 +1,6 @@
 """Machines as data, each number with its unit and where it comes from; and what this host can still give."""
 
 from weft.hw.host import available_memory_bytes
-from weft.hw.machine import Machine, Quantity, known_machines, load_machine
+from weft.hw.machine import Machine, Quantity, file_of, known_machines, load_machine
 
-__all__ = ["Machine", "Quantity", "available_memory_bytes", "known_machines", "load_machine"]
+__all__ = ["Machine", "Quantity", "available_memory_bytes", "file_of", "known_machines", "load_machine"]

@@ -70,6 +70,11 @@ def known_machines() -> tuple[str, ...]:
     )
 
 
+def file_of(machine: str) -> str | None:
+    """The known machine file in which this is the name ("NVIDIA H200" is in "h200"), if there is one."""
+    return next((known for known in known_machines() if load_machine(known).name == machine), None)
+
+
 def load_machine(name: str | Path) -> Machine:
     """The machine `name` (see `known_machines`), or the one in the TOML file at that path.
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, words
 
 _POISON = tl.constexpr(POISON)
-# How many of the kernel's arguments are pointers or addresses (int64), by name, for who compiles it ahead.
+# The kernel's arguments that are pointers (to int64), for who compiles it ahead.
 TABLES = ("targets", "waits", "sets", "answers", "arrivals", "epoch_word")
 
 

@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft import symm
+from weft import plan, symm
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
 from weft.ops.gathered import gathered_by_library, gradients
+from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
 
-_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 
 
 def all_gather_matmul(
@@ -225,7 +226,7 @@ def _prepared_for(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
     schedule: str | None, rows: Sequence[int] | None, deadline_s: float | None,
 ) -> _Prepared:  # fmt: skip
-    pinned = choosing.pinned() if schedule is None else schedule
+    pinned = plan.pinned() if schedule is None else schedule
     wanted = (False, False)
     if torch.is_grad_enabled():
         wanted = (A_shard.requires_grad, any(getattr(B, "requires_grad", False) for B in Bs))
@@ -237,7 +238,7 @@ def _prepared_for(
         known = _prepared[group] = {}
     prepared = known.get(key)
     if prepared is None or prepared.stale:
-        p = _first_call(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted)
+        p = _first_call(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted, deadline_s)
         copied = frozenset(i for i, B in enumerate(Bs) if _is_scattered(B))
         for i in copied:
             text = "neither its rows nor its columns are in one piece each; pass a contiguous one"
@@ -250,7 +251,7 @@ def _prepared_for(
 
 def _first_call(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
-    pinned: str | None, rows: tuple[int, ...] | None, wanted: tuple[bool, bool],
+    pinned: str | None, rows: tuple[int, ...] | None, wanted: tuple[bool, bool], deadline_s: float | None,
 ) -> AllGatherMatmul:  # fmt: skip
     """The call as a description, the same on all ranks. `RefusedError` on every rank if any has bad arguments,
     `DisagreementError` if they differ; the group lives on. Collective."""
@@ -264,9 +265,9 @@ def _first_call(
             raise
         refusal = str(error)
     if group.size() > 1:
-        domain = symm.domain(group, A_shard.device)
+        domain = symm.domain(group, A_shard.device, deadline_s=deadline_s)
         mine = (refusal, f"{p}, schedule {pinned or 'chosen'}, gradients wanted of (A_shard, any of Bs): {wanted}")
-        calls = domain.all_gather(mine, what="the first call of a shape of all_gather_matmul")
+        calls = domain.all_gather(mine, what="the first call of a shape of all_gather_matmul", deadline_s=deadline_s)
         texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(calls) if text]
         if texts:
             raise RefusedError("; ".join(texts))
@@ -384,8 +385,7 @@ def _run(
     rows: list[int] | None,
     deadline_s: float,
 ) -> list[torch.Tensor]:
-    results = _named(x, Bs, group, return_x, schedule, rows, deadline_s)(x, Bs, deadline_s or None, None)
-    return [result.clone() if result is x else result for result in results]  # one rank: an op may not return its input
+    return _named(x, Bs, group, return_x, schedule, rows, deadline_s)(x, Bs, deadline_s or None, None)
 
 
 def _fake(

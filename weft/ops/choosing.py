@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft import plan
-from weft.hw import known_machines, load_machine
+from weft.hw import file_of, load_machine
 from weft.plan.calibration import find
 from weft.plan.pin import named
 from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule
@@ -31,11 +31,6 @@ _MEASURED = (
 _REPETITIONS = 5
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY = 0.97  # of the serial schedule's time: what another one must beat to be taken
-
-
-def pinned() -> str | None:
-    """The schedule that `with weft.plan.use(...)` names, if any."""
-    return plan.pinned()
 
 
 def check_name(name: str, p: AllGatherMatmul) -> None:
@@ -97,10 +92,10 @@ def machine_model(device: torch.device, world_size: int) -> Model | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    found = next((load_machine(known) for known in known_machines() if load_machine(known).name == name), None)
-    if found is None:
+    file = file_of(name)
+    if file is None:
         return None
-    model = model_of(found, world_size)
+    model = model_of(load_machine(file), world_size)
     try:
         calibration = find(name, world_size)
     except ValueError as error:

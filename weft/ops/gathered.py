@@ -15,16 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.runtime.collectives import all_gather_single
 from weft.schedule import AllGatherMatmul
-
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name
 
 
 def gathered_by_library(x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> torch.Tensor:
     """[sum(rows), k] on every rank, by torch.distributed."""
     whole = torch.empty(p.m, p.k, dtype=x.dtype, device=x.device)
     if len(set(p.rows)) == 1:
-        _all_gather_single(whole, x, group=group)
+        all_gather_single(whole, x, group=group)
     elif x.device.type == "cuda":
         dist.all_gather(list(whole.split(p.rows)), x, group=group)
     else:  # gloo gathers equal parts only
@@ -54,7 +53,7 @@ def gradients(
     if regather:
         if len(set(p.rows)) == 1:
             whole = saved.new_empty(p.m, p.k)
-            gathering = _all_gather_single(whole, saved.contiguous(), group=group, async_op=True)
+            gathering = all_gather_single(whole, saved.contiguous(), group=group, async_op=True)
         else:
             whole = gathered_by_library(saved.contiguous(), p, group)
     grad_x = scattering = None

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _core, symm
-from weft.hw import known_machines, load_machine
+from weft.hw import file_of, load_machine
 from weft.plan import calibrate
 from weft.runtime.move import MAX_PROGRAMS, Move, Shape
 from weft.runtime.schedule_cuda import CudaSchedule
@@ -40,10 +40,8 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
     assert group is not None
     domain = symm.domain(group, device)
     measure = GpuMeasure(domain)
-    name = next((known for known in known_machines() if load_machine(known).name == measure.machine), None)
-    base = model_of(
-        load_machine(name or "h200"), world_size
-    )  # another machine's file still says which sizes are sensible
+    # Another machine's file still says which sizes are sensible.
+    base = model_of(load_machine(file_of(measure.machine) or "h200"), world_size)
     found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
     measure.close()
     return str(found.save()) if rank == 0 else ""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-from weft.hw import known_machines, load_machine
+from weft.hw import file_of
 
 _NVIDIA = Path("/proc/driver/nvidia")
 _PACKAGES = ("weft", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -26,8 +26,7 @@ def machine_name(driver: Path = _NVIDIA) -> str:
 
 def known_here(driver: Path = _NVIDIA) -> str | None:
     """The machine file (`weft.hw`) of this machine, if there is one."""
-    here = machine_name(driver)
-    return next((known for known in known_machines() if load_machine(known).name == here), None)
+    return file_of(machine_name(driver))
 
 
 @lru_cache(maxsize=1)

@@ -52,7 +52,6 @@ class Move:
         answers: Sequence[tuple[int, int]] = (),
         started: int = 0,
         advance: bool = False,
-        most_programs: int = MAX_PROGRAMS,
     ) -> None:
         device = epoch_word.device
         self._shape = shape = shape or Shape(0, 0, _ALIGNMENT, _ALIGNMENT)
@@ -70,7 +69,7 @@ class Move:
             parts[0], len(targets), parts[1], len(waits), parts[2], len(sets), parts[3], len(answers), parts[4], epoch_word,
             started, int(advance),
         )  # fmt: skip
-        self._grid = (max(1, min(most_programs, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
+        self._grid = (max(1, min(MAX_PROGRAMS, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.

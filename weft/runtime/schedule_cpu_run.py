@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError
+from weft.runtime.collectives import all_gather_single
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _LOOK_S = 0.1  # how long a wait for the library's collective lasts before it looks at the state of the group
 # `all_gather_into_tensor` is its name before torch 2.13.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _abandoned: list[Any] = []  # collectives that did not end, and the memory that the library may still touch
 
 
@@ -164,7 +164,7 @@ class Run:
             self.calls.meet(peer, f"all_gather of {self.name}", self._deadline_s)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         if len(set(rows)) == 1:
-            works = [_all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
+            works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]
         else:  # which the library's all-gather does not know on CPU
             parts = whole.split(rows)
             parts[self.domain.rank].copy_(src)

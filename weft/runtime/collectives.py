@@ -1,0 +1,10 @@
+"""torch's collectives under the names that this torch has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+# From torch 2.13 on `all_gather_into_tensor` is deprecated in favour of this name.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
