@@ -11,7 +11,8 @@ import pytest
 
 from weft import plan
 from weft.hw import load_machine
-from weft.plan.choose import ALIKE, AT_LEAST, CLEARLY, CLEARLY_US, decide, predict
+from weft.plan.choose import ALIKE, CLEARLY, CLEARLY_US, decide
+from weft.plan.predict import AT_LEAST, HOPELESS, _built, _lanes_us, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, builder, candidates, unregister
 from weft.schedule.operands import all_gather_matmul_operands
 from weft.sim import Model, model_of, simulate
@@ -101,6 +102,36 @@ def test_pruning_of_single_runs_loses_nothing(shape: tuple[int, int, int], model
             assert row.predicted_us == us
     assert pruned
     assert choice.row("serial").predicted_us is not None
+
+
+@pytest.mark.parametrize("model", [H200, model_of(load_machine("mi300x"), 8)], ids=lambda m: m.name)
+@pytest.mark.parametrize("shape", [(64, 4096, 8192), (1024, 1024, 4096), (8192, 4096, 8192)])
+def test_no_queued_run_is_shorter_than_its_bound(shape: tuple[int, int, int], model: Model) -> None:
+    """What is not simulated is slower than that, and so than what is chosen."""
+    problem = AllGatherMatmul.even(*shape, model.world_size)
+    choice = decide(problem, model, mode="queued")
+    fastest = min(row.us for row in choice.rows if row.us is not None)
+    pruned = 0
+    for built in _built(problem, lambda what, share: None):
+        if built.schedule is not None:
+            name, us = built.row.candidate.name, predict(built.schedule, model, "queued")
+            assert _lanes_us(built, model) <= us * (1 + 1e-9), name
+            row = choice.row(name)
+            if row.predicted_us is None:
+                pruned += 1
+                assert us >= float(row.why_not.removeprefix(AT_LEAST).split()[0]) - 0.1
+                assert us > HOPELESS * fastest * (1 - 1e-9)
+    assert pruned or model is H200
+
+
+def test_measured_candidates_are_predicted_however_slow() -> None:
+    problem = AllGatherMatmul.even(64, 4096, 8192, 8)
+    model = model_of(load_machine("mi300x"), 8)
+    pruned = next(row for row in decide(problem, model, mode="queued").rows if row.why_not.startswith(AT_LEAST))
+    name = pruned.candidate.name
+    choice = decide(problem, model, mode="queued", measured={"serial": 9.0, name: 5.0})
+    assert choice.candidate.name == name
+    assert choice.predicted_us == choice.row(name).predicted_us
 
 
 @pytest.mark.parametrize("gain_us", [-50, 1, 10, 14, 15, 16, 50])

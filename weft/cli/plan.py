@@ -63,12 +63,16 @@ def all_gather_matmul(
 
         weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
     """
+    from weft.bench.console import progress
     from weft.plan import explanation
 
     m, n, k = _shape(shape)
     if json is not None and not json.absolute().parent.is_dir():
         raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
-    found = explanation("all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value)
+    with progress(1.0, sys.stderr.isatty()) as step:  # dozens of ranks take seconds
+        found = explanation(
+            "all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, progress=step
+        )
     print_explanation(found, None if everything else 10)
     if json is not None:
         json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
@@ -134,7 +138,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     console.print()
     console.print(table)
     console.print()
-    for line in found.left_out(shown):
+    for line in (*found.legend(), *found.left_out(shown)):
         console.print(line, markup=False)
 
 

@@ -9,10 +9,11 @@ A choice is a function of shape, model and registered builders, so that all rank
 
 from weft.plan.autotune import autotune, promising
 from weft.plan.calibration import Calibration, Measure, calibrate, calibrated
-from weft.plan.choose import MODES, Choice, Mode, NoOverlapWarning, Row, choose
+from weft.plan.choose import Choice, NoOverlapWarning, choose
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
 from weft.plan.heuristic import static_pick
 from weft.plan.pin import pinned, use
+from weft.plan.predict import MODES, Mode, Row
 
 __all__ = [
     "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row", "autotune", "calibrate",

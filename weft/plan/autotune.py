@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 from weft.plan import store
-from weft.plan.choose import Choice, Mode
+from weft.plan.choose import Choice
 from weft.plan.machine import versions
+from weft.plan.predict import Mode
 from weft.schedule import Candidate, Problem
 
 _ALWAYS = ("serial", "gather")

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from weft.hw import Machine, load_machine
+from weft.plan import gemms
 from weft.plan.autotune import remembered
 from weft.plan.calibration import calibrated
-from weft.plan.choose import AT_LEAST, Choice, Mode, Row, decide
+from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
+from weft.plan.predict import AT_LEAST, Mode, Progress, Row
 from weft.schedule import AllGatherMatmul, Problem, candidates
 from weft.sim import Model
+from weft.sim.model import MatmulShape
 
 OPERATORS: Mapping[str, Callable[[int, int, int, int, str], Problem]] = {"all_gather_matmul": AllGatherMatmul.even}
 HEADER = (
@@ -33,6 +36,11 @@ HEADER = (
     "exposed us",
     "why not",
 )
+LEGEND = (
+    "DIL, CIL: decomposition and contention inefficiency losses, what cutting an operation up and running beside others cost; "
+    "factors, 1 is none"
+)
+HERE = "measured here: all GEMMs of that candidate, by this process; its time is predicted from theirs"
 _SHOWN = 10
 
 
@@ -44,13 +52,26 @@ class Explanation:
     """What the numbers rest on."""
     heuristic: str
     """The candidate that FiCCO's static heuristic picks."""
+    measured_here: frozenset[MatmulShape] = frozenset()
+    """GEMMs that this process has measured on that machine."""
 
     def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
         """The table's rows: the `shown` fastest candidates, serial and the heuristic's; None: all that have a time."""
         timed = [row for row in self.choice.rows if row.us is not None]
         kept = timed if shown is None else timed[:shown]
         also = [row for row in timed if row.candidate.name in ("serial", self.heuristic, self.choice.candidate.name)]
-        return [_cells(row) for row in timed if row in kept or row in also]
+        return [self._cells(row) for row in timed if row in kept or row in also]
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        name, predicted, *others = _cells(row)
+        return name, f"{predicted} measured here" if self._is_here(row) else predicted, *others
+
+    def _is_here(self, row: Row) -> bool:
+        return row.predicted_us is not None and bool(row.matmuls) and row.matmuls <= self.measured_here
+
+    def legend(self) -> list[str]:
+        """What the table's words mean, a line each."""
+        return [LEGEND, *([HERE] if any(map(self._is_here, self.choice.rows)) else [])]
 
     def left_out(self, shown: int | None = _SHOWN) -> list[str]:
         """Sentences about candidates that are not in the table."""
@@ -96,6 +117,7 @@ class Explanation:
         """Everything, in microseconds."""
         rows = [
             {"candidate": row.candidate.name, "predicted_us": row.predicted_us, "measured_us": row.measured_us,
+             "measured_here": self._is_here(row),
              "losses": asdict(row.losses) if row.losses else None, "why_not": row.why_not}
             for row in self.choice.rows
         ]  # fmt: skip
@@ -114,7 +136,9 @@ class Explanation:
         lines = [
             "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths, strict=True)).rstrip() for row in table
         ]
-        return "\n".join([*(f"{what:<{width}}  {text}" for what, text in facts), "", *lines, "", *self.left_out()])
+        return "\n".join(
+            [*(f"{what:<{width}}  {text}" for what, text in facts), "", *lines, "", *self.legend(), *self.left_out()]
+        )
 
 
 def explain(
@@ -139,8 +163,18 @@ def explain(
 
 
 def explanation(
-    op: str, *, M: int, N: int, K: int, ranks: int, hw: str | Path | None, dtype: str, mode: Mode
+    op: str,
+    *,
+    M: int,
+    N: int,
+    K: int,
+    ranks: int,
+    hw: str | Path | None,
+    dtype: str,
+    mode: Mode,
+    progress: Progress = lambda what, share: None,
 ) -> Explanation:
+    """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
     if op not in OPERATORS:
         raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(OPERATORS)}")
     problem = OPERATORS[op](M, N, K, ranks, dtype)
@@ -149,12 +183,14 @@ def explanation(
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
     known = {candidate.name for candidate in candidates(problem)}
     measured = {name: us for name, us in remembered(problem, machine.name, mode).items() if name in known}
-    choice = decide(problem, model, mode=mode, measured=measured if "serial" in measured else None)
-    return Explanation(choice, machine, notes, static_pick(problem, machine))
+    choice = decide(problem, model, mode=mode, measured=measured if "serial" in measured else None, progress=progress)
+    here = frozenset(gemms.measured_here(machine.name))
+    return Explanation(choice, machine, notes, static_pick(problem, machine), here)
 
 
 def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model, tuple[str, ...]]:
-    """The machine, its model, calibrated if that was done, and what to know of that."""
+    """The machine, its model, calibrated if that was done, with the GEMMs that this process has measured on such a machine;
+    and what to know of that."""
     notes = []
     if hw is None:
         hw = known_here()
@@ -166,7 +202,9 @@ def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model
         model, note = calibrated(machine, ranks)
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
-    return machine, model, (*notes, note)
+    if here := gemms.measured_here(machine.name):
+        note += f", and {len(here)} GEMMs measured here"
+    return machine, gemms.informed(model, machine.name), (*notes, note)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

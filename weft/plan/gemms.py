@@ -1,0 +1,94 @@
+"""GEMMs that were measured in this process: which ones a choice rests on, for how long each is timed, what is known of them.
+
+The model's time of a GEMM that was not measured is a formula's, corrected by its neighbours on a grid, and between the grid's
+points up to 30% off. So the first call of a shape on GPUs times the shape's own GEMMs, the whole ones and the pieces of the
+schedules that are predicted to be fast (`wanted`, `measure`), all ranks agree on the slowest rank's times (`learn`), and the
+choice is made by a model that knows them (`informed`), as is that of all later shapes of the machine.
+
+What a time means: a GPU that has rested runs at a higher clock until its power limit ends that, some 10 to 20 ms later, and
+schedules are chosen for sustained work. So if any of the GEMMs is a long one, the first that is timed, the longest, runs for
+15 ms before its clock starts; the others follow within a millisecond, and are timed as warm as it left the device. That is
+less than the 20 ms before each GEMM of a calibration: times of GEMMs of several milliseconds may still be a few percent short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from weft.plan.choose import decide
+from weft.plan.predict import has_work
+from weft.schedule import Problem
+from weft.sim import Model
+from weft.sim.model import MatmulShape
+
+Timer = Callable[[MatmulShape, int, int], float]
+"""(shape, calls to warm up, calls to time) -> microseconds of a call, queued behind others, with its launch."""
+
+BUDGET_US = 60_000.0
+"""Of device time for one shape: no GEMM is begun that is predicted to go beyond."""
+_ENOUGH_US = 3000.0  # of calls of one GEMM
+_LONG_US = 200.0  # from here on the clock matters, below the power limit is not reached
+_WARM_US = 15_000.0
+_MOST_CALLS = 50
+_SCHEDULES = 6  # whose GEMMs are measured: the fastest by prediction that have GEMMs of their own
+_WITHIN = 1.5  # of the fastest prediction: what is slower will not win by what GEMMs are mispredicted
+_MOST = 12
+
+_times: dict[str, dict[MatmulShape, float]] = {}
+
+
+def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
+    """The GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first."""
+    if not has_work(problem):
+        return ()
+    found = dict.fromkeys((problem.m, n, problem.k, problem.dtype) for n in problem.n if n)
+    rows = [row for row in decide(problem, model, mode="queued").rows if row.us is not None and not row.rough]
+    schedules = 0
+    for row in rows:
+        if schedules == _SCHEDULES or (row.us or 0.0) > _WITHIN * (rows[0].us or 0.0):
+            break
+        # Operands are parts of the whole ones (a builder of one's own may stack them).
+        new = {
+            (m, n, k, d) for m, n, k, d in row.matmuls if m <= problem.m and n <= max(problem.n) and k <= problem.k
+        } - found.keys()
+        if new and len(found) + len(new) <= _MOST:
+            schedules += 1
+            found |= dict.fromkeys(sorted(new, reverse=True))
+    return tuple(found)
+
+
+def measure(shapes: Iterable[MatmulShape], model: Model, time_us: Timer) -> dict[MatmulShape, float]:
+    """Times of those that fit into the budget: of each one call to warm up, and then as many as take 3 ms, at least 3 (2 of
+    those that take more than 3 ms each)."""
+    shapes = tuple(shapes)
+    expected = {shape: model.matmul_us(*shape) for shape in shapes}
+    warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0
+    found: dict[MatmulShape, float] = {}
+    spent_us = 0.0
+    for shape in shapes:
+        calls = max(2 if expected[shape] > _ENOUGH_US else 3, min(_MOST_CALLS, int(_ENOUGH_US / expected[shape])))
+        warm = max(1, int(warm_us / expected[shape]))
+        if spent_us + (warm + calls) * expected[shape] > BUDGET_US:
+            continue
+        found[shape] = time_us(shape, warm, calls)
+        spent_us += (warm + calls) * found[shape]
+        warm_us = 0.0
+    return found
+
+
+def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None:
+    """Keep what all ranks have measured: the slowest rank's time is everybody's."""
+    common = set(of_ranks[0]).intersection(*of_ranks[1:])
+    slowest = {shape: max(times[shape] for times in of_ranks) for shape in common}
+    _times[machine] = {**_times.get(machine, {}), **slowest}
+
+
+def measured_here(machine: str) -> Mapping[MatmulShape, float]:
+    """Microseconds of the GEMMs that this process has measured on GPUs of that name."""
+    return _times.get(machine, {})
+
+
+def informed(model: Model, machine: str) -> Model:
+    """`model`, which may be calibrated, with what was measured here."""
+    here = measured_here(machine)
+    return model.with_measured({**model.measured_us, **here}) if here else model
