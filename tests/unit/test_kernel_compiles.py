@@ -29,6 +29,8 @@ if env.triton_interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
+from weft.runtime import grouped_matmul  # noqa: E402
 from weft.runtime.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -177,3 +179,34 @@ def test_bags_are_added_in_the_same_order_whatever_the_world(dims: tuple[int, ..
         sharding = problem(world_size, dims).sharding
         ways.add(how_rows_are_added(compiled("sm_90", sharding, options, {}, world_size - 1)[0]))
     assert len(ways) == 1, ways
+
+
+def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **key: Any) -> Any:
+    usual = {"world_size": 2, "experts": 128, "k": 7168, "n": 4096, "transposed": False, "aligned": True, "tma": False}
+    with compiling_for(TARGETS[target]):
+        return grouped_matmul.compile_variant(grouped_matmul.Variant(dtype=dtype, config=config, **usual | key))
+
+
+@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"world_size": 64, "experts": 16}], ids=str)
+@pytest.mark.parametrize("config", grouped_code.CONFIGS, ids=str)
+def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dict[str, Any], tmp_path: Path) -> None:
+    """Loads and stores by TMA, products by the tensor cores, and as many programs fit as the configuration says."""
+    built = grouped("sm_90", torch.bfloat16, config, tma=True, **key)
+    ptx = built.asm["ptx"]
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", ptx)
+    assert loads.count("2") == loads.count("3") == config.stages
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) == config.parts
+    assert "wgmma.mma_async" in ptx
+    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+    assert stack == 0
+    assert config.per_sm * config.warps * 32 * registers <= 65536
+    assert config.per_sm * (built.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_grouped_matmul_with_pointers(dtype: torch.dtype, key: dict[str, Any], tmp_path: Path) -> None:
+    built = grouped("sm_90", dtype, grouped_code.PLAIN, **key)
+    assert registers_and_stack(built.asm["cubin"], tmp_path)[1] == 0
+    assert ("cp.async.cg" in built.asm["ptx"]) == key.get("aligned", True)  # 16 bytes at a time
+    assert grouped("gfx942", dtype, grouped_code.PLAIN, **key).asm["hsaco"]

@@ -1,0 +1,317 @@
+"""The grouped matmul kernel under Triton's interpreter: no GPU, one process plays one rank after the exchange.
+
+Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
+not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); then
+tables that promise more rows than there are, and arguments that are refused.
+
+The interpreter has to be chosen before Triton is imported; therefore this file runs itself, once, in a process with
+TRITON_INTERPRET=1 that plays all `CASES` and prints what went wrong in each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    experts: int  # local ones
+    k: int = 32
+    n: int = 48
+    dtype: torch.dtype = torch.float16
+    rows: str = "uneven"  # how many per source and expert: see `splits_of`
+    transposed: bool = False
+    parts: int = 1  # of a tile, when it is stored
+    block_n: int = 32
+    tokens: str = "contiguous"  # or "strided", "misaligned"
+
+
+class Rank:
+    """What one rank holds after the exchange, and what its products are, in float64."""
+
+    def __init__(self, case: Case, rank: int, seed: int) -> None:
+        self.case, self.rank = case, rank
+        w, e, k = case.world_size, case.experts, case.k
+        self.g = torch.Generator().manual_seed(seed)
+        splits = torch.stack([self.splits_of(source) for source in range(w)])  # [W, W * E]
+        self.splits = splits[rank].clone()
+        self.counts = splits[:, rank * e : (rank + 1) * e].clone()
+        self.tokens = self.rows_like(self.random(int(self.splits.sum()), k))
+        received = self.counts.sum(1)
+        self.slot_rows = int(received.max()) + 3
+        self.inbox = torch.full((w * self.slot_rows, k), NAN, dtype=case.dtype)
+        own_first = int(self.splits[: rank * e].sum())
+        self.blocks = []
+        for source in range(w):
+            block = self.random(int(received[source]), k)
+            if source == rank:
+                block = self.tokens[own_first : own_first + int(received[source])]
+            else:
+                self.inbox[source * self.slot_rows :][: len(block)] = block
+            self.blocks.append(block)
+        weights = self.random(e * k, case.n).view(e, k, case.n)
+        self.w = weights.mT.contiguous().mT if case.transposed else weights
+
+    def splits_of(self, source: int) -> torch.Tensor:
+        """int64 [W * E]: how many tokens of a source go to each global expert."""
+        experts = self.case.world_size * self.case.experts
+        splits = torch.randint(0, 20, (experts,), generator=self.g)
+        if self.case.rows == "uneven":
+            splits *= torch.rand(experts, generator=self.g) < 0.6
+            splits[torch.randint(0, experts, (), generator=self.g)] = 40
+        elif self.case.rows == "one takes all":
+            splits = torch.where(torch.arange(experts) == experts - 1, splits.sum(), 0)
+        elif self.case.rows == "whole tiles":
+            splits = splits // 16 * 16
+        elif self.case.rows == "only peers send":
+            splits *= torch.arange(experts) // self.case.experts != source
+        elif self.case.rows == "none":
+            splits *= 0
+        return splits
+
+    def random(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=self.g).to(self.case.dtype)
+
+    def rows_like(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same rows, in memory as the case wants them."""
+        first, wider = {"contiguous": (0, 0), "strided": (8, 24), "misaligned": (1, 1)}[self.case.tokens]
+        place = torch.full((len(rows), rows.shape[1] + wider), NAN, dtype=rows.dtype)
+        view = place[:, first : first + rows.shape[1]]
+        view.copy_(rows)
+        return view
+
+    def segments(self) -> list[tuple[int, int, torch.Tensor]]:
+        """(source, expert, rows) in the order of y."""
+        cuts = [block.split(self.counts[source].tolist()) for source, block in enumerate(self.blocks)]
+        return [(s, e, cuts[s][e]) for e in range(self.case.experts) for s in range(self.case.world_size)]
+
+    def launch(self, *parts: dict[str, int], y_rows: int | None = None) -> torch.Tensor:
+        """y [y_rows, N] (default: five rows more than there are) after the launches; no memory around it may change."""
+        from weft.runtime import grouped_matmul
+
+        case = self.case
+        y_rows = int(self.counts.sum()) + 5 if y_rows is None else y_rows
+        around = torch.full((y_rows + 40, case.n), NAN, dtype=case.dtype)
+        y = around[16 : 16 + y_rows]
+        config = grouped_matmul.Config(16, case.block_n, 16, 2, 4, 2, parts=case.parts)
+        for part in parts:
+            grouped_matmul.launch(
+                self.tokens, self.inbox, self.w, y, self.counts, self.splits,
+                rank=self.rank, slot_rows=self.slot_rows, config=config, **part,
+            )  # fmt: skip
+        assert around[:16].isnan().all(), "written before y"
+        assert around[16 + y_rows :].isnan().all(), "written beyond y"
+        return y
+
+    def check(self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True) -> None:
+        """Segments that were launched against float64; all other rows are as they were."""
+        # Half a unit in the last place: the result's rounding; where the interpreter cuts bits off, a whole one.
+        ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
+        at = 0
+        for source, expert, rows in self.segments():
+            place = y[at : at + len(rows)]
+            at += len(rows)
+            if not launched(source, expert):
+                assert place.isnan().all(), f"source {source}, expert {expert}: written and not launched"
+                continue
+            x, w = rows[: len(place)].double(), self.w[expert].double()
+            wanted = x @ w
+            allowed = ulp * wanted.abs() + 2**-20 * (x.abs() @ w.abs())
+            wrong = ~((place.double() - wanted).abs() <= allowed)
+            assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
+        assert y[at:].isnan().all(), "rows that belong to nobody were written"
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+
+
+CASES: dict[str, Case] = {
+    "one rank": Case(1, 3),
+    "one rank, one expert": Case(1, 1, n=16),
+    "two ranks": Case(2, 4),
+    "two ranks, bf16": Case(2, 4, dtype=torch.bfloat16),
+    "two ranks, fp32": Case(2, 4, dtype=torch.float32),
+    "three ranks": Case(3, 2),
+    "five ranks": Case(5, 3, k=8, n=8),
+    "many experts": Case(2, 19, k=8, n=8),
+    "transposed weights": Case(2, 3, transposed=True),
+    "stored in halves": Case(3, 2, parts=2),
+    "stored in halves, transposed weights": Case(2, 2, n=72, parts=2, transposed=True, dtype=torch.bfloat16),
+    "K and N that fill no block": Case(2, 3, k=40, n=40, dtype=torch.bfloat16),
+    "awkward K and N": Case(2, 2, k=100, n=33),
+    "awkward K and N, bf16": Case(2, 3, k=50, n=33, dtype=torch.bfloat16),
+    "awkward K and N, fp32": Case(2, 3, k=50, n=33, dtype=torch.float32),
+    "awkward K and N, transposed weights": Case(2, 3, k=37, n=70, transposed=True),
+    "one column, one K": Case(2, 2, k=1, n=1, block_n=16),
+    "one expert takes all": Case(2, 3, rows="one takes all"),
+    "whole tiles": Case(2, 3, rows="whole tiles"),
+    "own rows are none": Case(3, 2, rows="only peers send"),
+    "no rows": Case(2, 3, rows="none"),
+    "tokens with strides": Case(2, 3, tokens="strided"),
+    "misaligned tokens": Case(2, 3, tokens="misaligned"),
+}
+
+
+def play(case: Case) -> None:
+    """Every rank: all in one launch; own rows, then peers'; then every source and half of the experts by themselves."""
+    for rank in range(case.world_size):
+        held = Rank(case, rank, seed=rank)
+        whole = held.launch({})
+        held.check(whole)
+        own, peers = held.launch({"n_sources": 1}), held.launch({"first_source": 1})
+        held.check(own, lambda source, expert, rank=rank: source == rank)
+        held.check(peers, lambda source, expert, rank=rank: source != rank)
+        assert same(own.where(~own.isnan(), peers), whole), (
+            "own rows and peers' rows by themselves are not the same bits"
+        )
+    half = case.experts // 2
+    held.check(held.launch({"first_expert": half}), lambda source, expert: expert >= half)
+    by_source = [
+        {"first_source": i, "n_sources": 1, "first_expert": first, "n_experts": count}
+        for i in range(case.world_size)
+        for first, count in ((0, half), (half, case.experts - half))
+    ]
+    assert same(held.launch(*by_source), whole)
+
+
+def play_random() -> None:
+    g = torch.Generator().manual_seed(11)
+    for seed in range(8):
+        world, experts, k, n, flip, parts = (
+            int(torch.randint(low, high, (), generator=g))
+            for low, high in ((1, 7), (1, 7), (1, 9), (1, 12), (0, 2), (1, 3))
+        )
+        odd = 3 * (seed % 3 == 0)
+        case = Case(world, experts, 8 * k + odd, 8 * n + odd, transposed=bool(flip), parts=parts)
+        held = Rank(case, seed % world, seed)
+        held.check(held.launch({}))
+
+
+def play_too_many_rows() -> None:
+    """A y with fewer rows than the table promises: the rows that fit are right, none is written beyond."""
+    for case in (Case(2, 3), Case(2, 3, n=33)):
+        held = Rank(case, 1, 5)
+        promised = int(held.counts.sum())
+        for y_rows in (1, 16, promised // 2, promised - 1):
+            held.check(held.launch({}, y_rows=y_rows))
+
+
+def play_absurd_counts() -> None:
+    """Tables that no exchange makes: nothing outside of the tensors is read or written (a wild access ends the process)."""
+    for case in (Case(2, 3), Case(2, 3, n=33)):
+        held = Rank(case, 0, 6)
+        held.counts[0, 1], held.counts[1, 0], held.counts[1, 2] = -7, 150, 2**40
+        held.splits[2] = 2**33
+        held.launch({}, y_rows=200)
+
+
+def play_offsets() -> None:
+    from weft.runtime.grouped_matmul import launch_offsets
+
+    for world, experts, dtype in ((1, 1, torch.int32), (3, 5, torch.int64), (4, 256, torch.int32)):
+        counts = torch.randint(0, 9, (world, experts), generator=torch.Generator().manual_seed(1))
+        wanted, total = counts.sum(0).cumsum(0), torch.full((1,), -1)
+        around = torch.full((experts + 2,), -1, dtype=dtype)
+        launch_offsets(counts, around[1:-1], total, y_rows=10**6)
+        assert around.tolist() == [-1, *wanted.tolist(), -1]
+        assert total.tolist() == wanted[-1:].tolist()
+        launch_offsets(counts, around[1:-1], total, y_rows=3)
+        assert around.tolist() == [-1, *wanted.clamp(max=3).tolist(), -1]
+        assert total.tolist() == wanted[-1:].tolist()
+
+
+def play_refusals() -> None:
+    """What cannot be right is refused with the values."""
+    good = Rank(Case(2, 3), 0, 1)
+    wrong: dict[str, dict[str, Any]] = {
+        r"must be \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
+        "contiguous int64": {"splits": good.splits.int()},
+        r"inbox is .*make it torch.float16 \[rows, 32\]": {"inbox": torch.zeros(9, 48, dtype=torch.float16)},
+        "tokens is torch.float32": {"tokens": good.tokens.float()},
+        "K or N must have stride 1": {"w": torch.zeros(3, 32, 96, dtype=torch.float16)[:, :, ::2]},
+    }
+    for message, change in wrong.items():
+        held = Rank(Case(2, 3), 0, 1)
+        vars(held).update(change)
+        with pytest.raises(ValueError, match=message):
+            held.launch({}, y_rows=100)
+
+
+OTHERS = {
+    "offsets": play_offsets,
+    "random shapes": play_random,
+    "more rows than y has": play_too_many_rows,
+    "absurd counts": play_absurd_counts,
+    "refusals": play_refusals,
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, str]:
+    """What went wrong in each case, "" where nothing did."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    # Wild stores end the process: the first case that it has not answered is the one that did it.
+    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
+    return dict.fromkeys([*CASES, *OTHERS], crashed) | said
+
+
+@pytest.mark.parametrize("name", [*CASES, *OTHERS])
+def test_interpreted(played: dict[str, str], name: str) -> None:
+    assert not played[name], played[name]
+
+
+def mend_the_interpreter() -> None:
+    """Triton 3.6 takes a loop's bounds out of arrays of one element in a way that numpy refuses from 2.4 on, and
+    multiplies the bits of bf16 as if they were integers."""
+    from triton.runtime import interpreter
+
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widen(operand: Any) -> Any:
+        if operand.dtype.scalar.is_bf16():
+            bits = operand.data.astype(np.uint32) << 16
+            return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+        return operand
+
+    interpreter._patch_lang_tensor = patch
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
+
+
+def main() -> None:
+    mend_the_interpreter()
+    for name, run in [*OTHERS.items(), *((name, lambda case=case: play(case)) for name, case in CASES.items())]:
+        try:
+            run()
+            wrong = ""
+        except Exception:
+            wrong = traceback.format_exc()
+        print(json.dumps([name, wrong]), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,250 @@
+"""Grouped matrix multiplication over rows that lie where an exchange left them: the experts of a mixture, one launch.
+
+Problem. After the exchange of tokens that are sorted by expert, a rank holds one block of rows per source rank, each sorted
+by local expert; how many rows, `counts[source, expert]`, is known on the device only. A grouped matmul of the library kind
+wants the rows of an expert together, so the blocks would be copied once more, the own one included. Here each
+(source, expert) is a segment of its own, read in place:
+
+    y[y0(s, e) : y0(s, e) + counts[s, e]] = x_s[x0(s, e) : x0(s, e) + counts[s, e]] @ w[e]
+    y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
+    x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
+
+x_s is the inbox, with the block of source s at row s * slot_rows, or for the own rank the tokens themselves, whose block
+begins at sum(splits[: rank * experts]). A launch computes some of the sources and experts ("own rows only", "peers only"),
+so that a step of the exchange can be multiplied while the next one travels. It waits for nothing: what it reads is there
+when its stream gets to it, because a wait inside the loop would break the compiler's pipelining.
+
+Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N. Their order: expert by expert, inside an expert the row tiles of
+all sources of the launch in groups of GROUP, and inside a group column by column, so that a column of the weights is read
+from memory once per group. For a tile number, tile // columns is a row tile of the same expert, because every expert has
+the same number of columns: so the expert is found by comparing with one vector of running sums that stays in registers, and
+what else a tile needs is worked out again only when the expert changes.
+
+With TMA the operands come through tensor maps that the host makes: they clear what lies beyond K and N. Rows of x beyond
+their segment are read (they are other rows, or zero beyond the tensor) and not stored: the map of y is a ragged one, which
+has the hardware mask the rows that do not belong to the segment. Without TMA, masked loads and stores do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from triton.tools.ragged_tma import to_ragged_indices
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to run the kernel. `parts`: pieces in which a tile is stored, which saves shared memory for stages."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    warps: int
+    stages: int
+    parts: int = 1
+    per_sm: int = 1  # resident programs of a multiprocessor
+
+
+LARGE = Config(128, 256, 64, 8, 8, 3)
+# What a benchmark tries for 16-bit types, from many rows per segment to few.
+CONFIGS = (
+    LARGE,
+    Config(128, 256, 64, 16, 8, 4, parts=2),
+    Config(256, 128, 64, 8, 8, 3),
+    Config(128, 128, 64, 8, 4, 3, parts=2, per_sm=2),
+    Config(64, 256, 64, 16, 4, 4),
+    Config(64, 128, 64, 16, 4, 4, per_sm=2),
+)
+_MEDIUM, _SMALL, _NARROW = CONFIGS[3], CONFIGS[4], CONFIGS[5]
+# Where there are no tensor maps, addresses and masks take the registers that larger tiles need.
+PLAIN = Config(64, 64, 32, 8, 8, 3, per_sm=2)
+
+
+def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Config:
+    """A configuration for elements of `itemsize` bytes and, on average, so many rows of a (source, expert).
+
+    Tiles of 128 rows fill the tensor cores, but a segment's last tile is half empty on average: below about two tiles a
+    segment, tiles of 64 rows lose less. A short K leaves little to overlap a tile's store with: two programs then share
+    a multiprocessor.
+    """
+    if itemsize == 4 or (n | k) * itemsize % 16:
+        return PLAIN
+    if n <= 128:
+        return _MEDIUM if rows_per_segment > 192 else _NARROW
+    if rows_per_segment <= 192:
+        return _SMALL
+    return LARGE if k >= 1024 else _MEDIUM
+
+
+@triton.jit
+def _table(counts, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
+    """int32 [W_P2, E_P2]: counts, each kept in 0 .. most whatever the table says; zeros where there is none."""
+    source = tl.arange(0, W_P2)[:, None]
+    expert = tl.arange(0, E_P2)[None, :]
+    rows = tl.load(counts + source * E + expert, mask=(source < W) & (expert < E), other=0)
+    return tl.minimum(tl.maximum(rows, 0), most).to(tl.int32)
+
+
+@triton.jit
+def _pick(here, of_segment):
+    """The entry of a vector where `here` is set, which is at one place."""
+    return tl.sum(tl.where(here, of_segment, 0), 0)
+
+
+@triton.jit
+def _store_rows(y, first, count, column, tile):
+    """Store the first `count` rows of a tile at row `first` of a ragged tensor map, whose hardware masks the others."""
+    a, b, c = to_ragged_indices(first, count, 0)
+    y.store([a, b, c, column], tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
+
+
+@triton.jit(
+    # What may differ from call to call must not lead to another compiled kernel: its load could come behind a stream
+    # that waits for a peer, and would never return.
+    do_not_specialize=[
+        "tokens_rows", "inbox_rows", "y_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
+        "tokens_stride", "inbox_stride", "y_stride", "w_stride", "w_row_stride",
+    ],
+    do_not_specialize_on_alignment=["counts", "splits"],
+)  # fmt: skip
+def grouped_matmul_kernel(
+    tokens, inbox, w, y, counts, splits,
+    tokens_rows: tl.int32, inbox_rows: tl.int32, y_rows: tl.int32, slot_rows: tl.int32,
+    rank: tl.int32, first_source: tl.int32, n_sources: tl.int32, first_expert: tl.int32, n_experts: tl.int32,
+    tokens_stride: tl.int64, inbox_stride: tl.int64, y_stride: tl.int64, w_stride: tl.int64, w_row_stride: tl.int64,
+    W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """See the top of this file.
+
+    tokens [tokens_rows, K], inbox [inbox_rows, K], w [E, K, N] (W_TRANSPOSED: [E, N, K]) and y [y_rows, N] of type DTYPE,
+    with unit stride in the last dimension: with TMA tensor maps with boxes [BLOCK_M, BLOCK_K] twice, [1, BLOCK_K, BLOCK_N]
+    (or [1, BLOCK_N, BLOCK_K]) and, ragged, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are
+    multiples of ALIGN. counts [W, E] and splits [W * E] int64.
+    Sources (rank + i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
+    """
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    sources, experts = tl.arange(0, W_P2), tl.arange(0, E_P2)
+    turn = (sources - rank + W) % W
+    is_source = (sources < W) & (turn >= first_source) & (turn < first_source + n_sources)
+    is_expert = (experts >= first_expert) & (experts < first_expert + n_experts)
+
+    # Row tiles up to and including each expert; experts before the first have none.
+    table = _table(counts, y_rows, W, E, W_P2, E_P2)
+    row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
+    ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
+    all_row_tiles = tl.max(ends, 0)
+    before_me = tl.arange(0, SPLITS_P2)
+    own_first = tl.sum(tl.load(splits + before_me, mask=before_me < rank * E, other=0), 0).to(tl.int32)
+    block_first = tl.where(sources == rank, own_first, sources * slot_rows)
+
+    expert = tl.full([], 0, tl.int32)
+    first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
+    end = tl.full([], 0, tl.int32)
+    # Per source, of this expert: first row tile and end, and what a tile's first row adds to: row of x and y, minus rows left.
+    segment_first = tl.zeros([W_P2], tl.int32)
+    segment_end = tl.zeros([W_P2], tl.int32)
+    x_of = tl.zeros([W_P2], tl.int32)
+    y_of = tl.zeros([W_P2], tl.int32)
+    left_of = tl.zeros([W_P2], tl.int32)
+    for tile in range(program, all_row_tiles * N_TILES, programs):
+        if tile >= end * N_TILES:
+            before = ends <= tile // N_TILES
+            expert = tl.sum(before.to(tl.int32), 0)
+            first = tl.max(tl.where(before, ends, 0), 0)
+            end = tl.min(tl.where(before, all_row_tiles, ends), 0)
+            table = _table(counts, y_rows, W, E, W_P2, E_P2)
+            earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
+            rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
+            row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
+            segment_end = tl.cumsum(row_tiles_of, 0)
+            segment_first = segment_end - row_tiles_of
+            x_of = block_first + earlier - segment_first * BLOCK_M
+            y_of = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
+            left_of = rows + segment_first * BLOCK_M
+        number = tile - first * N_TILES
+        group = number // (GROUP * N_TILES)
+        group_rows = tl.minimum(end - first - group * GROUP, GROUP)
+        number -= group * (GROUP * N_TILES)
+        row_tile = group * GROUP + number % group_rows
+        column = (number // group_rows) * BLOCK_N
+
+        here = (row_tile >= segment_first) & (row_tile < segment_end)
+        own = _pick(here, sources) == rank
+        x_row = _pick(here, x_of) + row_tile * BLOCK_M
+        y_row = _pick(here, y_of) + row_tile * BLOCK_M
+        # Rows of y that are not there are the caller's to report; sums of absurd counts may have wrapped.
+        left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_rows - y_row)
+        left = tl.where(y_row < 0, 0, tl.maximum(left, 0))
+
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if TMA:
+            if own:
+                x = tokens
+            else:
+                x = inbox
+            for k in range(0, K, BLOCK_K):
+                a = x.load([x_row, k])
+                if W_TRANSPOSED:
+                    b = w.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
+                else:
+                    b = w.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+                acc = tl.dot(a, b, acc)
+            if PARTS == 2:
+                halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
+                left_half, right_half = tl.split(halves)
+                _store_rows(y, y_row, left, column, left_half.to(DTYPE))
+                _store_rows(y, y_row, left, column + BLOCK_N // 2, right_half.to(DTYPE))
+            else:
+                _store_rows(y, y_row, left, column, acc.to(DTYPE))
+        else:
+            in_tile = tl.arange(0, BLOCK_M)
+            if own:
+                x_at, x_step, x_rows = tokens, tokens_stride, tokens_rows
+            else:
+                x_at, x_step, x_rows = inbox, inbox_stride, inbox_rows
+            from_row = x_row + in_tile
+            is_row = (in_tile < left) & (from_row >= 0) & (from_row < x_rows)
+            ks = tl.arange(0, BLOCK_K)
+            columns = column + tl.arange(0, BLOCK_N)
+            is_column = columns < N
+            # No change to the strides, but now the compiler knows that they are multiples, and moves 16 bytes at a time.
+            x_at += from_row.to(tl.int64)[:, None] * (x_step // ALIGN * ALIGN) + ks[None, :]
+            w_at = w + expert.to(tl.int64) * (w_stride // ALIGN * ALIGN)
+            w_step = w_row_stride // ALIGN * ALIGN
+            if W_TRANSPOSED:
+                w_at += ks[:, None] + columns.to(tl.int64)[None, :] * w_step
+            else:
+                w_at += ks.to(tl.int64)[:, None] * w_step + columns[None, :]
+            for k in range(0, K, BLOCK_K):
+                is_k = ks < K - k
+                a = tl.load(x_at, mask=is_row[:, None] & is_k[None, :], other=0.0)
+                b = tl.load(w_at, mask=is_k[:, None] & is_column[None, :], other=0.0)
+                acc = tl.dot(a, b, acc, input_precision="ieee")
+                x_at += BLOCK_K
+                if W_TRANSPOSED:
+                    w_at += BLOCK_K
+                else:
+                    w_at += BLOCK_K * w_step
+            y_at = y + (y_row + in_tile).to(tl.int64)[:, None] * (y_stride // ALIGN * ALIGN) + columns[None, :]
+            tl.store(y_at, acc.to(DTYPE), mask=(in_tile < left)[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["y_rows"], do_not_specialize_on_alignment=["counts", "offsets", "total"])
+def offsets_kernel(
+    counts, offsets, total, y_rows: tl.int32,
+    W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr,
+):  # fmt: skip
+    """offsets[e] = rows of y up to and including expert e, at most y_rows; total[0] = all rows, however many. One program."""
+    source = tl.arange(0, W_P2)[:, None]
+    expert = tl.arange(0, E_P2)
+    rows = tl.load(counts + source * E + expert[None, :], mask=(source < W) & (expert < E)[None, :], other=0)
+    ends = tl.cumsum(tl.sum(rows, 0), 0)
+    kept = tl.minimum(ends, y_rows).to(offsets.dtype.element_ty)
+    tl.store(offsets + expert, kept, mask=expert < E)
+    tl.store(total, tl.max(ends, 0).to(total.dtype.element_ty))

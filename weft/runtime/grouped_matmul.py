@@ -1,0 +1,268 @@
+"""Launching `weft.kernels.grouped_matmul`: tensor maps or pointers, the grid, its variants compiled before anything waits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import MockTensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft import env
+from weft.kernels import grouped_matmul as device_code
+from weft.kernels.grouped_matmul import Config, choose_config
+
+__all__ = ["Config", "choose_config", "launch", "launch_offsets", "prepare"]
+
+_TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
+_POINTERS = 6  # arguments that are pointers or tensor maps; they come first, then the numbers
+_NUMBERS = 14
+MAX_SEGMENTS = 1024
+
+
+class Variant(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    dtype: torch.dtype
+    world_size: int
+    experts: int
+    k: int
+    n: int
+    transposed: bool
+    aligned: bool
+    tma: bool
+    config: Config
+
+    def constants(self) -> dict[str, Any]:
+        c, segments = self.config, self.world_size * self.experts
+        return {
+            "W": self.world_size,
+            "E": self.experts,
+            "W_P2": triton.next_power_of_2(self.world_size),
+            "E_P2": triton.next_power_of_2(self.experts),
+            "SPLITS_P2": triton.next_power_of_2(segments),
+            "K": self.k,
+            "N": self.n,
+            "DTYPE": _TRITON_TYPE[self.dtype],
+            "TMA": self.tma,
+            "W_TRANSPOSED": self.transposed,
+            "ALIGN": _ALIGNMENT // self.dtype.itemsize if self.aligned else 1,
+            "BLOCK_M": c.block_m,
+            "BLOCK_N": c.block_n,
+            "BLOCK_K": c.block_k,
+            "GROUP": c.group,
+            "PARTS": c.parts,
+        }
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.config.warps, "num_stages": self.config.stages}
+
+    def maps(self, tokens: Any, inbox: Any, w: Any, y: Any) -> tuple[Any, ...]:
+        """The first four arguments of the kernel: tensor maps of these tensors, or the tensors themselves."""
+        if not self.tma:
+            return tokens, inbox, w, y
+        c = self.config
+        x_box, w_box = [c.block_m, c.block_k], [1, c.block_k, c.block_n]
+        if self.transposed:
+            w_box = [1, c.block_n, c.block_k]
+        return (
+            TensorDescriptor.from_tensor(tokens, x_box),
+            TensorDescriptor.from_tensor(inbox, x_box),
+            TensorDescriptor.from_tensor(w, w_box),
+            create_ragged_descriptor(y, [c.block_m, c.block_n // c.parts]),
+        )
+
+
+class _Stand(MockTensor):
+    """A contiguous tensor that is not there, at an address that says how the real ones are aligned."""
+
+    def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
+        super().__init__(dtype, shape)
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = super().stride()
+        return strides if dim is None else strides[dim]
+
+
+def compile_variant(variant: Variant) -> Any:
+    """Compile for Triton's current device, and load nothing."""
+    v = variant
+    w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
+    address = 0 if v.aligned else v.dtype.itemsize
+    stands = [_Stand(v.dtype, shape, address) for shape in ([1, v.k], [1, v.k], w_shape, [1, v.n])]
+    return device_code.grouped_matmul_kernel.warmup(
+        *v.maps(*stands), torch.int64, torch.int64, *[1] * _NUMBERS, grid=(1,), **v.constants(), **v.options()
+    )
+
+
+@lru_cache(maxsize=256)
+def _compiled(device: torch.device, variant: Variant) -> Any:
+    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
+    with torch.cuda.device(device):
+        compiled = compile_variant(variant)
+        compiled._init_handles()
+    return compiled
+
+
+@lru_cache(maxsize=16)
+def _tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
+    """Whether tensor maps work there (under the interpreter they do), and how many programs run at once."""
+    if device.type != "cuda":
+        return env.triton_interpreted(), 2
+    properties = torch.cuda.get_device_properties(device)
+    return torch.version.hip is None and properties.major >= 9, properties.multi_processor_count
+
+
+def prepare(w: torch.Tensor, *, world_size: int, config: Config) -> None:
+    """Compile and load what `launch` needs for these weights [E, K, N], whatever the alignment of the rows; takes seconds.
+
+    Without it the first launch does that, which must not happen behind a stream that waits for a peer.
+    """
+    if w.device.type == "cuda":
+        for aligned in (True, False):
+            _compiled(w.device, _variant(w, world_size, config, aligned))
+
+
+def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool) -> Variant:
+    experts, k, n = w.shape
+    transposed = w.stride(2) != 1
+    if transposed and w.stride(1) != 1:
+        raise ValueError(f"w has strides {w.stride()} for [E, K, N] = {tuple(w.shape)}: K or N must have stride 1")
+    # A tensor map is exact about its innermost extent only to 16 bytes.
+    aligned = rows_aligned and _is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % _ALIGNMENT == 0
+    tma = aligned and w.element_size() == 2 and _tma_and_multiprocessors(w.device)[0]
+    return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the rows of a tensor with unit stride in the last dimension begin at multiples of 16 bytes."""
+    bits = tensor.data_ptr()
+    for stride in tensor.stride()[:-1]:
+        bits |= stride * tensor.element_size()
+    return bits % _ALIGNMENT == 0
+
+
+def launch(
+    tokens: torch.Tensor,
+    inbox: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    counts: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    rank: int,
+    slot_rows: int,
+    config: Config,
+    first_source: int = 0,
+    n_sources: int | None = None,
+    first_expert: int = 0,
+    n_experts: int | None = None,
+) -> None:
+    """Enqueue on the current stream: the rows of some sources and experts, times the weights of their expert, into y.
+
+    tokens: [rows, K], this rank's rows by global expert. inbox: [at least W * slot_rows, K], the block of source s at row
+    s * slot_rows. w: [E, K, N], K or N with stride 1. y: [y_rows, N]; what belongs beyond its last row is left out. These
+    four are bfloat16, float16 or float32, all the same, and tokens, inbox and y have contiguous rows.
+    counts: int64 [W, E], rows from each source for each local expert. splits: int64 [W * E], rows of `tokens` for each
+    global expert. Sources are (rank + i) % W for i in first_source .. + n_sources (default: up to the last), experts
+    first_expert .. + n_experts likewise. The configuration is part of what is compiled: see `prepare`.
+    """
+    _check(tokens, inbox, w, y, counts, splits)
+    world_size, experts = counts.shape
+    n_sources = world_size - first_source if n_sources is None else n_sources
+    n_experts = experts - first_expert if n_experts is None else n_experts
+    # A tensor map of nothing cannot be made, and is not used.
+    tokens, inbox = (tokens if tokens.numel() else inbox), (inbox if inbox.numel() else tokens)
+    if 0 in (tokens.numel(), w.numel(), y.numel()):
+        if y.numel() and tokens.shape[0]:  # K is 0
+            raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
+        return
+    device = w.device
+    variant = _variant(w, world_size, config, all(_is_aligned(t) for t in (tokens, inbox, y)))
+    columns = -(-variant.n // config.block_n)
+    row_tiles = -(-y.shape[0] // config.block_m) + n_sources * n_experts
+    grid = (max(1, min(config.per_sm * _tma_and_multiprocessors(device)[1], row_tiles * columns)), 1, 1)
+    numbers = (
+        tokens.shape[0], inbox.shape[0], y.shape[0], slot_rows, rank, first_source, n_sources, first_expert, n_experts,
+        tokens.stride(0), inbox.stride(0), y.stride(0), w.stride(0), w.stride(2 if variant.transposed else 1),
+    )  # fmt: skip
+    arguments = (*variant.maps(tokens, inbox, w.mT if variant.transposed else w, y), counts, splits, *numbers)
+    if device.type != "cuda":
+        device_code.grouped_matmul_kernel[grid](*arguments, **variant.constants())
+        return
+    compiled = _compiled(device, variant)
+    with torch.cuda.device(device):
+        compiled[grid](*arguments, *variant.constants().values())
+
+
+def _check(
+    tokens: torch.Tensor,
+    inbox: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    counts: torch.Tensor,
+    splits: torch.Tensor,
+) -> None:
+    experts, k, n = w.shape
+    if counts.shape[1:] != (experts,) or splits.shape != (counts.numel(),) or counts.numel() > MAX_SEGMENTS:
+        raise ValueError(
+            f"counts {tuple(counts.shape)} must be [W, {experts}] as w has {experts} experts, splits {tuple(splits.shape)} "
+            f"[W * {experts}], and there may be {MAX_SEGMENTS} of them at most"
+        )
+    for name, x in (("tokens", tokens), ("inbox", inbox), ("y", y)):
+        columns = n if name == "y" else k
+        if x.dtype != w.dtype or x.dtype not in _TRITON_TYPE or x.shape[1:] != (columns,) or x.stride(1) != 1:
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: make it {w.dtype} [rows, {columns}] with "
+                f"contiguous rows, of one of the types {[str(t) for t in _TRITON_TYPE]}"
+            )
+    for name, table in (("counts", counts), ("splits", splits)):
+        if table.dtype != torch.int64 or not table.is_contiguous():
+            raise ValueError(f"{name} is {table.dtype} with strides {table.stride()}: make it contiguous int64")
+
+
+@lru_cache(maxsize=64)
+def _compiled_offsets(device: torch.device, world_size: int, experts: int, dtype: torch.dtype) -> Any:
+    with torch.cuda.device(device):
+        compiled = device_code.offsets_kernel.warmup(
+            torch.int64, dtype, torch.int64, 1, grid=(1,), **_table_constants(world_size, experts)
+        )
+        compiled._init_handles()
+    return compiled
+
+
+def _table_constants(world_size: int, experts: int) -> dict[str, int]:
+    rounded = triton.next_power_of_2(world_size), triton.next_power_of_2(experts)
+    return dict(zip(("W", "E", "W_P2", "E_P2"), (world_size, experts, *rounded), strict=True))
+
+
+def launch_offsets(counts: torch.Tensor, offsets: torch.Tensor, total: torch.Tensor, *, y_rows: int) -> None:
+    """Enqueue: offsets[e] = rows of y up to and including expert e, at most y_rows, as torch's grouped_mm wants them.
+
+    counts: int64 [W, E]. offsets: int32 or int64 [E]. total: int64 [1], all rows, also those beyond y_rows.
+    """
+    if (
+        offsets.shape != counts.shape[1:]
+        or offsets.dtype not in (torch.int32, torch.int64)
+        or total.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"offsets {offsets.dtype} {tuple(offsets.shape)} and total {total.dtype}: make them int32 or int64 "
+            f"[{counts.shape[1]}], one for each expert, and int64 [1]"
+        )
+    constants = _table_constants(*counts.shape)
+    if counts.device.type != "cuda":
+        device_code.offsets_kernel[(1, 1, 1)](counts, offsets, total, y_rows, **constants)
+        return
+    compiled = _compiled_offsets(counts.device, *counts.shape, offsets.dtype)
+    with torch.cuda.device(counts.device):
+        compiled[(1, 1, 1)](counts, offsets, total, y_rows, *constants.values())
