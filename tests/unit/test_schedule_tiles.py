@@ -96,8 +96,8 @@ def test_text_and_json() -> None:
         assert "   2  tiles of push, t in 0 .. 900 - 1\n        copy    x[t:+1, :] -> box@" in text
 
 
-def test_executors_of_steps_leave_tiles_to_their_operators() -> None:
-    with pytest.raises(ScheduleError, match="kernel push: only its own operator runs its tiles"):
+def test_processes_leave_tiles_that_set_signals_to_their_operators() -> None:
+    with pytest.raises(ScheduleError, match="the CPU executor's tiles set no signals"):
         Checked(pushed(), 0, 2)
 
 

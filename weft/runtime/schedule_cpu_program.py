@@ -1,5 +1,8 @@
 """The steps of one rank bound to the memory of CPU processes: each becomes a call whose arguments are known.
 
+Steps whose sizes a lane reads from a buffer get their numbers when they run, from what the lane has read; tiles are taken one
+after the other.
+
 Steps on the schedule's own buffers are bound once. One that touches a tensor of the caller's is bound anew when that tensor
 lies elsewhere than at the run before. Such views know an address and own nothing: no tensor is kept from run to run, and
 torch's autograd and inference mode have no say in what lanes do on threads of their own.
@@ -8,6 +11,7 @@ torch's autograd and inference mode have no say in what lanes do on threads of t
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +23,27 @@ from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.schedule_cpu_run import Run, Tensors
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.schedule import Buffer, Collective, Compute, Copy, For, Index, Lane, Region, Schedule, Set, Step, Wait, value
-from weft.schedule.fits import accesses, wrong_collectives, wrong_declarations, wrong_step
+from weft.schedule import (
+    Buffer,
+    Collective,
+    Compute,
+    Copy,
+    For,
+    Index,
+    Lane,
+    Read,
+    Region,
+    Schedule,
+    Set,
+    Step,
+    Tiles,
+    Wait,
+    value,
+)
+from weft.schedule.fits import accesses, unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.schedule.order import sets_per_run
+from weft.schedule.schedule import is_empty
+from weft.schedule.steps import put_in, variables_of
 from weft.schedule.text import describe
 from weft.symm import Domain
 
@@ -45,9 +67,9 @@ class Checked:
             raise ScheduleError(
                 f"schedule {schedule.name} is for {schedule.world_size} ranks, and here are {world_size}"
             )
-        lanes, meetings = schedule.of_rank(rank), _meetings(schedule)
-        ranks = [lanes if r == rank else meetings.of_rank(r) for r in range(world_size)]
-        self.buffers = schedule.buffers_of_rank(rank)
+        lanes, meetings = schedule.of_rank(rank, expected=False), _meetings(schedule)
+        ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]
+        self.buffers = schedule.buffers_of_rank(rank, expected=False)
         self.setters = {(s.name, index): list[int]() for s in schedule.signals for index in range(s.count)}
         _require_fit(schedule, rank, ranks)
         for setter, its_lanes in enumerate(ranks):
@@ -58,7 +80,10 @@ class Checked:
         first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
         self.lanes = [first, *(lane for lane in lanes if lane.steps and lane is not first)]
         collectives = [[s for lane in of_rank for s in lane.steps if isinstance(s, Collective)] for of_rank in ranks]
-        self.rows = [tuple(value(step.src.rows) for step in same) for same in zip(*collectives, strict=True)]
+        self.rows = [
+            tuple(value(step.src.rows) for step in same) if same[0].op == "all_gather" else ()
+            for same in zip(*collectives, strict=True)
+        ]
 
 
 def _meetings(schedule: Schedule) -> Schedule:
@@ -73,21 +98,27 @@ def _meetings(schedule: Schedule) -> Schedule:
 
 def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -> None:
     buffers = [{b.name: b for b in schedule.buffers_of_rank(r)} for r in range(schedule.world_size)]
-    faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, ranks))]
+    expected = [_meetings(schedule).of_rank(r) for r in range(schedule.world_size)]
+    faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, expected))]
+    faults += unread(schedule, rank)
     if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
         faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
     sets = sets_per_run(ranks)
     for lane in ranks[rank]:
         for step in lane.steps:
-            wrong = list(wrong_step(schedule, buffers, rank, step))
+            fixed = not isinstance(step, Tiles) and not variables_of(step)
+            wrong = list(wrong_step(schedule, buffers, rank, step)) if fixed else []
             if isinstance(step, Wait) and value(step.count) > (n := sets[rank, step.signal, step.index]):
                 wrong.append(f"{step.count} sets are waited for, and a run makes {n}")
-            if isinstance(step, Collective) and step.op != "all_gather":
-                wrong.append("the CPU executor gathers, and knows no other collective")
-            if isinstance(step, Compute) and step.op == "embedding_bag":
-                wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
-            if isinstance(step, Compute) and not wrong and buffers[rank][step.out.buffer].dtype == "fp8":
-                wrong.append("there is no fp8 arithmetic on CPU: use bf16")
+            if isinstance(step, Collective) and step.op == "all_to_all":
+                wrong.append("the CPU executor gathers and exchanges rows, and knows no other collective")
+            for inner in step.body if isinstance(step, Tiles) else (step,):
+                if isinstance(inner, Compute) and inner.op == "embedding_bag":
+                    wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
+                if isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8":
+                    wrong.append("there is no fp8 arithmetic on CPU: use bf16")
+                if isinstance(inner, Set) and isinstance(step, Tiles):
+                    wrong.append("the CPU executor's tiles set no signals")
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
     if faults:
         raise ScheduleError(f"schedule {schedule.name} on rank {rank}: {faults[0]}")
@@ -122,17 +153,24 @@ class Program:
         self.lanes: Lanes = []
         for lane in checked.lanes:
             steps = []
+            known: dict[str, tuple[int, ...]] = {}  # what the lane has read
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
-                bound = Bound(step, span_name(step, self._rank), self._sent_bytes(step), rows_of_ranks, _not_bound)
-                mine = given.keys() & {access.region.buffer for access in accesses(step)}
+                late = isinstance(step, Tiles | Read) or bool(variables_of(step))
+                sent = 0 if late else self._sent_bytes(step)
+                bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, _not_bound)
+                mine = given.keys() & {a.region.buffer for inner in _inner(step) for a in accesses(inner)}
                 for name in mine:
                     users[name].append(bound)
-                if not mine:
+                if late:
+                    bound.call = partial(self._run_late, bound, known)
+                elif not mine:
                     bound.call = self._call(bound)
                 steps.append(bound)
             self.lanes.append((lane.name, steps))
         self._given = [_Given(buffer, users[name]) for name, buffer in given.items()]
+        self._made: dict[str, torch.Tensor] = {}  # in this run, outputs whose rows became known in it
+        self._making = threading.Lock()
 
     def bind(self, tensors: Tensors) -> str:
         """Point the steps to these tensors. If they will not do: why, and nothing is changed."""
@@ -143,13 +181,52 @@ class Program:
         except (AttributeError, TypeError, ValueError) as error:
             return str(error)
         stale: dict[Bound, None] = {}
+        self._made.clear()
         for given, key in zip(self._given, keys, strict=True):
-            if key != given.key:
+            if key is not None and key != given.key:
                 self._places[given.name, self._rank] = given.place(key)
                 stale.update(dict.fromkeys(given.steps))
         for bound in stale:
-            bound.call = self._call(bound)
+            if not isinstance(bound.step, Tiles | Read) and not variables_of(bound.step):
+                bound.call = self._call(bound)
         return ""
+
+    def _run_late(self, bound: Bound, known: dict[str, tuple[int, ...]]) -> None:
+        """A step in the numbers of this run."""
+        step = bound.step
+        if isinstance(step, Read):
+            known[step.region.buffer] = tuple(self._view(step.region).flatten().tolist())
+            self._make_outputs(known)
+            return
+        step = put_in(step, {**known, "rank": self._rank})
+        for inner in (
+            (s for n in range(value(step.extent)) for s in step.tile(n)) if isinstance(step, Tiles) else (step,)
+        ):
+            if not is_empty(inner):
+                for access in accesses(inner):
+                    self._require_inside(access.region)
+                self._call(replace(bound, step=inner))()
+
+    def _make_outputs(self, known: dict[str, tuple[int, ...]]) -> None:
+        """Outputs that the caller gave as a function from their number of rows, once that is known."""
+        for given in self._given:
+            make = self.run.tensors.get(given.name)
+            if given.rows is None or not variables_of(given.rows) <= known.keys() or not callable(make):
+                continue
+            with self._making:
+                if given.name not in self._made:
+                    tensor = make(put_in(given.rows, known))
+                    self._places[given.name, self._rank] = given.place(given.look(tensor))
+                    self._made[given.name] = tensor
+
+    def _require_inside(self, region: Region) -> None:
+        place, (rows, cols) = self._place(region), _size(region)
+        row, col = value(region.row), value(region.col)
+        if row < 0 or rows < 0 or row + rows > place.rows or col < 0 or col + cols > place.cols:
+            raise ScheduleError(
+                f"rank {self._rank}: {describe(region, self._rank)} is outside {region.buffer} of {place.rows} x {place.cols}, by "
+                f"the sizes of this run"
+            )
 
     def without_data(self) -> Lanes:
         """The lanes of a rank that refuses: what others wait for and nothing else, on none of the caller's tensors."""
@@ -159,6 +236,8 @@ class Program:
     def _empty(self, bound: Bound) -> Bound:
         if not isinstance(bound.step, Collective):
             return bound
+        if bound.step.op == "exchange":  # nothing is known of its sizes, and the others know that nothing comes of it
+            return replace(bound, call=partial(self.run.meet_all, f"exchange of {self.run.name}"))
         src, dst = (torch.zeros(_size(r), dtype=self._dtypes[r.buffer]) for r in (bound.step.src, bound.step.dst))
         return replace(bound, call=partial(self.run.all_gather, bound.rows, src, dst))
 
@@ -168,14 +247,15 @@ class Program:
         memory = domain.allocate(layout.buffer_bytes, what=f"buffers of schedule {name}")
         counter_bytes = _core.COUNTER_BYTES * layout.n_counters
         counters = domain.allocate(counter_bytes, what=f"signals of schedule {name}")
-        for buffer in buffers:
+        for buffer in (b for b in buffers if b.role in ("symmetric", "scratch")):
             items, dtype = value(buffer.rows) * buffer.cols, self._dtypes[buffer.name]
             if buffer.role == "symmetric":
                 for rank in ranks:
                     flat = memory.tensor(rank, (items,), dtype, layout.buffers[buffer.name])
-                    self._places[buffer.name, rank] = _Place(flat, buffer.cols, 1)
+                    self._places[buffer.name, rank] = _Place(flat, buffer.cols, 1, value(buffer.rows), buffer.cols)
             elif buffer.role == "scratch":
-                self._places[buffer.name, self._rank] = _Place(torch.empty(items, dtype=dtype), buffer.cols, 1)
+                flat = torch.empty(items, dtype=dtype)
+                self._places[buffer.name, self._rank] = _Place(flat, buffer.cols, 1, value(buffer.rows), buffer.cols)
         return [counters.tensor(rank, (counter_bytes,), torch.uint8) for rank in ranks]
 
     def _call(self, bound: Bound) -> Callable[[], object]:
@@ -188,6 +268,9 @@ class Program:
                 return partial(_core.copy_2d, to, target.pitch, begin, source.pitch, width, rows)
             case Compute(op, out, inputs, accumulate):
                 return _arithmetic(op, self._view(out), [self._view(region) for region in inputs], accumulate)
+            case Collective("exchange", src, dst, sent, received):
+                sizes = [value(n) for n in sent], [value(n) for n in received]
+                return partial(self.run.exchange, *sizes, self._view(src), self._view(dst))
             case Collective(_, src, dst):
                 return partial(self.run.all_gather, bound.rows, self._view(src), self._view(dst))
             case Set(signal, index, at):
@@ -240,6 +323,8 @@ class _Place:
     flat: torch.Tensor
     row_stride: int
     col_stride: int
+    rows: int
+    cols: int
 
     def view(self, region: Region) -> torch.Tensor:
         return self.flat.as_strided(_size(region), (self.row_stride, self.col_stride), self._first(region))
@@ -260,18 +345,22 @@ class _Given:
 
     def __init__(self, buffer: Buffer, steps: list[Bound]) -> None:
         self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
-        self.shape = (value(buffer.rows), buffer.cols)
-        for_matmuls = all(isinstance(b.step, Compute) and b.step.op == "matmul" for b in steps)
+        self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # what becomes known in a run
+        self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
+        for_matmuls = all(isinstance(s, Compute) and s.op == "matmul" for b in steps for s in _inner(b.step))
         self.transposable = buffer.role == "input" and for_matmuls
-        self.key = (-1, 0, 0)
+        self.key = (-1, 0, 0, 0)
 
-    def look(self, tensor: torch.Tensor) -> tuple[int, int, int]:
-        """Its address and strides; `ValueError` if it will not do."""
-        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device.type != "cpu":
+    def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
+        """Its address, strides and rows; `ValueError` if it will not do. None: it will be made in the run."""
+        if self.rows is not None and callable(tensor):
+            return None
+        wanted = self.shape if self.rows is None else (tensor.shape[0], self.shape[1])
+        if tensor.shape != wanted or tensor.dtype != self.dtype or tensor.device.type != "cpu":
             raise ValueError(
-                f"{self.name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: pass {self.shape} {self.dtype} on cpu"
+                f"{self.name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: pass {wanted} {self.dtype} on cpu"
             )
-        (rows, cols), (row_stride, col_stride) = self.shape, tensor.stride()
+        (rows, cols), (row_stride, col_stride) = wanted, tensor.stride()
         # The stride of a dimension of size one means nothing.
         col_stride = 1 if cols <= 1 else col_stride
         row_stride = max(1, cols) if rows <= 1 else row_stride
@@ -282,14 +371,19 @@ class _Given:
                 f"{self.name} has strides {tensor.stride()}: its {like} must be in one piece each and not overlap; pass "
                 f"{self.name}.contiguous()"
             )
-        return tensor.data_ptr(), row_stride, col_stride
+        return tensor.data_ptr(), row_stride, col_stride, rows
 
-    def place(self, key: tuple[int, int, int]) -> _Place:
-        address, row_stride, col_stride = self.key = key
-        rows, cols = self.shape
+    def place(self, key: tuple[int, int, int, int] | None) -> _Place:
+        assert key is not None
+        address, row_stride, col_stride, rows = self.key = key
+        cols = self.shape[1]
         items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
         flat = _core.lease(address, [items * self.dtype.itemsize], 1, 8, 1, 0, ())  # uint8 on CPU, owned by nobody
-        return _Place(flat.view(self.dtype), row_stride, col_stride)
+        return _Place(flat.view(self.dtype), row_stride, col_stride, rows, cols)
+
+
+def _inner(step: Step) -> tuple[Step, ...]:
+    return step.body if isinstance(step, Tiles) else (step,)
 
 
 def _size(region: Region) -> tuple[int, int]:
@@ -327,6 +421,10 @@ def span_name(step: Step, rank: int) -> str:
             return f"{op} {src.buffer} -> {dst.buffer}"
         case Set(signal, index, where):
             return f"set {signal}{at(where)}[{index}]"
+        case Tiles(kernel):
+            return kernel
+        case Read(region):
+            return f"read {region.buffer}"
         case Wait(signal, index, _, previous):
             return f"wait {signal}[{index}]{' of the previous run' if previous else ''}"
     return describe(step)

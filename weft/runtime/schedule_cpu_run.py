@@ -102,10 +102,10 @@ class Run:
         self.errors: list[BaseException] = []
         self._epoch = 0
         self._deadline_s = 0.0
-        self._tensors: Tensors = {}
+        self.tensors: Tensors = {}
 
     def begin(self, tensors: Tensors, deadline_s: float, *, refuses: bool) -> None:
-        self._tensors, self._deadline_s, self.errors = tensors, deadline_s, []
+        self.tensors, self._deadline_s, self.errors = tensors, deadline_s, []
         self._epoch += 1
         self.calls.begin(self._number, refuses=refuses)
 
@@ -123,7 +123,7 @@ class Run:
         except BaseException as error:
             self.fail(error, "end of the run")
         finally:
-            errors, self.errors, self._tensors = self.errors, [], {}
+            errors, self.errors, self.tensors = self.errors, [], {}
         if errors:
             # Lanes that heard of a failure may have been quicker to say so than the one that met it.
             causes = [error for error in errors if not isinstance(error, PoisonedGroupError)]
@@ -174,10 +174,30 @@ class Run:
             for work in works:
                 self._finish(work)
         except BaseException:
-            _abandoned.append((works, src, whole, self._tensors))
+            _abandoned.append((works, src, whole, self.tensors))
             raise
         if whole is not dst:
             dst.copy_(whole)
+
+    def exchange(self, sent: list[int], received: list[int], src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Rows of src, so many to each rank, into dst, so many from each, by the library. One thread at a time."""
+        if self.meet_all(f"exchange of {self.name}"):
+            return  # somebody refuses, and takes no part
+        whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+        source = src.contiguous()
+        work = dist.all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
+        try:
+            self._finish(work)
+        except BaseException:
+            _abandoned.append((work, source, whole, self.tensors))
+            raise
+        if whole is not dst:
+            dst.copy_(whole)
+
+    def meet_all(self, what: str) -> bool:
+        """Wait until every rank makes this call too; whether one refuses it."""
+        refuses = [self.calls.meet(peer, what, self._deadline_s) for peer in range(self.domain.world_size)]
+        return any(refuses)  # of all: that one refuses does not mean that the others have come
 
     def _finish(self, work: dist.Work) -> None:
         until = time.monotonic() + self._deadline_s

@@ -1,9 +1,10 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
-from weft.schedule import ficco, gather, serial, shard, slices  # noqa: F401  (registers their builders)
-from weft.schedule.expr import RANK, Expr, Index, lookup, value
+from weft.schedule import dispatch, ficco, gather, serial, shard, slices  # noqa: F401  (registers their builders)
+from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
 from weft.schedule.problem import (
     AllGatherMatmul,
+    AllToAllMatmul,
     Candidate,
     EmbeddingAllToAll,
     NotApplicableError,
@@ -20,9 +21,11 @@ from weft.schedule.steps import (
     Buffer,
     Collective,
     Compute,
+    Contents,
     Copy,
     For,
     Lane,
+    Read,
     Region,
     Set,
     Signals,
@@ -32,7 +35,8 @@ from weft.schedule.steps import (
 )
 
 __all__ = [
-    "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "Buffer", "Candidate", "Collective", "Compute", "Copy", "Draft",
-    "EmbeddingAllToAll", "Expr", "For", "Index", "Lane", "NotApplicableError", "Problem", "Region", "Schedule", "Set",
-    "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "lookup", "unregister", "value",
+    "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute",
+    "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index", "Lane", "NotApplicableError", "Problem",
+    "Read", "Region", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates",
+    "lookup", "total", "unregister", "value",
 ]  # fmt: skip

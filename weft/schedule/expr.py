@@ -1,4 +1,4 @@
-"""Whole numbers that a schedule leaves open: the rank, the turn of a loop.
+"""Whole numbers that a schedule leaves open: the rank, the turn of a loop, what a buffer holds.
 
 A schedule is written once for all ranks. Where a number depends on who runs it, it is an `Expr`, made by ordinary
 arithmetic from variables, and becomes a number when a rank is put in:
@@ -7,7 +7,8 @@ arithmetic from variables, and becomes a number when a rank is put in:
     value(peer, rank=3) == 0;  str(peer) == "(rank + 1) % 4";  Expr("(rank + 1) % 4") == peer
 
 Its text is also its form in JSON. `lookup((5, 3, 8), RANK)` is a number that follows no formula, such as the rows of
-uneven shards.
+uneven shards. `total("counts", 0, RANK)` is the sum of what the first elements of this rank's buffer `counts` hold when the
+schedule runs: so sizes are written that only the device knows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,7 +28,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Expr:
-    """An expression over variables with + - * // % and lookups in tables of numbers."""
+    """An expression over variables with + - * // %, lookups in tables of numbers, and sums over what buffers hold."""
 
     __slots__ = ("_code", "_node", "text")
 
@@ -42,18 +43,19 @@ class Expr:
         self._code = compile(self.text, "<expr>", "eval")
 
     def variables(self) -> set[str]:
-        return set(self._code.co_names)
+        """Names that take a value; of a buffer that is summed up, its contents."""
+        return set(self._code.co_names) - {"sum"}
 
-    def evaluate(self, values: dict[str, int]) -> int:
+    def evaluate(self, values: Values) -> int:
         missing = self.variables() - values.keys()
         if missing:
             raise ValueError(f"{self.text} needs a value for {', '.join(sorted(missing))}; given: {values}")
         try:
-            return int(eval(self._code, {"__builtins__": {}}, values))
+            return int(eval(self._code, {"__builtins__": {}, "sum": sum}, dict(values)))
         except (ZeroDivisionError, IndexError) as error:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
-    def over(self, values: Mapping[str, int | np.ndarray]) -> int | np.ndarray:
+    def over(self, values: Mapping[str, Any]) -> int | np.ndarray:
         """`evaluate` for many values at once: arrays in, an array out."""
         return _over(self._node, values)
 
@@ -61,7 +63,11 @@ class Expr:
         """p, if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
         return _period(self._node, name)
 
-    def partly(self, values: dict[str, int]) -> Index:
+    def totals(self) -> tuple[int, tuple[Total, ...]]:
+        """(number, what is added to it) of a sum of numbers and totals; `ValueError` if it is anything else."""
+        return _totals(self._node)
+
+    def partly(self, values: Values) -> Index:
         """With some of its variables put in; a plain number if none is left."""
         rest = Expr(_partly(self._node, values))
         return rest if rest.variables() else int(rest)
@@ -110,11 +116,31 @@ class Expr:
 
 
 Index: TypeAlias = int | Expr
+Values: TypeAlias = Mapping[str, int | Sequence[int]]
+"""Of variables by name: numbers, and for buffers what they hold, row by row."""
+
+
+class Total(NamedTuple):
+    """The sum of elements first, first + step, ... before `end` of a buffer."""
+
+    buffer: str
+    first: int
+    end: int
+    step: int
 
 
 def value(index: Index, **variables: int) -> int:
     """The number that `index` is for these values of its variables."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
+
+
+def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
+    """The sum of elements first, first + step, ... before `end` of what this rank's `buffer` holds, counted row by row."""
+    if isinstance(first, int) and isinstance(end, int) and first >= end:
+        return 0
+    part = ast.Slice(_node_of(first), _node_of(end), None if step == 1 else ast.Constant(step))
+    held = ast.Subscript(ast.Name(buffer, ast.Load()), part, ast.Load())
+    return Expr(ast.Call(ast.Name("sum", ast.Load()), [held], []))
 
 
 def lookup(table: Sequence[int], index: Index) -> Index:
@@ -123,8 +149,11 @@ def lookup(table: Sequence[int], index: Index) -> Index:
         return table[0]
     if isinstance(index, int):
         return table[index]
-    entries: list[ast.expr] = [ast.Constant(int(entry)) for entry in table]
-    return Expr(ast.Subscript(ast.Tuple(entries, ast.Load()), index._node, ast.Load()))
+    return Expr(ast.Subscript(_tuple(table), index._node, ast.Load()))
+
+
+def _tuple(numbers: Sequence[int]) -> ast.Tuple:
+    return ast.Tuple([ast.Constant(int(number)) for number in numbers], ast.Load())
 
 
 def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
@@ -145,9 +174,42 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
             return _OPERATORS[type(sign)](_over(left, values), _over(right, values))
         case ast.Subscript(value=ast.Tuple(elts=entries), slice=index):
             return np.array([_over(entry, values) for entry in entries])[_over(index, values)]
+        case ast.Call(args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]):
+            known: Any = values if isinstance(held, ast.Name) else {}
+            contents = [_over(e, values) for e in held.elts] if isinstance(held, ast.Tuple) else known[_name(held)]
+            stride = 1 if step is None else int(_over(step, values))
+            sums = np.vectorize(lambda first, end: sum(contents[first:end:stride]), otypes=[np.int64])
+            return sums(_over(_bound(lower), values), _over(_bound(upper), values))
         case ast.Constant(value=value):
             return value
     raise AssertionError(f"_check lets no {ast.unparse(node)} in")
+
+
+def _name(node: ast.expr) -> str:
+    assert isinstance(node, ast.Name)
+    return node.id
+
+
+def _bound(node: ast.expr | None) -> ast.expr:
+    assert node is not None  # _check lets no slice without both bounds in
+    return node
+
+
+def _totals(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number, ()
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            (a, some), (b, more) = _totals(left), _totals(right)
+            return a + b, some + more
+        case ast.Call(
+            args=[ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=lower, upper=upper, step=step))]
+        ):
+            numbers = [1 if bound is None else _totals(bound) for bound in (lower, upper, step)]
+            bounds = [bound if isinstance(bound, int) else bound[0] for bound in numbers]
+            if all(isinstance(bound, int) or not bound[1] for bound in numbers):
+                return 0, (Total(name, *bounds),)
+    raise ValueError(f"{ast.unparse(node)} is no sum of numbers and totals")
 
 
 def _period(node: ast.AST, name: str) -> int:
@@ -159,11 +221,12 @@ def _period(node: ast.AST, name: str) -> int:
     return math.lcm(*(_period(part, name) for part in ast.iter_child_nodes(node)))
 
 
-def _partly(node: ast.expr, values: Mapping[str, int]) -> ast.expr:
+def _partly(node: ast.expr, values: Values) -> ast.expr:
     """Numbers for names, and for what then has no name in it."""
     match node:
         case ast.Name(id=name) if name in values:
-            return ast.Constant(int(values[name]))
+            found = values[name]
+            return ast.Constant(found) if isinstance(found, int) else _tuple(found)
         case ast.BinOp(left=left, op=sign, right=right):
             a, b = _partly(left, values), _partly(right, values)
             whole: ast.expr = ast.BinOp(a, sign, b)
@@ -172,6 +235,12 @@ def _partly(node: ast.expr, values: Mapping[str, int]) -> ast.expr:
             at = _partly(index, values)
             whole = ast.Subscript(table, at, ast.Load())
             known = isinstance(at, ast.Constant) and all(isinstance(entry, ast.Constant) for entry in entries)
+        case ast.Call(
+            func=function, args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]
+        ):
+            held, a, b = (_partly(part, values) for part in (held, _bound(lower), _bound(upper)))
+            whole = ast.Call(function, [ast.Subscript(held, ast.Slice(a, b, step), ast.Load())], [])
+            known = isinstance(held, ast.Tuple) and isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
         case _:
             return node
     return ast.Constant(int(Expr(whole))) if known else whole
@@ -191,9 +260,20 @@ def _check(node: ast.expr) -> None:
             for entry in entries:
                 _check(entry)
             _check(index)
+        case ast.Call(
+            func=ast.Name(id="sum"), keywords=[],
+            args=[ast.Subscript(value=ast.Name() | ast.Tuple() as held, slice=ast.Slice() as part)],
+        ) if part.lower is not None and part.upper is not None:  # fmt: skip
+            for inner in held.elts if isinstance(held, ast.Tuple) else []:
+                _check(inner)
+            _check(part.lower)
+            _check(part.upper)
+            if part.step is not None and not (isinstance(part.step, ast.Constant) and isinstance(part.step.value, int)):
+                raise ValueError(f"{ast.unparse(node)!r}: the step of a sum is a number")
         case _:
             raise ValueError(
-                f"{ast.unparse(node)!r} is no expression of a schedule: use + - * // %, variables, numbers and tables"
+                f"{ast.unparse(node)!r} is no expression of a schedule: use + - * // %, variables, numbers, tables, and "
+                f"sum(buffer[first:end])"
             )
 
 

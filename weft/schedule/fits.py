@@ -8,7 +8,19 @@ from typing import NamedTuple, cast
 
 from weft.schedule.order import Event, Lanes, meeting
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import OPS, Buffer, Collective, Compute, Copy, Region, Set, Step, Tiles, Wait
+from weft.schedule.steps import (
+    OPS,
+    Buffer,
+    Collective,
+    Compute,
+    Copy,
+    Read,
+    Region,
+    Set,
+    Step,
+    Wait,
+    variables_of,
+)
 from weft.schedule.text import describe
 
 Buffers = Sequence[dict[str, Buffer]]
@@ -29,6 +41,8 @@ def accesses(step: Step) -> tuple[Access, ...]:
         return Access(step.src, True, False), Access(step.dst, False, True)
     if isinstance(step, Compute):
         return *(Access(region, True, False) for region in step.inputs), Access(step.out, step.accumulate, True)
+    if isinstance(step, Read):
+        return (Access(step.region, True, False),)
     return ()
 
 
@@ -54,15 +68,36 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
             yield f"buffer {buffer.name}: symmetric memory has one size on all ranks, and rows are {buffer.rows}"
 
 
+def unread(schedule: Schedule, rank: int) -> Iterator[str]:
+    """Steps of `rank` whose sizes depend on what their lane has not read, or, of copy engines, not with the host."""
+    held = {contents.buffer for contents in schedule.contents}
+    for lane in schedule.of_rank(rank, expected=False):
+        known: dict[str, str] = {}
+        for step in lane.steps:
+            if isinstance(step, Read):
+                known[step.region.buffer] = step.by
+            for name in sorted(variables_of(step)):
+                where = f"lane {lane.name}: {describe(step, rank)}"
+                if name not in held:
+                    yield f"{where}: there is no value for {name}: say what that buffer holds (Draft.holds)"
+                elif name not in known:
+                    yield f"{where}: the lane has not read {name} before"
+                elif isinstance(step, Copy) and step.by == "dma" and known[name] != "host":
+                    yield f"{where}: a copy engine's size comes from the host, which has not read {name}"
+
+
 def wrong_step(schedule: Schedule, buffers: Buffers, rank: int, step: Step) -> Iterator[str]:
     """The faults of a step of `rank`, in numbers; of tiles, one tile at a time (`weft.schedule.tiles.forked`)."""
-    if isinstance(step, Tiles):
-        yield f"kernel {step.kernel}: only its own operator runs its tiles"
-        return
     if isinstance(step, Set | Wait):
         yield from _wrong_signal(schedule, step)
         return
     misplaced = [fault for access in accesses(step) for fault in _misplaced(buffers, rank, access)]
+    if isinstance(step, Read):
+        buffer = buffers[rank].get(step.region.buffer)
+        if step.region.buffer not in {contents.buffer for contents in schedule.contents}:
+            misplaced.append(f"nothing says what {step.region.buffer} holds (Draft.holds)")
+        elif buffer and (buffer.dtype != "int64" or box_of(step.region) != (0, buffer.rows, 0, buffer.cols)):
+            misplaced.append(f"it reads numbers: all of a buffer of int64, and this is {buffer.dtype}")
     if isinstance(step, Collective) and (step.src.at, step.dst.at) != (rank, rank):
         misplaced.append("a collective is between buffers of the rank that calls it")
     yield from misplaced or _misshapen(rank, step, [buffers[rank][a.region.buffer].dtype for a in accesses(step)])
@@ -95,6 +130,18 @@ def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tu
             cols = [cast(int, step.src.cols) for step in steps]
             if {sum(n for n, _ in into)} != set(rows) or {n for _, n in into} != {sum(cols)}:
                 yield f"the ranks give rows {rows} of {cols} columns, and receive {into}", first
+        elif steps[0].op == "exchange":
+            cols = [cast(int, step.src.cols) for step in steps] + [n for _, n in into]
+            sent = [tuple(map(int, step.sent)) for step in steps]
+            received = [tuple(map(int, step.received)) for step in steps]
+            if (
+                len(set(cols)) > 1
+                or [sum(r) for r in received] != [n for n, _ in into]
+                or [sum(s) for s in sent] != rows
+            ):
+                yield f"the ranks exchange {sent} of rows {rows}, and receive {received} into {into}", first
+            elif sent != list(zip(*received, strict=True)):
+                yield f"the ranks send {sent}, and receive {received}", first
 
 
 def _wrong_signal(schedule: Schedule, step: Set | Wait) -> Iterator[str]:

@@ -133,6 +133,64 @@ class EmbeddingAllToAll:
 
 
 @dataclass(frozen=True, slots=True)
+class AllToAllMatmul:
+    """Every token to the rank of its expert, and there times the expert's weights.
+
+    experts: of each rank. rows: how many tokens each rank has. splits: for each rank, how many of them are for each expert of
+    all ranks, which only the run knows: these are expected; empty: as many for each. most: tokens that a rank may send to
+    one other. exact: y has the rows that arrive, which the host has to know; otherwise at least that many.
+
+    Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below
+    the other, in; y [rows that arrive, n] by expert and then by the rank that they come from, and received [ranks, experts]
+    int64, how many these are, out. Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
+    Overlap", II-B.
+    """
+
+    world_size: int
+    experts: int
+    rows: tuple[int, ...]
+    n: int
+    k: int
+    dtype: str
+    most: int
+    exact: bool = True
+    splits: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != self.world_size or self.experts < 1:
+            raise ValueError(
+                f"rows={self.rows}, experts={self.experts}: one number of rows for each of {self.world_size} ranks, and at "
+                f"least one expert on each"
+            )
+        if min(self.rows) < 0 or self.k < 0 or self.n < 0 or self.most < 0:
+            raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}, most={self.most}: sizes must not be negative")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        everywhere = self.world_size * self.experts
+        if not self.splits:
+            even = tuple(
+                tuple(count // everywhere + (expert < count % everywhere) for expert in range(everywhere))
+                for count in self.rows
+            )
+            object.__setattr__(self, "splits", even)
+        if [(len(of_rank), sum(of_rank)) for of_rank in self.splits] != [(everywhere, count) for count in self.rows]:
+            raise ValueError(f"splits must be {everywhere} numbers on each rank that add up to its rows={self.rows}")
+        sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
+                    for r in range(self.world_size) if r != s), default=0)  # fmt: skip
+        if sent > self.most:
+            raise ValueError(f"a rank sends {sent} tokens to one other, and most={self.most}")
+
+    @staticmethod
+    def even(rows: int, n: int, k: int, experts: int, world_size: int, dtype: str = "bf16") -> AllToAllMatmul:
+        """`rows` tokens on each rank, as many for each of `experts` of a rank."""
+        return AllToAllMatmul(world_size, experts, (rows,) * world_size, n, k, dtype, most=rows)
+
+    @property
+    def name(self) -> str:
+        return "all_to_all_matmul"
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to do a described operator: a builder with its parameters."""
 

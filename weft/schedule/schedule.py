@@ -18,19 +18,22 @@ lane starts a run before its rank has been called, and a run ends on a rank when
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.schedule.expr import RANK, Index
+from weft.schedule.expr import RANK, Index, Values
 from weft.schedule.steps import (
     ITEM_BYTES,
     OPS,
     Buffer,
     Collective,
     Compute,
+    Contents,
     Copy,
     For,
     Lane,
+    Read,
     Region,
     Role,
     Set,
@@ -52,22 +55,33 @@ class Schedule:
     buffers: tuple[Buffer, ...]
     signals: tuple[Signals, ...]
     lanes: tuple[Lane, ...]
+    contents: tuple[Contents, ...] = ()
 
     def buffer(self, name: str) -> Buffer:
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
-    def of_rank(self, rank: int) -> tuple[Lane, ...]:
+    def values(self, rank: int) -> Values:
+        """What expressions may name, at a rank: its number, and what buffers are expected to hold there."""
+        return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
+
+    def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
         """The lanes of one rank as numbers, loops written out, steps on empty regions left out. Tiles stay one step, in whose
-        body the tile's own number is the only variable."""
-        values = {"rank": rank}
+        body the tile's own number is the only variable.
+
+        expected: with the contents that buffers are expected to hold. Otherwise these stay variables, as an executor needs it.
+        """
+        values = self.values(rank) if expected else {"rank": rank}
+        lanes = ((lane, unrolled(lane.steps, values, partly=not expected)) for lane in self.lanes)
         return tuple(
-            Lane(lane.name, lane.resource, tuple(s for s in unrolled(lane.steps, values) if not is_empty(s)))
-            for lane in self.lanes
+            Lane(lane.name, lane.resource, tuple(s for s in steps if not is_empty(s))) for lane, steps in lanes
         )
 
-    def buffers_of_rank(self, rank: int) -> tuple[Buffer, ...]:
-        """The buffers of one rank with their sizes as numbers."""
-        return tuple(Buffer(b.name, put_in(b.rows, {"rank": rank}), b.cols, b.dtype, b.role) for b in self.buffers)
+    def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
+        """The buffers of one rank with their sizes as numbers; or, not `expected`, with what is known before a run."""
+        values = self.values(rank) if expected else {"rank": rank}
+        return tuple(
+            Buffer(b.name, put_in(b.rows, values, partly=not expected), b.cols, b.dtype, b.role) for b in self.buffers
+        )
 
     def __str__(self) -> str:
         from weft.schedule.text import table
@@ -94,6 +108,7 @@ class Draft:
         self._buffers: dict[str, Buffer] = {}
         self._signals: dict[str, Signals] = {}
         self._lanes: dict[str, LaneDraft] = {}
+        self._contents: dict[str, Contents] = {}
 
     def buffer(self, name: str, rows: Index, cols: int, dtype: str, role: Role) -> Buffer:
         if name in self._buffers:
@@ -107,6 +122,16 @@ class Draft:
         self._buffers[name] = made = Buffer(name, rows, cols, dtype, role)
         return made
 
+    def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
+        """Sizes depend on what `buffer` holds: on each rank probably this, row by row."""
+        size = buffer.rows * buffer.cols
+        if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
+            raise ValueError(
+                f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected are "
+                f"{[len(of_rank) for of_rank in expected]}"
+            )
+        self._contents[buffer.name] = Contents(buffer.name, tuple(tuple(map(int, of_rank)) for of_rank in expected))
+
     def signals(self, name: str, count: int) -> Signals:
         if name in self._signals:
             raise ValueError(f"schedule {self.name}: two arrays of signals are named {name!r}: give each its own name")
@@ -119,7 +144,14 @@ class Draft:
 
     def schedule(self) -> Schedule:
         lanes = tuple(Lane(lane.name, lane.resource, tuple(lane.steps)) for lane in self._lanes.values() if lane.steps)
-        return Schedule(self.name, self.world_size, tuple(self._buffers.values()), tuple(self._signals.values()), lanes)
+        return Schedule(
+            self.name,
+            self.world_size,
+            tuple(self._buffers.values()),
+            tuple(self._signals.values()),
+            lanes,
+            tuple(self._contents.values()),
+        )
 
 
 class LaneDraft:
@@ -148,8 +180,14 @@ class LaneDraft:
     def all_to_all(self, src: Region, dst: Region) -> LaneDraft:
         return self._add(Collective("all_to_all", src, dst))
 
+    def exchange(self, src: Region, dst: Region, sent: Sequence[Index], received: Sequence[Index]) -> LaneDraft:
+        return self._add(Collective("exchange", src, dst, tuple(sent), tuple(received)))
+
     def tiles(self, kernel: str, index: str, extent: Index, *body: Step) -> LaneDraft:
         return self._add(Tiles(kernel, index, extent, body))
+
+    def read(self, buffer: Buffer, by: Literal["device", "host"] = "device") -> LaneDraft:
+        return self._add(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
         return self._add(Set(signals.name, index, at))

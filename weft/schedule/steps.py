@@ -1,7 +1,8 @@
 """What a schedule is made of: buffers, regions of them, signals, and steps.
 
-Numbers may be expressions of the rank (`weft.schedule.expr`). Buffers are two-dimensional, rows x columns; a chunk is a
-region of one. Regions are of this rank's buffer unless they say `at` which rank's: then the buffer must be symmetric.
+Numbers may be expressions of the rank, and sizes and places also of what a buffer holds (`weft.schedule.expr`). Buffers are
+two-dimensional, rows x columns; a chunk is a region of one. Regions are of this rank's buffer unless they say `at` which
+rank's: then the buffer must be symmetric.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
-from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.expr import RANK, Expr, Index, Values
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4}
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
@@ -49,6 +50,15 @@ class Region:
 
     def __str__(self) -> str:
         return f"{self.buffer}{at_text(self.at)}[{self.row}:+{self.rows}, {self.col}:+{self.cols}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What `buffer` is expected to hold on each rank when it is read, row by row: what is not known before a run is simulated,
+    verified and shown with these numbers."""
+
+    buffer: str
+    expected: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +103,19 @@ class Collective:
     """The library's collective over all ranks. All ranks call it in one order.
 
     all_gather: every rank's `src` to every rank's `dst`, one below the other. all_to_all: of every rank's `src` the rows of
-    rank r, as many as its `dst` has, to rank r, where the ranks' parts lie side by side.
+    rank r, as many as its `dst` has, to rank r, where the ranks' parts lie side by side. exchange: of the rows of `src` the
+    first sent[0] to rank 0, the next sent[1] to rank 1 ...; below each other in `dst` received[0] rows of rank 0, ...
     """
 
-    op: Literal["all_gather", "all_to_all"]
+    op: Literal["all_gather", "all_to_all", "exchange"]
     src: Region
     dst: Region
+    sent: tuple[Index, ...] = ()
+    received: tuple[Index, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.op} {self.src} -> {self.dst}"
+        parts = f", {_listed(self.sent)} rows to the ranks and {_listed(self.received)} from them" if self.sent else ""
+        return f"{self.op} {self.src} -> {self.dst}{parts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +146,22 @@ class Wait:
     def __str__(self) -> str:
         times = "" if self.count == 1 else f" x{self.count}"
         return f"wait    {self.signal}[{self.index}]{times}{' of the previous run' if self.previous else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Take the numbers in `region`, all of a buffer: steps after it on this lane may have sizes and places that depend on them
+    (`weft.schedule.expr.total`), with the values of now, whatever is in the buffer later.
+
+    by "device": kernels know them. by "host": the host does too, for which it waits; copy engines take sizes from the host
+    only, and an output whose size depends on them is made then.
+    """
+
+    region: Region
+    by: Literal["device", "host"] = "device"
+
+    def __str__(self) -> str:
+        return f"read    {self.region} by {self.by}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +206,7 @@ class Tiles:
         )
 
 
-Step: TypeAlias = Copy | Compute | Collective | Set | Wait | For | Tiles
+Step: TypeAlias = Copy | Compute | Collective | Set | Wait | Read | For | Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,40 +239,46 @@ OPS = {
 }
 
 
-def put_in(step: Any, values: dict[str, int]) -> Any:
-    """A step, region or index in numbers: its variables have these values."""
+def put_in(step: Any, values: Values, *, partly: bool = False) -> Any:
+    """A step, region or index in numbers: its variables have these values. With `partly`, others are left."""
     if isinstance(step, Expr):
-        return step.evaluate(values)
+        return step.partly(values) if partly else step.evaluate(values)
     if isinstance(step, Tiles):
-        return replace(step, extent=put_in(step.extent, values), body=_partly(step.body, values))
+        body = put_in(step.body, values, partly=True)  # tiles have a variable of their own
+        return replace(step, extent=put_in(step.extent, values, partly=partly), body=body)
     if isinstance(step, tuple):
-        return tuple(put_in(item, values) for item in step)
-    if isinstance(step, Region | Copy | Compute | Collective | Set | Wait):
-        return replace(step, **{f.name: put_in(getattr(step, f.name), values) for f in fields(step)})
+        return tuple(put_in(item, values, partly=partly) for item in step)
+    if isinstance(step, Region | Copy | Compute | Collective | Set | Wait | Read):
+        return replace(step, **{f.name: put_in(getattr(step, f.name), values, partly=partly) for f in fields(step)})
     return step
 
 
-def _partly(item: Any, values: dict[str, int]) -> Any:
-    """`put_in` for what has variables of its own: they are left."""
-    if isinstance(item, Expr):
-        return item.partly(values)
-    if isinstance(item, tuple):
-        return tuple(_partly(part, values) for part in item)
-    if isinstance(item, Region | Copy | Compute | Set):
-        return replace(item, **{f.name: _partly(getattr(item, f.name), values) for f in fields(item)})
-    return item
-
-
-def unrolled(steps: tuple[Step, ...], values: dict[str, int]) -> tuple[Step, ...]:
-    """`steps` in numbers, loops written out, tiles not."""
+def unrolled(steps: tuple[Step, ...], values: Values, *, partly: bool = False) -> tuple[Step, ...]:
+    """`steps` in numbers, loops written out, tiles not. With `partly`, other variables are left."""
     result: list[Step] = []
     for step in steps:
         if isinstance(step, For):
             for turn in range(put_in(step.extent, values)):
-                result.extend(unrolled(step.body, {**values, step.index: turn}))
+                result.extend(unrolled(step.body, {**values, step.index: turn}, partly=partly))
         else:
-            result.append(put_in(step, values))
+            result.append(put_in(step, values, partly=partly))
     return tuple(result)
+
+
+def variables_of(item: Any) -> set[str]:
+    """The names in all expressions of a step, region or index but its own tile's."""
+    if isinstance(item, Expr):
+        return item.variables()
+    if isinstance(item, tuple):
+        return set[str]().union(*map(variables_of, item))
+    if isinstance(item, Region | Copy | Compute | Collective | Set | Wait | Read | Tiles | For):
+        own = {item.index} if isinstance(item, Tiles | For) else set()
+        return set[str]().union(*(variables_of(getattr(item, f.name)) for f in fields(item))) - own
+    return set()
+
+
+def _listed(numbers: tuple[Index, ...]) -> str:
+    return f"({', '.join(map(str, numbers))})"
 
 
 def at_text(at: Index) -> str:

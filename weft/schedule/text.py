@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from weft.schedule.expr import RANK, Expr, Index, value
+from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
@@ -25,19 +25,22 @@ from weft.schedule.steps import (
     Compute,
     Copy,
     For,
+    Read,
     Region,
     Set,
     Step,
     Tiles,
     Wait,
     at_text,
+    put_in,
 )
 
 VERSION = 1
 WIDTH = 132
 _TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
 _STEPS: dict[str, type] = {
-    "copy": Copy, "compute": Compute, "collective": Collective, "set": Set, "wait": Wait, "for": For, "tiles": Tiles,
+    "copy": Copy, "compute": Compute, "collective": Collective, "set": Set, "wait": Wait, "read": Read, "for": For,
+    "tiles": Tiles,
 }  # fmt: skip
 _KNOWN: dict[tuple[type, str], Collection[str]] = {(Compute, "op"): OPS, (Buffer, "dtype"): ITEM_BYTES}
 
@@ -82,7 +85,7 @@ def _buffers(schedule: Schedule, rank: int | None) -> list[str]:
     rows = [("buffers", "rows", "columns", "dtype", "role", "size")]
     for buffer in schedule.buffers if rank is None else schedule.buffers_of_rank(rank):
         row_bytes = buffer.cols * ITEM_BYTES[buffer.dtype]
-        of_ranks = sorted(value(buffer.rows, rank=r) for r in range(schedule.world_size))
+        of_ranks = sorted(put_in(buffer.rows, schedule.values(r)) for r in range(schedule.world_size))
         ends = sorted({of_ranks[0], of_ranks[-1]})
         formula = str(buffer.rows)
         n_rows = formula if len(formula) <= 24 else " to ".join(map(str, ends))
@@ -123,7 +126,7 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
         return _region(item, RANK if item.at == rank else item.at, buffers.get(item.buffer))
     if isinstance(item, Set):
         return replace(item, at=RANK if item.at == rank else item.at)
-    if isinstance(item, Copy | Compute | Collective | For | Tiles):
+    if isinstance(item, Copy | Compute | Collective | Read | For | Tiles):
         return replace(item, **{f.name: _shown(getattr(item, f.name), rank, buffers) for f in fields(item)})
     return item
 

@@ -10,6 +10,9 @@ that is a run ahead. It finds
     reads of nothing     what no step of the same run has written
     incomplete outputs   what no step writes
 
+Sizes that only a run knows are the expected ones here (`weft.schedule.steps.Contents`), and it is looked at whether each lane
+has read what its sizes depend on.
+
 Of tiles (`weft.schedule.steps.Tiles`) at most SAMPLE a step are looked at: the first, the last, every k-th between them, and
 their neighbours. What is wrong with others alone is not found, and neither are reads of nothing and holes in the buffers that
 they write.
@@ -30,6 +33,7 @@ from weft.schedule.fits import (
     Buffers,
     accesses,
     box_of,
+    unread,
     wrong_collectives,
     wrong_declarations,
     wrong_step,
@@ -50,6 +54,7 @@ def verify(schedule: Schedule) -> None:
     """`ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and what is wrong; or nothing."""
     if schedule.world_size < 1:
         raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
+    original = schedule
     try:
         buffers = [{b.name: b for b in schedule.buffers_of_rank(rank)} for rank in range(schedule.world_size)]
         schedule, ranks, sampled = forked(schedule, SAMPLE)
@@ -58,6 +63,9 @@ def verify(schedule: Schedule) -> None:
     faults = _Faults(schedule.name, ranks)
     for fault in wrong_declarations(schedule, buffers):
         faults.add(fault, fault)
+    for rank in range(schedule.world_size):
+        for fault in unread(original, rank):
+            faults.add(fault, fault)
     faults.raise_any()
     _check_steps(faults, schedule, buffers)
     faults.raise_any()

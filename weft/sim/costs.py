@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
-from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy
+from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy, Read
 from weft.sim.model import Model
 
 Place: TypeAlias = tuple[str, int, int]
@@ -56,8 +56,10 @@ class Operand(NamedTuple):
         return self.rows * self.cols * ITEM_BYTES[self.dtype]
 
 
-def cost(model: Model, world: int, step: Copy | Compute | Collective, operands: tuple[Operand, ...]) -> Cost:
+def cost(model: Model, world: int, step: Copy | Compute | Collective | Read, operands: tuple[Operand, ...]) -> Cost:
     """operands: of a copy or a collective source and destination, of a compute step its inputs and then its output."""
+    if isinstance(step, Read):
+        return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
     if isinstance(step, Copy):
         source, target = operands
         if source.at == target.at == 0:

@@ -20,6 +20,7 @@ from weft.schedule import (
     Expr,
     For,
     Index,
+    Read,
     Region,
     Schedule,
     Set,
@@ -163,7 +164,7 @@ class _Lowering:
             return index
         key = (index.text, turn, there)
         if key not in self._vectors:
-            values = [{**dict(turn), "rank": rank} for rank in range(self.world)]
+            values = [{**dict(turn), **self.schedule.values(rank)} for rank in range(self.world)]
             self._vectors[key] = _collapse([index.evaluate(v) if _at(there, r) else 0 for r, v in enumerate(values)])
         return self._vectors[key]
 
@@ -233,7 +234,7 @@ class _Lowering:
         return _Item(origin, there, tuple(numbers))
 
     def _tiled(self, step: Tiles, turn: Turn, rank: int) -> _Tiled:
-        here: Tiles = put_in(step, {**dict(turn), "rank": rank})
+        here: Tiles = put_in(step, {**dict(turn), **self.schedule.values(rank)})
         parts: list[tuple[int, tuple[int, ...], int]] = []
         sets: list[_SetBy] = []
         for place, inner in enumerate(here.body):
@@ -344,7 +345,7 @@ class _Lowering:
         latency_us = 0.0 if item.carried else found.latency_us
         return Work(found.what, latency_us, found.work_us, load, found.joins, found.sent_bytes)
 
-    def _operands(self, step: Copy | Compute | Collective, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
+    def _operands(self, step: Copy | Compute | Collective | Read, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
         for i, region in enumerate(_regions(step)):
             rows, cols, at = numbers[3 * i : 3 * i + 3]
@@ -369,7 +370,7 @@ _NO_TILES = _Tiled((), ())
 
 
 def _name(origin: Origin, rank: int) -> str:
-    step, numbers = origin.step, {**dict(origin.turn), "rank": rank}
+    step, numbers = origin.step, {**dict(origin.turn), "rank": rank}  # no name depends on what a buffer holds
 
     def of(region: Region) -> str:
         at = value(region.at, **numbers)
@@ -381,6 +382,8 @@ def _name(origin: Origin, rank: int) -> str:
         return f"wait {step.signal}[{value(step.index, **numbers)}]" + (" of the previous run" if step.previous else "")
     if isinstance(step, Tiles):
         return step.kernel
+    if isinstance(step, Read):
+        return f"read {step.region.buffer}"
     assert isinstance(step, Copy | Collective)
     return f"{'copy' if isinstance(step, Copy) else step.op} {of(step.src)} -> {of(step.dst)}"
 
@@ -389,6 +392,8 @@ def _regions(step: Step) -> tuple[Region, ...]:
     """As `weft.sim.costs.cost` wants its operands."""
     if isinstance(step, Compute):
         return (*step.inputs, step.out)
+    if isinstance(step, Read):
+        return (step.region,)
     assert isinstance(step, Copy | Collective)
     return step.src, step.dst
 

@@ -86,6 +86,8 @@ class Model:
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by what it got wrong at the nearest."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
+    host_read_us: float = 20.0
+    """From the end of a kernel to the start of what the host launches once it has read what the kernel wrote."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -1,0 +1,40 @@
+"""Mixture of experts for tests: random splits, tokens and weights, and what must come out, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import AllToAllMatmul
+
+Splits = tuple[tuple[int, ...], ...]
+
+
+def random_splits(world: int, experts: int, rows: Sequence[int], seed: int) -> Splits:
+    """Very uneven: most experts of a rank get little or nothing."""
+    random = np.random.default_rng(seed)
+    return tuple(
+        tuple(map(int, random.multinomial(count, random.dirichlet(np.full(world * experts, 0.3))))) for count in rows
+    )
+
+
+def inputs(p: AllToAllMatmul, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every rank's tokens, and the weights [experts of all, k, n]; the same on all ranks."""
+    generator, dtype = torch.Generator().manual_seed(seed), TORCH_DTYPE[p.dtype]
+    tokens = [torch.randn(count, p.k, generator=generator).to(dtype) for count in p.rows]
+    return tokens, torch.randn(p.world_size * p.experts, p.k, p.n, generator=generator).to(dtype)
+
+
+def expected(
+    rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rank `rank` must find: y [rows that arrive, n] in float64, and received [ranks, experts]."""
+    world = len(splits)
+    experts = weights.shape[0] // world
+    parts = [part.double().split(list(of_rank)) for part, of_rank in zip(tokens, splits, strict=True)]
+    mine = range(rank * experts, (rank + 1) * experts)
+    y = torch.cat([parts[source][expert] @ weights[expert].double() for expert in mine for source in range(world)])
+    return y, torch.tensor([list(of_rank)[mine.start : mine.stop] for of_rank in splits])

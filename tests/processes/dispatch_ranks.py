@@ -1,0 +1,75 @@
+"""What the ranks of `test_schedule_dispatch` do."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+
+import torch
+from dispatch import expected, inputs, random_splits
+from schedule_cpu_ranks import domain_of
+
+from weft.runtime.schedule_cpu import CpuSchedule
+from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 2e-3}
+
+
+def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int) -> int:
+    """Each schedule, run on splits that it was not made for; how many there were."""
+    rank, count = group.rank(), 0
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            schedule = candidate.build()
+            count += 1
+            with CpuSchedule(schedule, domain_of(group)) as executor:
+                for run in range(runs):
+                    run_once(executor, p, rank, seed + run, candidate.name)
+    return count
+
+
+def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, name: str) -> None:
+    splits = random_splits(p.world_size, p.experts, p.rows, seed)
+    tokens, weights = inputs(p, seed)
+    y, received = expected(rank, splits, tokens, weights)
+    made: list[torch.Tensor] = []
+
+    def make(rows: int) -> torch.Tensor:
+        made.append(torch.full((rows, p.n), torch.nan, dtype=tokens[rank].dtype))
+        return made[0]
+
+    spare = 0 if p.exact else 3
+    out = make if p.exact else make(len(y) + spare)
+    counts = torch.full(received.shape, -1)
+    mine = weights.split(p.experts)[rank].flatten(0, 1)
+    time.sleep(random.random() * 0.002)
+    executor.run(
+        {"tokens": tokens[rank], "splits": torch.tensor([splits[rank]]), "w": mine, "y": out, "received": counts}
+    )
+    assert torch.equal(counts, received), (name, seed)
+    assert made[0].shape[0] == len(y) + spare, (name, seed)
+    assert made[0][len(y) :].isnan().all()
+    error = (made[0][: len(y)].double() - y).norm() / max(1.0, float(y.norm()))
+    assert error <= TOLERANCE[p.dtype], (name, seed, float(error))
+
+
+def wrong_splits(group, p: AllToAllMatmul) -> None:
+    """Splits that add up to more than there are tokens end the run with an error that says so."""
+    rank = group.rank()
+    schedule = next(c for c in candidates(p, ("dispatch",))).build()
+    with CpuSchedule(schedule, domain_of(group)) as executor:
+        tokens, weights = inputs(replace(p), 1)
+        splits = torch.zeros(1, p.world_size * p.experts, dtype=torch.int64)
+        splits[0, -1] = p.rows[rank] + 5
+        executor.run(
+            {
+                "tokens": tokens[rank],
+                "splits": splits,
+                "w": weights.split(p.experts)[rank].flatten(0, 1),
+                "y": lambda rows: torch.empty(rows, p.n),
+                "received": torch.zeros(p.world_size, p.experts, dtype=torch.int64),
+            },
+            deadline_s=5,
+        )

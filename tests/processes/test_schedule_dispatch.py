@@ -1,0 +1,35 @@
+"""Schedules whose sizes only the run knows, on CPU processes."""
+
+from __future__ import annotations
+
+import dispatch_ranks as ranks
+import pytest
+
+from weft.launch import Pool
+from weft.schedule import AllToAllMatmul
+
+
+def problem(world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32", exact: bool = True) -> AllToAllMatmul:
+    return AllToAllMatmul(world, experts, rows, 7, 5, dtype, most=max(rows), exact=exact)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem(1, 3, (9,)),
+        problem(2, 2, (11, 6)),
+        problem(2, 4, (16, 16), "bf16", exact=False),
+        problem(3, 2, (5, 0, 12)),
+        problem(4, 3, (20, 7, 13, 1), exact=False),
+        problem(8, 2, (6,) * 8),
+    ],
+    ids=["one rank", "two", "two, room to spare", "three", "four, room to spare", "eight"],
+)
+def test_every_candidate_is_right_on_other_splits_than_expected(pool: Pool, p: AllToAllMatmul) -> None:
+    counts = pool.run(ranks.every_candidate, p, 10, 6, ranks=p.world_size)
+    assert set(counts) == {1 if p.world_size == 1 else (3 if p.world_size == 2 else 5) if p.exact else counts[0]}
+
+
+def test_splits_that_do_not_fit_are_named(pool: Pool) -> None:
+    with pytest.raises(Exception, match=r"is outside tokens of 4 x 5, by the sizes of this run"):
+        pool.run(ranks.wrong_splits, problem(2, 2, (4, 4)), ranks=2)
