@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,6 +121,78 @@ def many_sizes(group: dist.ProcessGroup, count: int, most: int = 40, kept: int =
     for y, whole, B in results:
         close(y, whole.double() @ B.double(), whole @ B)
     return threading.active_count()
+
+
+def remembers_times(group: dist.ProcessGroup) -> list[str]:
+    """The schedules that were timed at the first call of a shape, which others of its description, in another process or after
+    the domain has gone, do not time again."""
+    from weft import env, symm
+    from weft.ops import choosing
+    from weft.plan import store
+
+    x, B = data(group.rank(), (6, 16), torch.float32, 1), data(0, (16, 10), torch.float32, 2)
+    _, (first,) = weft.all_gather_matmul(x, [B], 0, group)
+    symm.domain(group, "cpu").close()
+    original = choosing._time_us
+    choosing._time_us = None  # type: ignore[assignment]
+    try:
+        _, (again,) = weft.all_gather_matmul(x, [B], 0, group)
+    finally:
+        choosing._time_us = original
+        symm.domain(group, "cpu").close()
+    assert torch.equal(first, again)
+    kept = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
+    (found,) = (
+        content for content in kept if "rows=(6, 6), 'n'" in content["key"]["problem"].replace("'rows': ", "rows=")
+    )
+    assert found["key"]["mode"] == "single"
+    return sorted(found["times_us"])
+
+
+def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
+    """As on a GPU that there is a model of, whose GEMMs take times that are made up: twice as long on rank 1."""
+    from weft import symm
+    from weft.hw import load_machine
+    from weft.ops import choosing
+    from weft.plan import gemms
+    from weft.sim import model_of
+
+    rank = group.rank()
+    timed: list[tuple[int, int, int, str]] = []
+    # Launches and copies cost next to nothing, so that small GEMMs are worth cutting up.
+    model = replace(model_of(load_machine("h200"), group.size()), launch_us=0.01, copy_latency_us=0.01)
+
+    def timer(p: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        def time_us(shape: tuple[int, int, int, str], warm: int, calls: int) -> float:
+            assert tensors["y0"].shape == (p.m, p.n[0])
+            timed.append(shape)
+            return (1 + rank) * 1e-3 * shape[0]
+
+        return time_us
+
+    def call(m: int, **options: Any) -> list[tuple[int, int, int, str]]:
+        before = len(timed)
+        shards = shards_of(group.size(), (m, 16), 0, None, torch.float32, 1)
+        B = data(0, (16, 10), torch.float32, 2)
+        _, (y,) = weft.all_gather_matmul(shards[rank], [B], 0, group, **options)
+        whole = torch.cat(shards)
+        close(y, whole.double() @ B.double(), whole @ B)
+        return timed[before:]
+
+    original = choosing._calibrated_model
+    choosing._calibrated_model = lambda device, world_size: model  # type: ignore[assignment]
+    choosing._TIMERS["cpu"] = timer
+    try:
+        found = {"pinned": call(48, schedule="serial"), "first": call(48), "again": call(48), "half": call(24)}
+        informed = choosing.machine_model(device(), group.size())
+        assert informed is not None
+        known = gemms.measured_here(choosing.device_name(device()))
+        return {**found, "known": dict(known), "model": informed.measured_us}
+    finally:
+        choosing._calibrated_model = original
+        del choosing._TIMERS["cpu"]
+        gemms._times.clear()
+        symm.domain(group, "cpu").close()  # and with it what was chosen
 
 
 def errors(group: dist.ProcessGroup) -> dict[str, str]:

@@ -54,6 +54,24 @@ def test_of_many_shapes_the_last_ones_are_kept() -> None:
     assert many <= few
 
 
+def test_schedules_are_timed_once_where_there_is_no_model(pool: Pool) -> None:
+    for timed in pool.run(ranks.remembers_times, ranks=2, timeout_s=60):
+        assert {name.split("[")[0] for name in timed} == {"serial", "gather", "shard"}
+
+
+def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:
+    """What was measured for one shape is not measured again for another; all ranks go by the slowest."""
+    told = pool.run(ranks.measures_gemms, ranks=2, timeout_s=60)
+    for found in told:
+        assert found["pinned"] == found["again"] == []
+        assert found["first"][0] == (96, 10, 16, "fp32")
+        assert (48, 10, 16, "fp32") in found["first"]
+        assert not set(found["first"]) & set(found["half"])
+        assert set(found["known"]) == {*found["first"], *found["half"]}
+        assert all(us == 2e-3 * shape[0] for shape, us in found["known"].items())
+        assert found["model"] == found["known"]
+
+
 def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
     expected = {
         "one dimension": "at least two dimensions",

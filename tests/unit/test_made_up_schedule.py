@@ -20,6 +20,7 @@ from test_schedule_candidates import PROBLEMS, check
 from weft import plan
 from weft.errors import ScheduleError
 from weft.hw import load_machine
+from weft.plan.predict import AT_LEAST
 from weft.runtime.null import NullSchedule
 from weft.runtime.stream_compiler import crossing_signals
 from weft.schedule import (
@@ -154,8 +155,9 @@ def test_it_is_weighed_and_not_chosen_elsewhere(model: Model) -> None:
     choice = plan.choose(LARGE, model)
     assert choice.candidate.builder != "ring"
     for name in NAMES:
-        assert choice.row(name).us is not None
-        assert choice.row(name).why_not
+        row = choice.row(name)
+        assert row.us is not None or row.why_not.startswith(AT_LEAST)
+        assert row.why_not
 
 
 def test_measured_times_and_pins_choose_it_too() -> None:

@@ -176,14 +176,14 @@ def test_one_rank_measures_no_communication() -> None:
 def test_it_is_kept_and_found_again(found: Calibration) -> None:
     assert find("NVIDIA H200", 2) is None
     h200 = load_machine("h200")
-    assert calibrated(h200, 2) == (BASE, "not calibrated with 2 ranks, by the machine file's numbers")
+    assert calibrated(h200, 2) == (BASE, "not calibrated with 2 ranks, by the machine file's numbers", False)
     path = found.save()
     assert path.name == "calibration-nvidia-h200-2.json"
     assert json.loads(path.read_text())["versions"] == machine.versions()
     assert find("NVIDIA H200", 2) == found
-    model, note = calibrated(h200, 2)
+    model, note, refused = calibrated(h200, 2)
     assert model == found.apply(BASE)
-    assert note == f"calibrated on {found.date}"
+    assert (note, refused) == (f"calibrated on {found.date}", False)
     assert find("NVIDIA H200", 8) is None
     with pytest.raises(ValueError, match="calibrated with 2 ranks, and the model has 8"):
         found.apply(model_of(h200, 8))
@@ -195,8 +195,9 @@ def test_other_versions_are_refused_with_what_to_run(found: Calibration, monkeyp
     torch = machine.versions()["torch"]
     with pytest.raises(ValueError, match=rf"torch {torch.replace('+', '.')}, now 3.0: run `weft plan calibrate` again"):
         find("NVIDIA H200", 2)
-    model, note = calibrated(load_machine("h200"), 2)
+    model, note, refused = calibrated(load_machine("h200"), 2)
     assert model == BASE
+    assert refused
     assert note.startswith("not calibrated: the calibration of NVIDIA H200 for 2 ranks")
 
 

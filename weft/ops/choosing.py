@@ -1,13 +1,16 @@
 """Which schedule a call takes: pinned, planned on a known machine, or measured on an unknown one.
 
-All ranks must take the same. A pinned name and a plan are functions of what all ranks know; measured times are agreed on by
-taking the slowest rank's.
+On a known GPU the plan rests on the shape's own GEMMs, which are timed first (`weft.plan.gemms`); that is the only device work
+of planning, at most some 60 ms of it, at the first call of a shape. All ranks must take the same schedule: a pinned name is the
+same everywhere, a plan is the first rank's, measured times are the slowest rank's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,10 +19,12 @@ import torch
 
 from weft import plan
 from weft.hw import file_of, load_machine
-from weft.plan.calibration import find
+from weft.plan import gemms
+from weft.plan.machine import machine_name
 from weft.plan.pin import named
-from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule
-from weft.sim import Model, model_of
+from weft.schedule import AllGatherMatmul, Candidate, NotApplicableError, Schedule
+from weft.sim import Model
+from weft.sim.model import MatmulShape
 from weft.symm import Domain
 
 _MEASURED = (
@@ -62,13 +67,13 @@ def choose(
     if pinned is not None:
         names = (pinned, pinned)
     else:
+        _measure_gemms(p, domain, tensors, deadline_s)
         model = machine_model(domain.device, p.world_size)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
         mine = None if model is None else tuple(plan.choose(p, model, mode=mode).candidate.name for mode in _MODES)
-        names = domain.all_gather(mine, what=f"choices for {p}")[0]
+        names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
-            fastest = _fastest(p, domain, tensors, deadline_s)
-            return Chosen(fastest, fastest)
+            names = (_fastest(p, domain, tensors, deadline_s),) * 2
     made = {name: executor(named(p, name).build(), domain) for name in dict.fromkeys(names) if name != "serial"}
     chosen = Chosen(made.get(names[0]), made.get(names[1]))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
@@ -86,51 +91,99 @@ def executor(schedule: Schedule, domain: Domain) -> Any:
     return CpuSchedule(schedule, domain)
 
 
-@lru_cache(maxsize=64)
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """The model of this machine, if there is a file for it; calibrated, if it has been (`weft plan calibrate`)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    file = file_of(name)
+    """The model of this machine, if there is a file for it; calibrated, if it has been (`weft plan calibrate`), and with the
+    GEMMs that this process has measured. The same object until it measures others."""
+    model = _calibrated_model(device, world_size)
+    return None if model is None else gemms.informed(model, device_name(device))
+
+
+@lru_cache(maxsize=64)
+def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
+    file = file_of(device_name(device)) if device.type == "cuda" else None
     if file is None:
         return None
-    model = model_of(load_machine(file), world_size)
-    try:
-        calibration = find(name, world_size)
-    except ValueError as error:
-        warnings.warn(f"planning with the machine file's numbers: {error}", stacklevel=2)
-        return model
-    return model if calibration is None else calibration.apply(model)
+    model, note, refused = plan.calibrated(load_machine(file), world_size)
+    if refused:
+        warnings.warn(f"planning with the machine file's numbers, {note}", stacklevel=2)
+    return model
 
 
-def _fastest(p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> Any:
-    """Run the usual ones a few times each, on the tensors of the first call, and keep the fastest."""
-    best, best_s, serial_s = None, float("inf"), float("inf")
-    for name in _MEASURED:
+def _gpu_timer(p: AllGatherMatmul, tensors: dict[str, torch.Tensor]) -> gemms.Timer:
+    from weft.ops.gpu_gemms import GemmTimer
+
+    return GemmTimer(p, tensors)
+
+
+_TIMERS: dict[str, Callable[[AllGatherMatmul, dict[str, torch.Tensor]], gemms.Timer]] = {"cuda": _gpu_timer}
+"""By type of device, where GEMMs are timed."""
+
+
+def _measure_gemms(
+    p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None
+) -> None:
+    """Time what the choice will rest on, unless it is known: in two rounds, see `weft.plan.gemms`. Collective."""
+    if domain.device.type not in _TIMERS:
+        return
+    machine, left_us = device_name(domain.device), gemms.BUDGET_US
+    timer: gemms.Timer | None = None
+    for _ in range(2):
+        model = machine_model(domain.device, p.world_size)
+        mine: dict[MatmulShape, float] = {}
+        if model is not None:
+            wanted, known = gemms.wanted(p, model), gemms.measured_here(machine)
+            mine = {shape: known[shape] for shape in wanted if shape in known}
+            if missing := [shape for shape in wanted if shape not in known]:
+                # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    timer = timer or _TIMERS[domain.device.type](p, tensors)
+                    found, left_us = gemms.measure(missing, model, timer, left_us)
+                    mine |= found
+        gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+
+
+def device_name(device: torch.device) -> str:
+    """As machine files and calibrations have it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine_name()
+
+
+def _fastest(p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> str:
+    """The fastest of the usual ones on the tensors of the first call, or when `p` was measured before; serial, if it is not
+    clearly slower. Times are kept on disk (`weft.plan.autotune`)."""
+
+    def run(candidate: Candidate) -> float:
+        made = executor(candidate.build(), domain)
         try:
-            made = executor(named(p, name).build(), domain)
-        except NotApplicableError:
-            continue
-        seconds = max(domain.all_gather(_time(made, tensors, deadline_s), what=f"times of {name}"))
-        if name == "serial":
-            serial_s = seconds
-        if seconds < min(best_s, _CLEARLY * serial_s):
-            if best is not None:
-                best.close()
-            best, best_s = (None if name == "serial" else made), seconds
-        if best is not made:
+            return _time_us(made, tensors, deadline_s)
+        finally:
             made.close()
-    return best
+
+    def agree(mine: list[float]) -> list[float]:
+        times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
+        return [max(of_one) for of_one in zip(*times, strict=True)]
+
+    usual = [candidate for candidate in (named(p, name) for name in _MEASURED) if _applies(candidate)]
+    # Each is run by itself, a few times: only one holds memory.
+    times = plan.autotune(p, usual, run, agree, machine=device_name(domain.device), mode="single", rounds=1)
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] < _CLEARLY * times["serial"] else "serial"
 
 
-def _time(made: Any, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> float:
-    """Median seconds of a run, after one to warm up."""
+def _applies(candidate: Candidate) -> bool:
+    try:
+        candidate.build()
+    except NotApplicableError:
+        return False
+    return True
+
+
+def _time_us(made: Any, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> float:
+    """Median of a run, after one to warm up."""
     times = []
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()
         made.run(tensors, deadline_s=deadline_s)
         if made.domain.device.type == "cuda":
             torch.cuda.synchronize(made.domain.device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) * 1e6)
     return sorted(times[1:])[_REPETITIONS // 2]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -168,17 +168,25 @@ def find(machine: str, world_size: int) -> Calibration | None:
     return found
 
 
-def calibrated(machine: Machine, ranks: int) -> tuple[Model, str]:
+class Calibrated(NamedTuple):
+    model: Model
+    note: str
+    """What its numbers rest on."""
+    refused: bool
+    """Whether there is a calibration that is of no use: the note says why, and what to do."""
+
+
+def calibrated(machine: Machine, ranks: int) -> Calibrated:
     """The model of `ranks` of these GPUs with the saved calibration applied, if there is one for the versions that are
-    installed; and a note on what its numbers rest on. `KeyError` names a number that the machine file lacks."""
+    installed. `KeyError` names a number that the machine file lacks."""
     model = model_of(machine, ranks)
     try:
         found = find(machine.name, ranks)
     except ValueError as error:
-        return model, f"not calibrated: {error}"
+        return Calibrated(model, f"not calibrated: {error}", True)
     if found is None:
-        return model, f"not calibrated with {ranks} ranks, by the machine file's numbers"
-    return found.apply(model), f"calibrated on {found.date}"
+        return Calibrated(model, f"not calibrated with {ranks} ranks, by the machine file's numbers", False)
+    return Calibrated(found.apply(model), f"calibrated on {found.date}", False)
 
 
 def calibrate(

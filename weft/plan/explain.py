@@ -199,7 +199,7 @@ def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model
             notes.append(f"{machine_name()} has no machine file, so this one is shown: give hw= to choose another")
     machine = load_machine(hw)
     try:
-        model, note = calibrated(machine, ranks)
+        model, note, _ = calibrated(machine, ranks)
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
     if here := gemms.measured_here(machine.name):

@@ -3,7 +3,8 @@
 The model's time of a GEMM that was not measured is a formula's, corrected by its neighbours on a grid, and between the grid's
 points up to 30% off. So the first call of a shape on GPUs times the shape's own GEMMs, the whole ones and the pieces of the
 schedules that are predicted to be fast (`wanted`, `measure`), all ranks agree on the slowest rank's times (`learn`), and the
-choice is made by a model that knows them (`informed`), as is that of all later shapes of the machine.
+choice is made by a model that knows them (`informed`), as is that of all later shapes of the machine. What was measured may
+make others the fast ones, by times that only were predicted: so there is a second round.
 
 What a time means: a GPU that has rested runs at a higher clock until its power limit ends that, some 10 to 20 ms later, and
 schedules are chosen for sustained work. So if any of the GEMMs is a long one, the first that is timed, the longest, runs for
@@ -13,7 +14,7 @@ less than the 20 ms before each GEMM of a calibration: times of GEMMs of several
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from weft.plan.choose import decide
 from weft.plan.predict import has_work
@@ -35,6 +36,8 @@ _WITHIN = 1.5  # of the fastest prediction: what is slower will not win by what 
 _MOST = 12
 
 _times: dict[str, dict[MatmulShape, float]] = {}
+_informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}
+"""Of a machine and its ranks, the last model, what was known of GEMMs, and the model with that."""
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
@@ -57,30 +60,31 @@ def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
     return tuple(found)
 
 
-def measure(shapes: Iterable[MatmulShape], model: Model, time_us: Timer) -> dict[MatmulShape, float]:
-    """Times of those that fit into the budget: of each one call to warm up, and then as many as take 3 ms, at least 3 (2 of
-    those that take more than 3 ms each)."""
-    shapes = tuple(shapes)
+def measure(
+    shapes: Sequence[MatmulShape], model: Model, time_us: Timer, budget_us: float = BUDGET_US
+) -> tuple[dict[MatmulShape, float], float]:
+    """(times of those that fit into the budget, what is left of it): of each one call to warm up, and then as many as take 3
+    ms, at least 3 (2 of those that take more than 3 ms each)."""
     expected = {shape: model.matmul_us(*shape) for shape in shapes}
     warm_us = _WARM_US if max(expected.values(), default=0.0) > _LONG_US else 0.0
     found: dict[MatmulShape, float] = {}
-    spent_us = 0.0
     for shape in shapes:
         calls = max(2 if expected[shape] > _ENOUGH_US else 3, min(_MOST_CALLS, int(_ENOUGH_US / expected[shape])))
         warm = max(1, int(warm_us / expected[shape]))
-        if spent_us + (warm + calls) * expected[shape] > BUDGET_US:
+        if (warm + calls) * expected[shape] > budget_us:
             continue
         found[shape] = time_us(shape, warm, calls)
-        spent_us += (warm + calls) * found[shape]
+        budget_us -= (warm + calls) * found[shape]
         warm_us = 0.0
-    return found
+    return found, budget_us
 
 
 def learn(machine: str, of_ranks: Sequence[Mapping[MatmulShape, float]]) -> None:
     """Keep what all ranks have measured: the slowest rank's time is everybody's."""
     common = set(of_ranks[0]).intersection(*of_ranks[1:])
     slowest = {shape: max(times[shape] for times in of_ranks) for shape in common}
-    _times[machine] = {**_times.get(machine, {}), **slowest}
+    if changed := slowest.items() - measured_here(machine).items():
+        _times[machine] = {**measured_here(machine), **dict(changed)}
 
 
 def measured_here(machine: str) -> Mapping[MatmulShape, float]:
@@ -89,6 +93,12 @@ def measured_here(machine: str) -> Mapping[MatmulShape, float]:
 
 
 def informed(model: Model, machine: str) -> Model:
-    """`model`, which may be calibrated, with what was measured here."""
+    """`model`, which may be calibrated, with what was measured here: the same object, if nothing was in the meantime."""
     here = measured_here(machine)
-    return model.with_measured({**model.measured_us, **here}) if here else model
+    if not here:
+        return model
+    before, known, found = _informed.get((machine, model.world_size), (None, None, model))
+    if before is not model or known is not here:
+        found = model.with_measured({**model.measured_us, **here})
+        _informed[machine, model.world_size] = model, here, found
+    return found

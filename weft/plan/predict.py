@@ -6,8 +6,8 @@ or of a run that begins on idle devices, with the host's time for each step ("si
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
 So schedules are simulated by rising bounds, and those not at all of which the bound is no better than the best single run so
 far, or `HOPELESS` times the best queued one: what comes near is shown with its time. Equal schedules under two names are
-simulated once. Those of the last problem are kept, as a problem is often decided several times: for calls and for graphs,
-before and after its GEMMs were measured.
+simulated once. Those of the last problem are kept, and their times on the last model, as a problem is often decided several
+times: for calls and for graphs, before and after its GEMMs were measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 AT_LEAST = "takes at least"
 """How `Row.why_not` begins for a candidate that was not simulated, because it cannot be the fastest."""
 
-HOPELESS = 1.5
+HOPELESS = 2.5
 """Times the fastest queued prediction: what takes longer for certain is not simulated."""
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -124,8 +124,11 @@ def predicted_rows(
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     elif mode == "single":
         times = _single_times(schedules, model, needed, progress)
+    elif (last := _last.get("queued")) and last[0] is built and last[1] is model and last[2] == needed:
+        times = last[3]
     else:
         times = _queued_times(problem, built, model, needed, progress)
+        _last["queued"] = (built, model, needed, times)
     rows = [replace(one.row, problem=problem, model=model) for one in built]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
 
@@ -137,13 +140,15 @@ def has_work(problem: Problem) -> bool:
 # -- schedules
 
 _kept: dict[tuple, list[_Built]] = {}
+_last: dict[str, tuple[list[_Built], Model, frozenset[str], dict[str, float | str]]] = {}
+"""The last candidates, what they were simulated on, which had to be, and their queued times."""
 
 
 def _built(problem: Problem, progress: Progress) -> list[_Built]:
     """All candidates, those with the same schedule after the first one without it."""
     key = (problem, builders_of(type(problem)))
-    if key in _kept:
-        return _kept[key]
+    if (kept := _kept.get(key)) is not None:
+        return kept
     found: list[_Built] = []
     first: dict[Schedule, str] = {}
     known = candidates(problem)
