@@ -157,14 +157,65 @@ def test_what_goes_without_saying_may_be_left_out() -> None:
     ],
 )
 def test_what_is_unknown_is_refused(path: str, new: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_json(edited_json(path, new))
+
+
+def edited_json(path: str, new: Any) -> str:
+    """Of `every_kind_of_step`, with something else at one place."""
     document = json.loads(to_json(every_kind_of_step()))
     *above, last = path.split(".")
     place = document
     for part in above:
         place = place[int(part)] if part.isdigit() else place[part]
     place[int(last) if last.isdigit() else last] = new
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        ("buffers.1.rows", -1, r"schedule.buffers\[1\].rows is -1: it must be between 0 and 1099511627776"),
+        (
+            "buffers.1.cols",
+            2**40 + 1,
+            r"schedule.buffers\[1\].cols is 1099511627777: it must be between 0 and 1099511627776",
+        ),
+        ("buffers.0.rows", "rank - 2", r"schedule.buffers\[0\].rows at rank 0 is -2: it must"),
+        ("buffers.0.rows", "rank * 1099511627776", r"schedule.buffers\[0\].rows at rank 2 is 2199023255552: it must"),
+        ("world_size", 2**20 + 1, "schedule.world_size is 1048577: it must be between 0 and 1048576"),
+        (
+            "contents",
+            [{"buffer": "x", "expected": [[1]]}],
+            r"schedule.contents\[0\] is expected on 1 ranks: give it for all 3",
+        ),
+        ("signals.0.count", 10**30, r"schedule.signals\[0\].count is 1000000000000000000000000000000: it must"),
+        ("lanes.0.steps.2.extent", -3, r"lanes\[0\].steps\[2\].extent is -3: it must"),
+        ("lanes.0.steps.2.extent", "3 - 2 * rank", r"lanes\[0\].steps\[2\].extent is -1: it must"),
+        ("lanes.0.steps.2.extent", 500_001, r"lanes\[0\].steps\[2\] has 1000004 steps or more .* at most 1000000"),
+    ],
+)
+def test_numbers_beyond_the_limits_are_refused(path: str, new: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        from_json(edited_json(path, new))
+
+
+@pytest.mark.parametrize("extent", [2000, "1999 - i"])
+def test_loops_in_loops_are_counted_through(extent: int | str) -> None:
+    """2000 x 2000 x 2 steps, or half of them."""
+    document = json.loads(to_json(every_kind_of_step()))
+    loop = document["lanes"][0]["steps"][2]
+    document["lanes"][0]["steps"][2] = {"step": "for", "index": "i", "extent": 2000,
+                                        "body": [{**loop, "index": "j", "extent": extent}]}  # fmt: skip
+    with pytest.raises(ValueError, match="at most 1000000"):
         from_json(json.dumps(document))
+    document["lanes"][0]["steps"][2]["extent"] = 200
+    assert from_json(json.dumps(document)).lanes[0].steps
+
+
+def test_brackets_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        from_json("[" * 100_000)
 
 
 def test_what_is_missing_is_named() -> None:

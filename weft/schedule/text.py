@@ -16,6 +16,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.limits import check_number, check_sizes
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
@@ -73,12 +74,18 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """What `to_json` wrote. `ValueError` if it is anything else; whether the schedule is right is for `verify` to say."""
-    found = json.loads(text)
+    """What `to_json` wrote. `ValueError` if it is anything else, or has numbers beyond `weft.schedule.limits`; whether the
+    schedule is right is for `verify` to say."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("no schedule that can be read: brackets are nested too deeply") from error
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None
     if version != VERSION:
         raise ValueError(f"no schedule that can be read: weft_schedule is {version!r}, and {VERSION} is known")
-    return _read(Schedule, found, "schedule")
+    schedule: Schedule = _read(Schedule, found, "schedule")
+    check_sizes(schedule)
+    return schedule
 
 
 def _buffers(schedule: Schedule, rank: int | None) -> list[str]:
@@ -169,7 +176,8 @@ def _read(kind: Any, found: Any, where: str) -> Any:
         return tuple(_read(typing.get_args(kind)[0], part, f"{where}[{i}]") for i, part in enumerate(found))
     if is_dataclass(kind):
         return _read_fields(typing.cast(type, kind), found, where)
-    return _expect(kind, found, where)
+    _expect(kind, found, where)
+    return check_number(found, where) if kind is int else found
 
 
 def _read_fields(kind: type, found: Any, where: str) -> Any:

@@ -1,0 +1,80 @@
+"""What numbers a schedule out of a file may have: one that would take all memory, or for ever to write out, is refused.
+
+No size, place, extent or count is negative or above 2^40; of ranks there are at most 2^20; and a rank has at most a million
+steps when its loops are written out. Tiles are one step, whatever their extent.
+"""
+
+from __future__ import annotations
+
+from weft.schedule.expr import Expr, Index, Values
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import For, Step, Tiles, put_in, variables_of
+
+MOST = 1 << 40
+MOST_RANKS = 1 << 20
+MOST_STEPS = 10**6
+
+
+def check_number(number: int, where: str, most: int = MOST) -> int:
+    if not 0 <= number <= most:
+        raise ValueError(f"{where} is {number}: it must be between 0 and {most}")
+    return number
+
+
+def check_sizes(schedule: Schedule) -> None:
+    """`ValueError` with the value and the limit. Numbers without a value are for `verify` to name."""
+    check_number(schedule.world_size, "schedule.world_size", MOST_RANKS)
+    for i, held in enumerate(schedule.contents):
+        if len(held.expected) != schedule.world_size:
+            raise ValueError(
+                f"schedule.contents[{i}] is expected on {len(held.expected)} ranks: give it for all {schedule.world_size}"
+            )
+    alike = all(isinstance(step.extent, int) for lane in schedule.lanes for step in _loops(lane.steps))
+    formulas = [(i, buffer.rows) for i, buffer in enumerate(schedule.buffers) if isinstance(buffer.rows, Expr)]
+    for rank in range(schedule.world_size if formulas or not alike else min(1, schedule.world_size)):
+        values = schedule.values(rank)
+        for i, rows in formulas:
+            _number(rows, values, f"schedule.buffers[{i}].rows at rank {rank}")
+        if rank == 0 or not alike:
+            steps = sum(_steps(lane.steps, values, f"schedule.lanes[{i}]") for i, lane in enumerate(schedule.lanes))
+            _check_steps(steps, f"schedule at rank {rank}")
+
+
+def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
+    """How many they are when loops are written out."""
+    count = 0
+    for i, step in enumerate(steps):
+        here = f"{where}.steps[{i}]"
+        if not isinstance(step, For | Tiles):
+            count += 1
+            continue
+        extent = _number(step.extent, values, f"{here}.extent")
+        if isinstance(step, Tiles):
+            count += 1
+        elif any(step.index in variables_of(inner.extent) for inner in _loops(step.body)):
+            for turn in range(extent):
+                count += _steps(step.body, {**values, step.index: turn}, here)
+                _check_steps(count, here)
+        elif extent:
+            count += extent * _steps(step.body, {**values, step.index: 0}, here)
+        _check_steps(count, here)
+    return count
+
+
+def _loops(steps: tuple[Step, ...]) -> list[For | Tiles]:
+    """Those among `steps`, and in them."""
+    found = [step for step in steps if isinstance(step, For | Tiles)]
+    return found + [inner for loop in found if isinstance(loop, For) for inner in _loops(loop.body)]
+
+
+def _check_steps(count: int, where: str) -> None:
+    if count > MOST_STEPS:
+        raise ValueError(f"{where} has {count} steps or more with its loops written out: at most {MOST_STEPS}")
+
+
+def _number(index: Index, values: Values, where: str) -> int:
+    try:
+        number = put_in(index, values)
+    except ValueError:
+        return 0
+    return check_number(number, where)
