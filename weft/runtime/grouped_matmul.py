@@ -20,8 +20,7 @@ __all__ = ["Config", "choose_config", "launch", "launch_offsets", "prepare"]
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
-_POINTERS = 6  # arguments that are pointers or tensor maps; they come first, then the numbers
-_NUMBERS = 14
+_NUMBERS = 14  # of the kernel's arguments, after its six tensors
 MAX_SEGMENTS = 1024
 
 
