@@ -17,6 +17,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -157,7 +158,12 @@ def _tuple(numbers: Sequence[int]) -> ast.Tuple:
 
 
 def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
-    return Expr(ast.BinOp(_node_of(left), sign, _node_of(right)))
+    return _joined(left, type(sign), right)
+
+
+@lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
+def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
+    return Expr(ast.BinOp(_node_of(left), sign(), _node_of(right)))
 
 
 def _node_of(index: Index) -> ast.expr:
