@@ -30,10 +30,7 @@ from weft.bench.matmul_results import (
     COLLECTIVE,
     COMMUNICATION,
     GEMM,
-    OWN_SERIAL,
-    WEFT,
     MeasuredMatmul,
-    Planned,
     show_summary,
     table,
 )
@@ -41,21 +38,13 @@ from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
 from weft.bench.operator import Operator, Record
 from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.schedules import WEFT, Planned, check_variants, fitting, gemm_limit, wanted_schedules
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
-from weft.schedule import (
-    ITEM_BYTES,
-    AllGatherMatmul,
-    Candidate,
-    Compute,
-    NotApplicableError,
-    Schedule,
-    candidates,
-)
+from weft.schedule import AllGatherMatmul, Compute, Schedule
 from weft.symm import SymmetricBuffer
 
-ALL = "all"
-_MEMORY_SHARE = 0.5  # of what is free, for the schedules of one run: each keeps its buffers
+_FIXED = (BASELINE, ASYNCTP, WEFT)
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
@@ -86,16 +75,11 @@ class MatmulWorkload(Workload):
         return y
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        """Twice what torch's own GEMM errs in this dtype (but no less than half a rounding of the largest element), times
-        how often the schedule rounds an output: FiCCO's 2D schedules do at every step. torch itself: a few roundings, and
-        those of k additions in fp32."""
-        eps = torch.finfo(self.dtype).eps
-        if name == BASELINE:
-            return 4 * eps + self.shape.k * torch.finfo(torch.float32).eps
+        """FiCCO's 2D schedules round an output at every step."""
         times = self.roundings.get(name, 1)
         if name == WEFT and self.choice is not None:
             times = roundings(self.choice.schedule)
-        return 2 * max(errors[BASELINE], eps / 4) * times
+        return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE], times)
 
     @cached_property
     def choice(self) -> plan.Choice | None:
@@ -222,17 +206,9 @@ class _AllGatherMatmul(Operator[MatmulShape]):
             )
         for shape in self.presets(options):
             AllGatherMatmul.even(shape.m, shape.n, shape.k, options.ranks)  # says which number of rows would do
-        names = [c.name for c in candidates(AllGatherMatmul.even(options.ranks, 1, 1, options.ranks))]
-        for variant in options.variants:
-            if variant == ASYNCTP and options.device != "cuda":
-                raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
-            known = (BASELINE, ASYNCTP, WEFT, OWN_SERIAL, ALL)
-            if variant not in known and not any(name.startswith(variant) for name in names):
-                builders = ", ".join(dict.fromkeys(name.split("[")[0] for name in names if "[" in name))
-                raise ValueError(
-                    f"no variant {variant!r}: give {', '.join(known)}, or how names of schedules begin: {builders}, "
-                    f"such as {names[-1]}"
-                )
+        if ASYNCTP in options.variants and options.device != "cuda":
+            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
+        check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)
 
     def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
         return find_shapes(shapes_file(self.name), options.preset, options.device)
@@ -254,10 +230,7 @@ class _AllGatherMatmul(Operator[MatmulShape]):
             repetitions=options.repetitions,
             step=step,
         )
-        planned, choice = None, work.choice
-        if choice is not None:
-            times = {row.candidate.name: row.predicted_us / 1e3 for row in choice.rows if row.predicted_us is not None}
-            planned = Planned(choice.candidate.name, times)
+        planned = None if work.choice is None else Planned.of_choice(work.choice)
         floor_ms = max(work.floor_ms(c) for c in ceilings)
         return MeasuredMatmul(preset, ranks.world_size, tuple(arms), results, planned, ceilings, floor_ms, tuple(notes))
 
@@ -279,41 +252,8 @@ def _arms(work: MatmulWorkload, serial: Serial, options: BenchOptions) -> tuple[
         arms[ASYNCTP] = AsyncTP(work)
     if WEFT in wanted:
         arms[WEFT] = Weft(work, None)
-    free, left_out = _MEMORY_SHARE * -work.ranks.most(-_free_bytes(work.ranks)), []
-    for name, candidate, schedule in _wanted_schedules(work.problem, wanted):
-        free -= _bytes(schedule)
-        if free < 0:
-            left_out.append(name)
-            continue
-        arms[name] = Weft(work, candidate.name)
-        work.roundings[name] = roundings(schedule)
-    return arms, [f"not measured, no memory: {', '.join(left_out)}"] if left_out else []
-
-
-def _wanted_schedules(p: AllGatherMatmul, wanted: Sequence[str]) -> list[tuple[str, Candidate, Schedule]]:
-    """(variant, candidate, schedule) of all that can do `p`; of equal schedules under several names the first."""
-    found: dict[Schedule, tuple[str, Candidate, Schedule]] = {}
-    for candidate in candidates(p):
-        name = OWN_SERIAL if candidate.name == "serial" else candidate.name
-        if not any(v == ALL or (v not in (BASELINE, WEFT) and name.startswith(v)) for v in wanted):
-            continue
-        try:
-            schedule = candidate.build()
-        except NotApplicableError:
-            continue
-        found.setdefault(schedule, (name, candidate, schedule))
-    return list(found.values())
-
-
-def _bytes(schedule: Schedule) -> int:
-    """What a rank keeps for it."""
-    kept = [b for b in schedule.buffers_of_rank(0) if b.role in ("symmetric", "scratch")]
-    return sum(int(b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in kept)
-
-
-def _free_bytes(ranks: Ranks) -> float:
-    if ranks.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(ranks.device)[0])
-    from weft.hw import available_memory_bytes
-
-    return available_memory_bytes() / ranks.world_size
+    pinned, notes = fitting(wanted_schedules(work.problem, wanted, _FIXED), work.ranks)
+    for variant, candidate, schedule in pinned:
+        arms[variant] = Weft(work, candidate.name)
+        work.roundings[variant] = roundings(schedule)
+    return arms, notes

@@ -3,6 +3,7 @@
 - `single`: all ranks start together, one call, a synchronisation. What a caller sees who waits for each result.
 - `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls
   are enqueued behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work.
+  Calls that wait for the device themselves cannot be enqueued ahead, and get no sleep.
   On CPU a call returns when its result is there, so `queued` only drops the common start.
 - `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
 
@@ -12,7 +13,7 @@ Arms take turns inside each repetition (clocks, temperature and neighbours drift
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -108,19 +109,22 @@ def time_arms(
     input_sets: int,
     seconds: float = 1.0,
     repetitions: tuple[int, int] = (5, 25),
+    waiting: Collection[str] = (),
     advance: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Timing]:
     """Time `arms` in turns, on all ranks at once; every rank returns the same.
 
     The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through
     `input_sets`. `advance` is told after each repetition which share of the whole it was. For `graph` an arm is what
-    replays.
+    replays. `waiting`: arms that wait for the device in each call.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
     calls = 1 if mode == "single" else max(3, min(20, round(0.25 * seconds / slowest_s)))
     count = max(repetitions[0], min(repetitions[1], round(seconds / (slowest_s * calls))))
     clock = _HostClock if ranks.device.type == "cpu" else _OneCallClock if mode == "single" else _QueueClock
-    clocks: dict[str, _Clock] = {name: clock(call, ranks, mode, calls, input_sets) for name, call in arms.items()}
+    clocks: dict[str, _Clock] = {
+        name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in arms.items()
+    }
     names = list(arms)
     mine: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for repetition in range(count):
@@ -158,7 +162,7 @@ class _HostClock:
 
     call: Call
     ranks: Ranks
-    mode: Mode
+    waits: bool
     calls: int
     input_sets: int
 
@@ -187,7 +191,8 @@ class _OneCallClock(_HostClock):
 @dataclass
 class _QueueClock(_HostClock):
     """A row of calls behind a sleep of the device. If the sleep was over on any rank before all calls were enqueued, the
-    row is measured again behind a longer one; so the first row, behind none, says how long enqueueing takes."""
+    row is measured again behind a longer one; so the first row, behind none, says how long enqueueing takes. Calls that
+    wait for the device would outlast any sleep."""
 
     sleep_s: float = 0.0
 
@@ -205,7 +210,7 @@ class _QueueClock(_HostClock):
             late = before.query()
             after.record()
             torch.cuda.synchronize(self.ranks.device)
-            if self.ranks.most(float(late)) == 0 or self.sleep_s == _LONGEST_SLEEP_S:
+            if self.waits or self.ranks.most(float(late)) == 0 or self.sleep_s == _LONGEST_SLEEP_S:
                 break
             longer_s = max(1.5 * self.sleep_s, 1.3 * self.ranks.most(enqueue_s) + 1e-3)
             self.sleep_s = min(longer_s, _LONGEST_SLEEP_S)

@@ -16,9 +16,10 @@ from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.measure import Results
 from weft.bench.operator import Record
 from weft.bench.options import BenchOptions
-from weft.bench.tables import geomean, markdown_table, milliseconds, times
+from weft.bench.schedules import WEFT, Planned
+from weft.bench.tables import geomean, markdown_table, milliseconds, number, share, times
 
-BASELINE, ASYNCTP, WEFT, OWN_SERIAL = "serial", "asynctp", "weft", "weft-serial"
+BASELINE, ASYNCTP = "serial", "asynctp"
 BASELINES = (BASELINE, ASYNCTP)
 GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
 
@@ -27,17 +28,6 @@ NEVER_BELOW = 0.98
 LARGE_M = 2048
 """From here on a shape counts in the mean time over the ideal."""
 NEAR_BEST, NEAR_PREDICTION = 0.03, 0.10
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What the planner takes, and what it predicts for each schedule: milliseconds of one of many queued calls."""
-
-    chosen: str
-    predicted_ms: dict[str, float]
-
-    def of(self, variant: str) -> float | None:
-        return self.predicted_ms.get({WEFT: self.chosen, OWN_SERIAL: "serial"}.get(variant, variant))
 
 
 @dataclass(frozen=True)
@@ -124,17 +114,17 @@ class MeasuredMatmul:
             f"{timing.skew_ms:.4f}",
         ]
         if name not in self.arms:
-            return (*cells, *[""] * len(others), "", "", "", _number(timing.host_us, 1), "", "", "")
+            return (*cells, *[""] * len(others), "", "", "", number(timing.host_us, 1), "", "", "")
         ideal = self.ideal_ms(mode)
         return (
             *cells,
             *(times(self.results.speedup(mode, name, o) if self.results.timed(mode, o) else None) for o in others),
-            _number(timing.p50_ms / ideal if ideal else None, 2),
+            number(timing.p50_ms / ideal if ideal else None, 2),
             f"{timing.p50_ms / self.floor_ms:.2f}",
-            _number(self._added_us(mode, name), 1),
-            _number(timing.host_us, 1),
+            number(self._added_us(mode, name), 1),
+            number(timing.host_us, 1),
             f"{self.results.first_call_ms[name]:.1f}",
-            _number(self._predicted_ms(mode, name), 4),
+            number(self._predicted_ms(mode, name), 4),
             f"{self.results.errors[name]:.1e}",
         )
 
@@ -182,11 +172,11 @@ class Summary:
             over_serial=geomean([speed for speed, _ in overs]),
             over_asynctp=geomean([r["speedup_over"][ASYNCTP] for r in mine if ASYNCTP in r["speedup_over"]]),
             worst=min(overs),
-            not_slower=_share([speed >= NEVER_BELOW for speed, _ in overs]) or 0.0,
+            not_slower=share([speed >= NEVER_BELOW for speed, _ in overs]) or 0.0,
             over_ideal=geomean([r["ideal_ratio"] for r in mine if r["m"] >= LARGE_M and r["ideal_ratio"] is not None]),
             most_added=max(added, default=None),
-            near_best=_share([r["p50_ms"] <= (1 + NEAR_BEST) * best[r["config"]] for r in mine if r["config"] in best]),
-            near_prediction=_share([abs(r["predicted_ms"] / r["p50_ms"] - 1) <= NEAR_PREDICTION for r in predicted]),
+            near_best=share([r["p50_ms"] <= (1 + NEAR_BEST) * best[r["config"]] for r in mine if r["config"] in best]),
+            near_prediction=share([abs(r["predicted_ms"] / r["p50_ms"] - 1) <= NEAR_PREDICTION for r in predicted]),
         )
 
     def __str__(self) -> str:
@@ -215,10 +205,6 @@ def _of_schedules(rows: Sequence[Record]) -> dict[str, dict[str, float]]:
         if r["variant"] not in (*BASELINES, WEFT):
             found.setdefault(r["config"], {})[r["variant"]] = r["p50_ms"]
     return found
-
-
-def _share(those: Sequence[bool]) -> float | None:
-    return sum(those) / len(those) if those else None
 
 
 def show_summary(written: Sequence[Record], options: BenchOptions) -> None:
@@ -255,13 +241,9 @@ def _lines(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         cells = [config, *(milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants)]
         cells += [times(mine["speedup_over"].get(v)) if mine else "" for v in over]
         cells.append(milliseconds(any_of_them["ideal_ms"]))
-        cells += [_number(mine["ideal_ratio"] if mine else None, 2)] if over else []
+        cells += [number(mine["ideal_ratio"] if mine else None, 2)] if over else []
         if schedules:
             best = min(schedules.get(config, {}).items(), key=lambda item: item[1], default=("", None))
             cells += [milliseconds(best[1]), best[0]]
         lines.append(cells)
     return header, lines
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,30 @@ def find_shapes(file: Path, preset: str | None, device: str) -> tuple[MatmulShap
     Raises ValueError for a name that is neither.
     """
     groups = _groups(file)
-    names = [part.strip() for part in preset.split(",")] if preset is not None else []
-    if preset is None:
-        names = [group for group in groups if (group == CPU_GROUP) == (device == "cpu")]
     found: list[MatmulShape] = []
-    for name in names:
+    for name in named_groups(tuple(groups), preset, device):
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
         if name in groups:
             found += groups[name]
         elif typed:
             found.append(MatmulShape(int(typed[1]), int(typed[2]), int(typed[3])))
         else:
-            known = ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"
-            raise ValueError(f"no preset {name!r}: give one of {known}, or a shape MxNxK such as 8192x4096x8192")
+            raise ValueError(
+                f"no preset {name!r}: give one of {known_groups(tuple(groups), file)}, or a shape MxNxK such as 8192x4096x8192"
+            )
     return _merged(found)
+
+
+def named_groups(groups: Sequence[str], preset: str | None, device: str) -> list[str]:
+    """What `preset` names, with commas between; None: the groups that suit the device."""
+    if preset is None:
+        return [group for group in groups if (group == CPU_GROUP) == (device == "cpu")]
+    return [part.strip() for part in preset.split(",")]
+
+
+def known_groups(groups: Sequence[str], file: Path) -> str:
+    """For an error: which groups there are."""
+    return ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"
 
 
 def _merged(shapes: list[MatmulShape]) -> tuple[MatmulShape, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ class Workload(ABC):
     ranks: Ranks
     input_sets: int
     dtype: torch.dtype
+    waiting: Collection[str] = ()
+    """Arms and calls beside them that wait for the device in each call."""
 
     @abstractmethod
     def reference(self, which: int) -> torch.Tensor:
@@ -40,6 +42,10 @@ class Workload(ABC):
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """What arm `name` may err, given everybody's errors."""
+
+    def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
+        """What of an arm's output is to be as the reference has it; arms may leave other rows undefined."""
+        return output
 
     def error(self, output: torch.Tensor, reference: torch.Tensor) -> float:
         """The largest error of any element on any rank, relative to the largest element; infinite where an element is
@@ -133,8 +139,11 @@ def measure_arms(
     seconds: float,
     repetitions: tuple[int, int],
     step: Step,
+    not_in_graphs: Mapping[str, str] | None = None,
 ) -> Results:
-    """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at. Collective."""
+    """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at. Collective.
+
+    not_in_graphs: which of them nobody need try to capture, and why."""
     step(f"{work.name}: checking every variant against float64", 0)
     first_ms = first_calls(arms, work.ranks)
     checked = check(arms, work)
@@ -146,7 +155,7 @@ def measure_arms(
     for mode in modes:  # graph is the last: what was captured once may run otherwise from then on
         if mode == "graph":
             recorder = Recorder(work.ranks)
-            checked = check(arms, work, recorder, checked.errors)
+            checked = check(arms, work, recorder, checked.errors, not_in_graphs)
             wrong += checked.wrong.values()
             _capture_beside(beside, recorder, work.input_sets, checked)
             not_captured = checked.not_captured
@@ -158,6 +167,7 @@ def measure_arms(
             input_sets=work.input_sets,
             seconds=seconds,
             repetitions=repetitions,
+            waiting=work.waiting if mode != "graph" else (),
             advance=partial(step, f"{work.name}: timing, {mode}"),
         )
         timings |= {(mode, name): timing for name, timing in timed.items()}
@@ -177,23 +187,27 @@ def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
 
 
 def check(
-    arms: Arms, work: Workload, recorder: Recorder | None = None, known: Mapping[str, float] | None = None
+    arms: Arms,
+    work: Workload,
+    recorder: Recorder | None = None,
+    known: Mapping[str, float] | None = None,
+    not_in_graphs: Mapping[str, str] | None = None,
 ) -> Checked:
     """The error of each arm, relative to the largest element, over all input sets. Collective.
 
     Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that
     memory which is not written anew shows. With a recorder it is the replay of a captured call that is checked, into
-    memory full of NaN. `known`: errors that were found before. The first arm is the baseline; if that is wrong,
-    RuntimeError.
+    memory full of NaN, of all arms but those `not_in_graphs`. `known`: errors that were found before. The first arm is
+    the baseline; if that is wrong, RuntimeError.
     """
-    found = Checked(dict.fromkeys(arms, 0.0) | dict(known or {}))
+    found = Checked(dict.fromkeys(arms, 0.0) | dict(known or {}), not_captured=dict(not_in_graphs or {}))
     for which in range(work.input_sets):
         reference = work.reference(which)
         for name, arm in arms.items():
             output = _output(name, arm, which, work, recorder, found)
             if output is not None:
                 work.ranks.synchronize()
-                found.errors[name] = max(found.errors[name], work.error(output, reference))
+                found.errors[name] = max(found.errors[name], work.error(work.rows_of(name, output, which), reference))
                 del output
     for number, name in enumerate(arms):
         error, limit = found.errors[name], work.limit(name, found.errors)
@@ -242,6 +256,8 @@ def _output(
 
 def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: int, found: Checked) -> None:
     for name, call in beside.items():
+        if name in found.not_captured:
+            continue
         captured = recorder.capture(call, 0)
         if isinstance(captured, str):
             found.not_captured[name] = captured

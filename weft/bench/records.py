@@ -73,7 +73,7 @@ def arm_fields(results: Results, mode: Mode, name: str, common: Record, others: 
         "calls": timing.calls,
         "host_us": timing.host_us,
         "first_call_ms": results.first_call_ms[name],
-        "speedup": results.speedup(mode, name, common["baseline"]),
+        "speedup": results.speedup(mode, name, common["baseline"]) if results.timed(mode, common["baseline"]) else None,
         "speedup_over": {o: results.speedup(mode, name, o) for o in others if results.timed(mode, o)},
         "floor_ratio": timing.p50_ms / common["floor_ms"],
         "error": results.errors[name],

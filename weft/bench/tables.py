@@ -25,3 +25,13 @@ def geomean(values: Sequence[float]) -> float | None:
 def times(factor: float | None) -> str:
     """ "1.25x"; nothing for None."""
     return "" if factor is None else f"{factor:.2f}x"
+
+
+def number(value: float | None, digits: int) -> str:
+    """Nothing for None."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def share(those: Sequence[bool]) -> float | None:
+    """Of those that are true; None for no values."""
+    return sum(those) / len(those) if those else None

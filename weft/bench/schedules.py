@@ -1,0 +1,105 @@
+"""Which schedules of an operator a benchmark runs beside what the operator chooses, and what the planner says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import plan
+from weft.bench.harness import Ranks
+from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates
+
+WEFT, OWN_SERIAL = "weft", "weft-serial"
+"""Variants: what the operator chooses, and its serial schedule when pinned."""
+ALL = "all"
+
+_MEMORY_SHARE = 0.5  # of what is free, for the schedules of one run: each keeps its buffers
+
+
+class Pinned(NamedTuple):
+    variant: str
+    candidate: Candidate
+    schedule: Schedule
+
+
+def wanted_schedules(p: Any, wanted: Sequence[str], fixed: Sequence[str], suffix: str = "") -> list[Pinned]:
+    """Of all that can do `p`, those whose variant begins like one of `wanted` that is not `fixed`, or all; of equal schedules
+    under several names the first. A variant is the schedule's name and `suffix`."""
+    found: dict[Schedule, Pinned] = {}
+    for candidate in candidates(p):
+        variant = (OWN_SERIAL if candidate.name == "serial" else candidate.name) + suffix
+        if not any(v == ALL or (v not in fixed and variant.startswith(v)) for v in wanted):
+            continue
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        found.setdefault(schedule, Pinned(variant, candidate, schedule))
+    return list(found.values())
+
+
+def check_variants(variants: Sequence[str], p: Any, fixed: Sequence[str], suffixes: Sequence[str] = ("",)) -> None:
+    """Raise ValueError for one that is neither `fixed`, nor "all", nor how the variant of a schedule begins."""
+    names = [c.name for c in candidates(p)]
+    for variant in variants:
+        if variant in (*fixed, OWN_SERIAL, ALL):
+            continue
+        if not any((name + suffix).startswith(variant) for name in (*names, OWN_SERIAL) for suffix in suffixes):
+            builders = ", ".join(dict.fromkeys(name.split("[")[0] for name in names if "[" in name))
+            raise ValueError(
+                f"no variant {variant!r}: give {', '.join((*fixed, OWN_SERIAL, ALL))}, or how names of schedules begin: "
+                f"{builders}, such as {names[-1]}"
+            )
+
+
+def fitting(found: Sequence[Pinned], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
+    """(those for which there is memory, a note on the others). Collective."""
+    free, kept, left_out = _MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), [], []
+    for one in found:
+        buffers = [b for b in one.schedule.buffers_of_rank(0) if b.role in ("symmetric", "scratch")]
+        free -= sum(int(b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in buffers)
+        if free < 0:
+            left_out.append(one.variant)
+        else:
+            kept.append(one)
+    return kept, [f"not measured, no memory: {', '.join(left_out)}"] if left_out else []
+
+
+def free_bytes(ranks: Ranks) -> float:
+    """This rank's share of the memory that is free."""
+    if ranks.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(ranks.device)[0])
+    from weft.hw import available_memory_bytes
+
+    return available_memory_bytes() / ranks.world_size
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner takes, and what it predicts for each schedule: milliseconds of one of many queued calls."""
+
+    chosen: str
+    predicted_ms: dict[str, float]
+
+    @staticmethod
+    def of_choice(choice: plan.Choice) -> Planned:
+        times = {row.candidate.name: row.predicted_us / 1e3 for row in choice.rows if row.predicted_us is not None}
+        return Planned(choice.candidate.name, times)
+
+    def of(self, variant: str) -> float | None:
+        return self.predicted_ms.get({WEFT: self.chosen, OWN_SERIAL: "serial"}.get(variant, variant))
+
+
+def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:
+    """What a GEMM's output may err, relative to the largest element.
+
+    of_torch: what torch's own GEMM errs in this dtype; twice that (but no less than half a rounding of the largest element),
+    times how often an output is rounded. None: torch's own, a few roundings and those of k additions in fp32.
+    """
+    eps = torch.finfo(dtype).eps
+    if of_torch is None:
+        return 4 * eps + k * torch.finfo(torch.float32).eps
+    return 2 * max(of_torch, eps / 4) * roundings
