@@ -106,9 +106,9 @@ def backward(
 
 def many_sizes(group: dist.ProcessGroup, count: int, most: int = 40, kept: int = 64) -> int:
     """Random M, back to back, two operators of a group taking turns; compared only afterwards. How many threads there are."""
-    from weft.ops import all_gather_matmul
+    from weft.ops import prepared
 
-    all_gather_matmul._KEPT = kept
+    prepared.KEPT = kept
     rank, world = group.rank(), group.size()
     random = torch.Generator().manual_seed(5)
     results = []

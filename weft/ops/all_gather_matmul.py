@@ -8,8 +8,6 @@ Backward is in `weft.ops.gathered`.
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft import plan, symm
-from weft.errors import DisagreementError, RefusedError, WeftError
+from weft import plan
 from weft.ops import choosing
 from weft.ops.gathered import gathered_by_library, gradients
+from weft.ops.prepared import Prepared, Table, agree, contiguous, is_scattered, warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
@@ -107,40 +105,18 @@ def all_gather_matmul(
     return (results[0], list(results[1:])) if return_A else (None, list(results))
 
 
-class _Prepared:
-    """Everything about calls of one shape on one group: made at the first, found by the others."""
+class _Prepared(Prepared):
+    operator = "all_gather_matmul"
 
     def __init__(
         self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None, copied: frozenset[int],
         wanted: tuple[bool, bool],
     ) -> None:  # fmt: skip
         """copied: which of the weights have to be copied at every call. wanted: whether gradients of x, and of any B, are."""
-        self.p, self.device, self.pinned, self.differentiated = p, device, pinned, any(wanted)
-        self.domain = symm.domain(group, device) if p.world_size > 1 else None
-        self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
-        self._alone = p.world_size == 1
-        self._chosen: choosing.Chosen | None = None
+        super().__init__(p, group, device, pinned)
+        self.differentiated = any(wanted)
         self._shapes = [(p.m, n) for n in p.n]
         self._copied = copied
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise WeftError("the process group of this call is gone: backward needs it as forward did")
-        return group
-
-    def close(self) -> None:
-        """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
-        chosen, self._chosen = self._chosen, None
-        if chosen is not None and not self.stale:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            chosen.close()
-
-    @property
-    def stale(self) -> bool:
-        return self.domain is not None and self.domain.closed
 
     def __call__(
         self, x: torch.Tensor, Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
@@ -149,10 +125,9 @@ class _Prepared:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(x, Bs, deadline_s, timeline)
-        x = _contiguous(x)
-        capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        chosen = self._chosen
-        if self._alone or (chosen is not None and (chosen.captured if capturing else chosen.usual) is None):
+        x = contiguous(x, "A_shard")
+        capturing = self.capturing()
+        if self.known_serial(capturing):
             return self._in_turn(x, Bs)
         results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
         tensors = {"x_shard": x}
@@ -163,20 +138,15 @@ class _Prepared:
             gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
             tensors["x"] = gathered
             results = [gathered, *results]
-        if chosen is None:
-            if capturing:
-                raise ValueError("call all_gather_matmul once with these shapes before capturing it in a CUDA graph")
-            assert self.domain is not None
-            self._chosen = chosen = choosing.choose(self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s)
-            if chosen.usual is None:
-                return self._in_turn(x, Bs)
-        executor = chosen.captured if capturing else chosen.usual
+        executor = self.executor(tensors, capturing, deadline_s)
+        if executor is None:
+            return self._in_turn(x, Bs)
         executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         return results
 
     def _in_turn(self, x: torch.Tensor, Bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The library's collective, then its GEMMs."""
-        if self._alone:
+        if self.domain is None:
             ys = [torch.mm(x, B) for B in Bs]
             return [x.clone(), *ys] if self.p.return_gathered else ys
         whole = gathered_by_library(x, self.p, self.group)
@@ -217,9 +187,7 @@ class _Function(torch.autograd.Function):
 
 # --- what was prepared ---
 
-_KEPT = 64  # shapes per group: each holds memory and threads
-
-_prepared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Prepared]] = weakref.WeakKeyDictionary()
+_table: Table[_Prepared] = Table()
 
 
 def _prepared_for(
@@ -233,59 +201,21 @@ def _prepared_for(
     layouts = tuple([(B.shape, B.stride(), B.dtype) if isinstance(B, torch.Tensor) else (B,) for B in Bs])
     sizes = None if rows is None else tuple(rows)
     key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes, wanted)
-    known = _prepared.get(group)
-    if known is None:
-        known = _prepared[group] = {}
-    prepared = known.get(key)
-    if prepared is None or prepared.stale:
-        p = _first_call(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted, deadline_s)
-        copied = frozenset(i for i, B in enumerate(Bs) if _is_scattered(B))
-        for i in copied:
-            text = "neither its rows nor its columns are in one piece each; pass a contiguous one"
-            warnings.warn(f"Bs[{i}] is copied at every call: it has strides {Bs[i].stride()}, {text}", stacklevel=3)
-        while len(known) >= _KEPT:  # all ranks make the same calls, so all drop the same
-            known.pop(next(iter(known))).close()
-        known[key] = prepared = _Prepared(p, group, A_shard.device, pinned, copied, wanted)
-    return prepared
+    prepared = _table.find(group, key)
+    if prepared is not None:
+        return prepared
 
-
-def _first_call(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
-    pinned: str | None, rows: tuple[int, ...] | None, wanted: tuple[bool, bool], deadline_s: float | None,
-) -> AllGatherMatmul:  # fmt: skip
-    """The call as a description, the same on all ranks. `RefusedError` on every rank if any has bad arguments,
-    `DisagreementError` if they differ; the group lives on. Collective."""
-    p, refusal = None, ""
-    try:
-        p = _problem(A_shard, Bs, gather_dim, group, return_A, rows)
+    def check() -> tuple[AllGatherMatmul, str]:
+        p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
         if pinned is not None:
             choosing.check_name(pinned, p)
-    except ValueError as error:
-        if group.size() == 1 or A_shard.device.type not in ("cpu", "cuda"):
-            raise
-        refusal = str(error)
-    if group.size() > 1:
-        domain = symm.domain(group, A_shard.device, deadline_s=deadline_s)
-        mine = (refusal, f"{p}, schedule {pinned or 'chosen'}, gradients wanted of (A_shard, any of Bs): {wanted}")
-        calls = domain.all_gather(mine, what="the first call of a shape of all_gather_matmul", deadline_s=deadline_s)
-        texts = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(calls) if text]
-        if texts:
-            raise RefusedError("; ".join(texts))
-        for rank, (_, theirs) in enumerate(calls):
-            if theirs != calls[0][1]:
-                raise DisagreementError(
-                    f"ranks call all_gather_matmul differently. Rank 0: {calls[0][1]}; rank {rank}: {theirs}"
-                )
-    assert p is not None
-    return p
+        return p, f"{p}, schedule {pinned or 'chosen'}, gradients wanted of (A_shard, any of Bs): {wanted}"
 
-
-def _is_scattered(B: torch.Tensor) -> bool:
-    """Whether a library's GEMM would have to copy it: neither rows nor columns are in one piece each."""
-    (k, n), (row, col) = B.shape, B.stride()
-    by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
-    by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
-    return B.numel() > 0 and not (by_rows or by_columns)
+    p = agree(_Prepared.operator, group, A_shard.device, check, deadline_s)[0]
+    copied = frozenset(i for i, B in enumerate(Bs) if is_scattered(B))
+    for i in copied:
+        warn_of_copy(f"Bs[{i}]", Bs[i], "neither its rows nor its columns are in one piece each; pass a contiguous one")
+    return _table.keep(group, key, _Prepared(p, group, A_shard.device, pinned, copied, wanted))
 
 
 def _check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
@@ -339,20 +269,6 @@ def _rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
     for d, extent in enumerate(shape[:-1]):
         rows *= 1 if d == gather_dim % len(shape) else extent
     return rows
-
-
-_copied: set[tuple[int, ...]] = set()
-
-
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous():
-        return x
-    if tuple(x.stride()) not in _copied:
-        _copied.add(tuple(x.stride()))
-        warnings.warn(
-            f"A_shard is copied at every call: its rows have strides {x.stride()}, pass contiguous ones", stacklevel=5
-        )
-    return x.contiguous()
 
 
 # --- for torch.compile: opaque ops; the results begin with the gathered x if it is wanted ---

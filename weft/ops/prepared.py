@@ -1,0 +1,151 @@
+"""What an operator prepares at the first call of a shape, how ranks agree on it, and what is kept of it.
+
+First calls are collective: ranks compare what they call before anybody computes or makes anything, so that bad arguments on
+one rank, or different ones, are an error on every rank and the group lives on. Later calls of a known shape find what was
+prepared by a key, and no host talks to another.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft import symm
+from weft.errors import DisagreementError, RefusedError, WeftError
+from weft.ops import choosing
+
+KEPT = 64  # shapes per operator and group: each holds memory and threads
+
+T = TypeVar("T")
+
+
+def agree(
+    operator: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    check: Callable[[], tuple[T, str]],
+    deadline_s: float | None,
+) -> list[T]:
+    """Every rank's call, by rank. `check` gives this rank's and a text that must be the same on all ranks, or raises
+    `ValueError`. Then it is `RefusedError` on every rank, and `DisagreementError` if texts differ. Collective."""
+    mine, text, refusal = None, "", ""
+    try:
+        mine, text = check()
+    except ValueError as error:
+        if group.size() == 1 or device.type not in ("cpu", "cuda"):
+            raise
+        refusal = str(error)
+    if group.size() == 1:
+        assert mine is not None
+        return [mine]
+    domain = symm.domain(group, device, deadline_s=deadline_s)
+    what = f"the first call of a shape of {operator}"
+    calls = domain.all_gather((refusal, text, mine), what=what, deadline_s=deadline_s)
+    if refusals := [f"rank {rank}: {refused}" for rank, (refused, _, _) in enumerate(calls) if refused]:
+        raise RefusedError("; ".join(refusals))
+    for rank, (_, theirs, _) in enumerate(calls):
+        if theirs != calls[0][1]:
+            raise DisagreementError(f"ranks call {operator} differently. Rank 0: {calls[0][1]}; rank {rank}: {theirs}")
+    return [call for _, _, call in calls]
+
+
+class Prepared:
+    """Everything about calls of one shape on one group: made at the first, found by the others."""
+
+    operator: str
+
+    def __init__(self, p: Any, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
+        self.p, self.device, self.pinned = p, device, pinned
+        self.domain = symm.domain(group, device) if p.world_size > 1 else None
+        self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
+        self._chosen: choosing.Chosen | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise WeftError("the process group of this call is gone: backward needs it as forward did")
+        return group
+
+    @property
+    def stale(self) -> bool:
+        return self.domain is not None and self.domain.closed
+
+    def close(self) -> None:
+        """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and not self.stale:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            chosen.close()
+
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def known_serial(self, capturing: bool) -> bool:
+        """Whether it is settled that the library's calls are made, one after the other."""
+        if self.domain is None:
+            return True
+        chosen = self._chosen
+        return chosen is not None and (chosen.captured if capturing else chosen.usual) is None
+
+    def executor(self, tensors: dict[str, Any], capturing: bool, deadline_s: float | None) -> Any:
+        """What runs this call; None: the library's calls do. Collective at the first call, which chooses."""
+        if self._chosen is None:
+            if capturing:
+                raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
+            assert self.domain is not None
+            self._chosen = choosing.choose(self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s)
+        return self._chosen.captured if capturing else self._chosen.usual
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class Table(Generic[P]):
+    """What an operator has prepared, by group and by key."""
+
+    def __init__(self) -> None:
+        self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, P]] = weakref.WeakKeyDictionary()
+
+    def find(self, group: dist.ProcessGroup, key: Hashable) -> P | None:
+        known = self._of_group.get(group)
+        prepared = None if known is None else known.get(key)
+        return None if prepared is None or prepared.stale else prepared
+
+    def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
+        known = self._of_group.setdefault(group, {})
+        while len(known) >= KEPT:  # all ranks make the same calls, so all drop the same
+            known.pop(next(iter(known))).close()
+        known[key] = prepared
+        return prepared
+
+
+_warned: set[tuple[str, tuple[int, ...]]] = set()
+
+
+def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
+    """Once for each layout."""
+    if (name, x.stride()) not in _warned:
+        _warned.add((name, x.stride()))
+        warnings.warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}", stacklevel=5)
+
+
+def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
+    if x.is_contiguous():
+        return x
+    warn_of_copy(name, x, "pass one with contiguous rows")
+    return x.contiguous()
+
+
+def is_scattered(matrix: torch.Tensor) -> bool:
+    """Whether a library's GEMM would have to copy it: neither rows nor columns are in one piece each."""
+    (k, n), (row, col) = matrix.shape, matrix.stride()
+    by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
+    by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
+    return matrix.numel() > 0 and not (by_rows or by_columns)
