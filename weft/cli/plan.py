@@ -71,8 +71,9 @@ def all_gather_matmul(
         raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
     with progress(1.0, sys.stderr.isatty()) as step:  # dozens of ranks take seconds
         found = explanation(
-            "all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, progress=step
-        )
+            "all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value,
+            progress=lambda what, share: step(what.replace("[", r"\["), share),
+        )  # fmt: skip
     print_explanation(found, None if everything else 10)
     if json is not None:
         json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
