@@ -62,7 +62,7 @@ class Rank:
             if source == rank:
                 block = self.tokens[own_first : own_first + int(received[source])]
             else:
-                self.inbox[source * self.slot_rows :][: len(block)] = block
+                self.inbox[(source - rank - 1) % w * self.slot_rows :][: len(block)] = block
             self.blocks.append(block)
         weights = self.random(e * k, case.n).view(e, k, case.n)
         self.w = weights.mT.contiguous().mT if case.transposed else weights
@@ -241,7 +241,7 @@ def play_refusals() -> None:
     good = Rank(Case(2, 3), 0, 1)
     wrong: dict[str, dict[str, Any]] = {
         r"must be \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
-        "contiguous int64": {"splits": good.splits.int()},
+        "int64 with contiguous rows": {"splits": good.splits.int()},
         r"inbox is .*make it torch.float16 \[rows, 32\]": {"inbox": torch.zeros(9, 48, dtype=torch.float16)},
         "tokens is torch.float32": {"tokens": good.tokens.float()},
         "K or N must have stride 1": {"w": torch.zeros(3, 32, 96, dtype=torch.float16)[:, :, ::2]},

@@ -9,8 +9,8 @@ wants the rows of an expert together, so the blocks would be copied once more, t
     y0(s, e) = sum of counts[:, e'] over e' < e  +  sum of counts[s', e] over s' < s      (by expert, then by source)
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
-x_s is the inbox, with the block of source s at row s * slot_rows, or for the own rank the tokens themselves, whose block
-begins at sum(splits[: rank * experts]). A launch computes some of the sources and experts ("own rows only", "peers only"),
+x_s is the inbox, with the block of the source that comes n-th after this rank at row (n - 1) * slot_rows, or for the own
+rank the tokens themselves, whose block begins at sum(splits[: rank * experts]). A launch computes some of the sources and experts ("own rows only", "peers only"),
 so that a step of the exchange can be multiplied while the next one travels. It waits for nothing: what it reads is there
 when its stream gets to it, because a wait inside the loop would break the compiler's pipelining.
 
@@ -80,11 +80,11 @@ def choose_config(itemsize: int, rows_per_segment: float, n: int, k: int) -> Con
 
 
 @triton.jit
-def _table(counts, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
+def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
     """int32 [W_P2, E_P2]: counts, each kept in 0 .. most whatever the table says; zeros where there is none."""
     source = tl.arange(0, W_P2)[:, None]
     expert = tl.arange(0, E_P2)[None, :]
-    rows = tl.load(counts + source * E + expert, mask=(source < W) & (expert < E), other=0)
+    rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
     return tl.minimum(tl.maximum(rows, 0), most).to(tl.int32)
 
 
@@ -106,7 +106,7 @@ def _store_rows(y, first, count, column, tile):
     # that waits for a peer, and would never return.
     do_not_specialize=[
         "tokens_rows", "inbox_rows", "y_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
-        "tokens_stride", "inbox_stride", "y_stride", "w_stride", "w_row_stride",
+        "counts_stride", "tokens_stride", "inbox_stride", "y_stride", "w_stride", "w_row_stride",
     ],
     do_not_specialize_on_alignment=["counts", "splits"],
 )  # fmt: skip
@@ -114,7 +114,8 @@ def grouped_matmul_kernel(
     tokens, inbox, w, y, counts, splits,
     tokens_rows: tl.int32, inbox_rows: tl.int32, y_rows: tl.int32, slot_rows: tl.int32,
     rank: tl.int32, first_source: tl.int32, n_sources: tl.int32, first_expert: tl.int32, n_experts: tl.int32,
-    tokens_stride: tl.int64, inbox_stride: tl.int64, y_stride: tl.int64, w_stride: tl.int64, w_row_stride: tl.int64,
+    counts_stride: tl.int64, tokens_stride: tl.int64, inbox_stride: tl.int64, y_stride: tl.int64, w_stride: tl.int64,
+    w_row_stride: tl.int64,
     W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -124,7 +125,7 @@ def grouped_matmul_kernel(
     tokens [tokens_rows, K], inbox [inbox_rows, K], w [E, K, N] (W_TRANSPOSED: [E, N, K]) and y [y_rows, N] of type DTYPE,
     with unit stride in the last dimension: with TMA tensor maps with boxes [BLOCK_M, BLOCK_K] twice, [1, BLOCK_K, BLOCK_N]
     (or [1, BLOCK_N, BLOCK_K]) and, ragged, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are
-    multiples of ALIGN. counts [W, E] and splits [W * E] int64.
+    multiples of ALIGN. counts [W, E], rows counts_stride apart, and splits [W * E] int64.
     Sources (rank + i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -135,13 +136,13 @@ def grouped_matmul_kernel(
     is_expert = (experts >= first_expert) & (experts < first_expert + n_experts)
 
     # Row tiles up to and including each expert; experts before the first have none.
-    table = _table(counts, y_rows, W, E, W_P2, E_P2)
+    table = _table(counts, counts_stride, y_rows, W, E, W_P2, E_P2)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
     all_row_tiles = tl.max(ends, 0)
     before_me = tl.arange(0, SPLITS_P2)
     own_first = tl.sum(tl.load(splits + before_me, mask=before_me < rank * E, other=0), 0).to(tl.int32)
-    block_first = tl.where(sources == rank, own_first, sources * slot_rows)
+    block_first = tl.where(sources == rank, own_first, (turn - 1) * slot_rows)
 
     expert = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
@@ -158,7 +159,7 @@ def grouped_matmul_kernel(
             expert = tl.sum(before.to(tl.int32), 0)
             first = tl.max(tl.where(before, ends, 0), 0)
             end = tl.min(tl.where(before, all_row_tiles, ends), 0)
-            table = _table(counts, y_rows, W, E, W_P2, E_P2)
+            table = _table(counts, counts_stride, y_rows, W, E, W_P2, E_P2)
             earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
             rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
             row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)

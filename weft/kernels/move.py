@@ -43,14 +43,14 @@ def _wait_for(table, count, epoch, PTX: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_waits", "n_sets", "n_answers",
-        "started", "advance", "epoch_given",
+        "started", "advance", "epoch_given", "sizes", "source_rows",
     ],
     do_not_specialize_on_alignment=["targets", "waits", "sets", "answers", "arrivals", "epoch_word"],
 )  # fmt: skip
 def move_kernel(
     source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
     targets, n_targets: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32, answers, n_answers: tl.int32, arrivals,
-    epoch_word, started: tl.int64, advance: tl.int32, epoch_given: tl.int64,
+    epoch_word, started: tl.int64, advance: tl.int32, epoch_given: tl.int64, sizes: tl.int64, source_rows: tl.int64,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
@@ -59,6 +59,8 @@ def move_kernel(
     pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). waits [n_waits, 2] and
     answers [n_answers, 2]: address, delta. sets [n_sets]: addresses. arrivals [1]: zero between launches. The epoch is
     epoch_word[0] + epoch_given; `advance`: it becomes the word at the end. started: an address that learns of it at once, or 0.
+    sizes: 0, or where three int64 say at which row of the source to begin, at which of the target, and how many rows to copy:
+    at most `rows`, and none beyond the `source_rows` that there are.
     """
     epoch = tl.load(epoch_word) + epoch_given
     if started != 0:
@@ -67,6 +69,15 @@ def move_kernel(
     # The words are read by every lane, so no lane's loads or stores go ahead of what it waited for.
     alive = _wait_for(waits, n_waits, epoch, PTX)
     program, programs = tl.program_id(0), tl.num_programs(0)
+    if sizes != 0:
+        first = tl.load(words(sizes))
+        fits = (first >= 0) & (first <= source_rows)
+        rows = tl.where(fits, tl.minimum(tl.minimum(tl.load(words(sizes) + 2), rows), source_rows - first), 0)
+        source += first * source_pitch * (ITEM.primitive_bitwidth // 8)
+        target += tl.load(words(sizes) + 1) * target_pitch * (ITEM.primitive_bitwidth // 8)
+        if (source_pitch == width) & (target_pitch == width):  # whole rows are one long one
+            width = width * rows
+            rows = tl.minimum(rows, 1)
     width = width // ALIGN * ALIGN  # no change, but now the compiler knows it, and moves 16 bytes at a time
     per_row = (width + BLOCK - 1) // BLOCK
     blocks = per_row * rows

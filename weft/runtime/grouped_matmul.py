@@ -20,7 +20,7 @@ __all__ = ["Config", "choose_config", "launch", "launch_offsets", "prepare"]
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
-_NUMBERS = 14  # of the kernel's arguments, after its six tensors
+_NUMBERS = 15  # of the kernel's arguments, after its six tensors
 MAX_SEGMENTS = 1024
 
 
@@ -165,15 +165,17 @@ def launch(
     n_sources: int | None = None,
     first_expert: int = 0,
     n_experts: int | None = None,
+    spare: int = 0,
 ) -> None:
     """Enqueue on the current stream: the rows of some sources and experts, times the weights of their expert, into y.
 
-    tokens: [rows, K], this rank's rows by global expert. inbox: [at least W * slot_rows, K], the block of source s at row
-    s * slot_rows. w: [E, K, N], K or N with stride 1. y: [y_rows, N]; what belongs beyond its last row is left out. These
-    four are bfloat16, float16 or float32, all the same, and tokens, inbox and y have contiguous rows.
-    counts: int64 [W, E], rows from each source for each local expert. splits: int64 [W * E], rows of `tokens` for each
-    global expert. Sources are (rank + i) % W for i in first_source .. + n_sources (default: up to the last), experts
-    first_expert .. + n_experts likewise. The configuration is part of what is compiled: see `prepare`.
+    tokens: [rows, K], this rank's rows by global expert. inbox: [at least (W - 1) * slot_rows, K], the block of the source that
+    comes n-th after this rank at row (n - 1) * slot_rows. w: [E, K, N], K or N with stride 1. y: [y_rows, N]; what belongs
+    beyond its last row is left out. These four are bfloat16, float16 or float32, all the same, and tokens, inbox and y have
+    contiguous rows. counts: int64 [W, E], rows from each source for each local expert; the rows of the table may be apart.
+    splits: int64 [W * E], rows of `tokens` for each global expert. Sources are (rank + i) % W for i in first_source .. +
+    n_sources (default: up to the last), experts first_expert .. + n_experts likewise. spare: multiprocessors that are left to
+    other kernels. The configuration is part of what is compiled: see `prepare`.
     """
     _check(tokens, inbox, w, y, counts, splits)
     world_size, experts = counts.shape
@@ -189,10 +191,10 @@ def launch(
     variant = _variant(w, world_size, config, all(_is_aligned(t) for t in (tokens, inbox, y)))
     columns = -(-variant.n // config.block_n)
     row_tiles = -(-y.shape[0] // config.block_m) + n_sources * n_experts
-    grid = (max(1, min(config.per_sm * _tma_and_multiprocessors(device)[1], row_tiles * columns)), 1, 1)
+    grid = (max(1, min(config.per_sm * (_tma_and_multiprocessors(device)[1] - spare), row_tiles * columns)), 1, 1)
     numbers = (
         tokens.shape[0], inbox.shape[0], y.shape[0], slot_rows, rank, first_source, n_sources, first_expert, n_experts,
-        tokens.stride(0), inbox.stride(0), y.stride(0), w.stride(0), w.stride(2 if variant.transposed else 1),
+        counts.stride(0), tokens.stride(0), inbox.stride(0), y.stride(0), w.stride(0), w.stride(2 if variant.transposed else 1),
     )  # fmt: skip
     arguments = (*variant.maps(tokens, inbox, w.mT if variant.transposed else w, y), counts, splits, *numbers)
     if device.type != "cuda":
@@ -225,8 +227,10 @@ def _check(
                 f"contiguous rows, of one of the types {[str(t) for t in _TRITON_TYPE]}"
             )
     for name, table in (("counts", counts), ("splits", splits)):
-        if table.dtype != torch.int64 or not table.is_contiguous():
-            raise ValueError(f"{name} is {table.dtype} with strides {table.stride()}: make it contiguous int64")
+        if table.dtype != torch.int64 or table.stride(-1) != 1:
+            raise ValueError(
+                f"{name} is {table.dtype} with strides {table.stride()}: make it int64 with contiguous rows"
+            )
 
 
 @lru_cache(maxsize=64)

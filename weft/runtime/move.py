@@ -38,7 +38,8 @@ class Move:
 
     waits, answers: (address of a word, what to add to the epoch). sets: addresses of words. targets: addresses of further
     places for what is copied. started: address of a word that is to know the epoch at once. `epoch_word` is read on the
-    device, and with `advance` written there at the end.
+    device, and with `advance` written there at the end. sizes: address of (first row of the source, of the target, rows),
+    which the device knows; `shape.rows` is then the most. programs: at most so many.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Move:
         answers: Sequence[tuple[int, int]] = (),
         started: int = 0,
         advance: bool = False,
+        sizes: int = 0,
+        programs: int = MAX_PROGRAMS,
     ) -> None:
         device = epoch_word.device
         self._shape = shape = shape or Shape(0, 0, _ALIGNMENT, _ALIGNMENT)
@@ -69,14 +72,18 @@ class Move:
             parts[0], len(targets), parts[1], len(waits), parts[2], len(sets), parts[3], len(answers), parts[4], epoch_word,
             started, int(advance),
         )  # fmt: skip
-        self._grid = (max(1, min(MAX_PROGRAMS, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
+        self._sizes = sizes
+        self._grid = (max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
         self._variants = {step: _compiled_move(device, step, warps) for step in {self._step, min(self._step, 2), 1}}
 
-    def launch(self, epoch_given: int, source: int = 0, target: int = 0) -> None:
-        """On the current stream; the epoch is what the device's word says plus `epoch_given`."""
+    def launch(self, epoch_given: int, source: int = 0, target: int = 0, source_rows: int = 0) -> None:
+        """On the current stream; the epoch is what the device's word says plus `epoch_given`.
+
+        source_rows: with `sizes`, how many rows there are from `source` on.
+        """
         step = self._step
         if (source | target) & (step - 1):
             step = min(step, _greatest_power_of_two(source, target))
@@ -85,7 +92,7 @@ class Move:
         item, shape = min(8, step), self._shape
         compiled[self._grid](
             source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
-            *self._tables, epoch_given, *constants,
+            *self._tables, epoch_given, self._sizes, source_rows, *constants,
         )  # fmt: skip
 
 

@@ -56,7 +56,14 @@ class CpuSchedule:
         self._end_workers = weakref.finalize(self, _end_all, self._workers)
         domain._holders.add(self)
 
-    def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> None:
+    def run(
+        self,
+        tensors: Tensors,
+        *,
+        deadline_s: float | None = None,
+        timeline: Timeline | None = None,
+        refusal: str = "",
+    ) -> None:
         """One run; every rank calls it. When it returns this rank's outputs are complete.
 
         Args:
@@ -65,6 +72,7 @@ class CpuSchedule:
             deadline_s: how long each wait for another rank may last, in seconds (default `WEFT_DEADLINE_S`).
             timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which is the same
                 for all processes. Sets are points.
+            refusal: why this rank refuses the run, for a reason of the caller's own; its tensors are not touched.
 
         Raises `RefusedError` on every rank if one has a tensor that will not do, which is found before that rank does
         anything; what other ranks have in their outputs then means nothing, and the group stays usable. What else it
@@ -79,7 +87,7 @@ class CpuSchedule:
         with run.calls.lock:
             self.domain.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-            refusal = program.bind(tensors)
+            refusal = refusal or program.bind(tensors)
             lanes = program.without_data() if refusal else program.lanes
             spans: list[list[Span] | None] = [None if timeline is None else [] for _ in lanes]
             first, *others = [partial(_play, *lane, run, spans_) for lane, spans_ in zip(lanes, spans, strict=True)]

@@ -29,9 +29,11 @@ from weft.errors import DeadlineError, ScheduleError
 from weft.kernels.signals import POISON
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
 from weft.runtime.stream_compiler import StreamItems, compile_streams, crossing_signals
+from weft.runtime.stream_late import reads_on_host
 from weft.runtime.stream_watch import watch
-from weft.schedule import Schedule, Wait
+from weft.schedule import Region, Schedule, Wait
 from weft.schedule.order import issue_order
+from weft.schedule.text import describe
 from weft.symm import Domain
 from weft.timeline import Timeline
 
@@ -49,7 +51,7 @@ class CudaSchedule:
         agree_on_schedule(schedule, domain)
         self.schedule, self.domain, self.deadline_s = schedule, domain, env.deadline_s()
         self.rank, self.device = domain.rank, domain.device
-        self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(self.rank)}
+        self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(self.rank, expected=False)}
         self.given = [b for b in self.buffers.values() if b.role in ("input", "output")]
         self.order = issue_order(schedule)[self.rank]
         self.layout = layout_of(schedule)
@@ -74,6 +76,8 @@ class CudaSchedule:
         self._started = self.started_word.numpy()
         self.epoch_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.zero_word = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.known: dict[str, tuple[int, ...]] = {}  # what buffers hold, as far as the host has read it in this run
+        self._reads_on_host = reads_on_host(schedule)
         self._epoch = 0
         self._captured = False
         self._failure: DeadlineError | None = None
@@ -85,7 +89,9 @@ class CudaSchedule:
         watch.add(self)
 
     def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> None:
-        """Enqueue one run on the current stream. `tensors`: every input and output buffer by name, as `buffers` says.
+        """Enqueue one run on the current stream. `tensors`: every input and output buffer by name, as `buffers` says; weights
+        that lie below each other may also come as [how many, rows, columns]. An output whose rows only the run knows is a
+        function from that number to a tensor, or a tensor with at least as many rows.
 
         With `timeline` it waits for the device and appends what ran when. Raises what befell the group since the last run.
         """
@@ -93,7 +99,14 @@ class CudaSchedule:
         self._look_at(tensors)
         self.deadline_s = deadline_s or env.deadline_s()
         capturing = torch.cuda.is_current_stream_capturing()
-        layout = tuple([tensors[b.name].stride() for b in self.given])
+        if self.schedule.contents:
+            if capturing and self._reads_on_host:
+                raise ValueError(
+                    f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot: give max_rows"
+                )
+            tensors = dict(tensors)  # outputs are put in when their size is known
+            self.known.clear()
+        layout = tuple([t.stride() for b in self.given if not callable(t := tensors[b.name])])
         if layout not in self._warm:
             if capturing:
                 raise ValueError(
@@ -136,11 +149,12 @@ class CudaSchedule:
     def _own_buffers(self) -> Tensors:
         own = {}
         for b in self.buffers.values():
-            assert isinstance(b.rows, int)
             if b.role == "symmetric":
+                assert isinstance(b.rows, int)
                 offset = self.layout.buffers[b.name]
                 own[b.name] = self.region.tensor(self.rank, (b.rows, b.cols), TORCH_DTYPE[b.dtype], offset)
             elif b.role == "scratch":
+                assert isinstance(b.rows, int)
                 own[b.name] = torch.empty(b.rows, b.cols, dtype=TORCH_DTYPE[b.dtype], device=self.device)
         return own
 
@@ -150,7 +164,15 @@ class CudaSchedule:
             t = tensors.get(b.name)
             if t is None:
                 raise ValueError(f"no tensor for buffer {b.name}: pass one of shape ({b.rows}, {b.cols}), {b.dtype}")
-            if t.shape != (b.rows, b.cols) or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
+            if not isinstance(b.rows, int):
+                if callable(t):
+                    continue
+                wanted = (t.shape[0], b.cols)
+            else:
+                wanted = (b.rows, b.cols)
+            if tuple(t.shape) != wanted and t.dim() == 3:
+                t = t.flatten(0, 1)
+            if t.shape != wanted or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
                 raise ValueError(
                     f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device} and the schedule was made for "
                     f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
@@ -164,6 +186,19 @@ class CudaSchedule:
                 self._programs[captured, False] = compile_streams(self, captured, False)
         self._programs[False, False].warm_up(tensors)
         torch.cuda.synchronize(self.device)
+
+    def require_inside(self, region: Region, tensors: Tensors) -> None:
+        """End the group if a copy of this run goes beyond its buffer: a part of the run is enqueued, and peers wait for it."""
+        rows = self.buffers[region.buffer].rows
+        rows = rows if isinstance(rows, int) else tensors[region.buffer].shape[0]
+        first, count = int(region.row), int(region.rows)
+        if not 0 <= first <= first + count <= rows:
+            text = (
+                f"rank {self.rank}: {describe(region, self.rank)} is outside {region.buffer} of {rows} rows, by the sizes of this "
+                f"run"
+            )
+            self.domain.poison(text)
+            raise ScheduleError(text)
 
     def _move_epoch_to_device(self) -> None:
         """From now on runs count on the device. The stream that writes the word is not the one that is captured, so it is

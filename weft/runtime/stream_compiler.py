@@ -7,14 +7,15 @@ a run advances it. Copies by kernel carry the waits before them and the signals 
 Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
 run begins when the one before has ended on its rank.
 
-A `_Item` is (kind, what, where): native operations [what, where); a call of the library on the stream of lane `where`; or a
-launch there.
+A `_Item` is (kind, what, where): native operations [what, where); a call of the library on the stream of lane `where`; a
+launch there; or what knows its sizes only then (`weft.runtime.stream_late`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.move import Move, Shape, Stamps
-from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Region, Schedule, Set, Step, Wait
+from weft.runtime.stream_late import GroupedMatmul, HostRead, LateCopy, Totals, is_late, segments_of
+from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Read, Region, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.text import describe
 from weft.timeline import Timeline
 
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Key: TypeAlias = tuple[str, int]
-_NATIVE, _CALL, _LAUNCH = range(3)
+_NATIVE, _CALL, _LAUNCH, _LATE = range(4)
+LATE_PROGRAMS = 32
+"""Of a copy by kernel beside GEMMs that fill the GPU: enough for nine tenths of a link's rate, and few to wait for."""
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
@@ -46,7 +50,7 @@ def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
     sets = Counter[tuple[int, str, int]]()
     crossing: dict[Key, int] = {}
     for setter in range(schedule.world_size):
-        for lane in schedule.of_rank(setter):
+        for lane in schedule.of_rank(setter, expected=False):
             for step in lane.steps:
                 if isinstance(step, Set):
                     sets[int(step.at), step.signal, int(step.index)] += 1
@@ -74,21 +78,24 @@ class StreamItems:
         self.owner, self.on_device = owner, on_device
         self.items: list[_Item] = []
         self.calls: list[tuple[int, Callable[[Tensors], None]]] = []  # of the library, for warming up
+        self.prepares: list[Callable[[Tensors], None]] = []  # which load kernels
         self.names = [b.name for b in owner.given]
         self.streams = [0, *(s.cuda_stream for s in owner.side), owner.monitor.cuda_stream]
         self.spans: list[tuple[str, str, int]] = []
         self.stamps: Stamps | None = None
         self.program: Any = None
         self.bases: list[int] = []
+        self.epoch = 0  # as launches of the run are told it
         self.leaves_main = False  # whether calls or launches go to other streams than the caller's
 
     def issue(self, tensors: Tensors, epoch: int) -> None:
         owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
         for i, name in enumerate(self.names):
-            bases[i] = tensors[name].data_ptr()
+            tensor = tensors[name]
+            bases[i] = 0 if callable(tensor) else tensor.data_ptr()  # 0: made when its size is known
         streams[0] = torch._C._cuda_getCurrentRawStream(owner.device.index)
         main: Any = torch.cuda.current_stream(owner.device) if self.leaves_main else None
-        given = 1 if self.on_device else epoch  # after the device's word, or after zero
+        self.epoch = given = 1 if self.on_device else epoch  # after the device's word, or after zero
         for kind, what, where in self.items:
             if kind == _NATIVE:
                 program.run(what, where, bases, streams, epoch)
@@ -97,14 +104,18 @@ class StreamItems:
                 torch.cuda.set_stream(owner.side[where - 1])
             if kind == _CALL:
                 what(tensors)
+            elif kind == _LATE:
+                what(tensors, bases)
             else:
                 what(bases, given)
             if where:
                 torch.cuda.set_stream(main)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Every library call once, on its stream, on whatever the memory holds."""
+        """Load what will be launched, and every library call once, on its stream, on whatever the memory holds."""
         main = torch.cuda.current_stream(self.owner.device)
+        for prepare in self.prepares:
+            prepare(tensors)
         for where, call in self.calls:
             with torch.cuda.stream(self.owner.side[where - 1] if where else main):
                 call(tensors)
@@ -140,6 +151,7 @@ class _Compiler:
         self._native_from = 0
         self._event_of: dict[Key, int] = {}
         self._told = False
+        self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
         self._regions = given + len(own)
@@ -242,12 +254,16 @@ class _Compiler:
         """The end of what one launch does from the copy `first` at `at` on: its signals; where nothing but fixed places is
         written, also further copies of the same region with theirs; and then waits."""
         end = self._while(steps, at + 1, Set)
-        if not self._is_fixed(first.dst):
+        if not self._is_fixed(first.dst) or is_late(first):
             return end
         while end < len(steps):
             more = steps[end]
             if not (
-                isinstance(more, Copy) and more.by == "kernel" and more.src == first.src and self._is_fixed(more.dst)
+                isinstance(more, Copy)
+                and more.by == "kernel"
+                and not is_late(more)
+                and more.src == first.src
+                and self._is_fixed(more.dst)
             ):
                 break
             if self._place(more.dst)[2] != self._place(first.dst)[2]:
@@ -297,16 +313,25 @@ class _Compiler:
             self._call(group.lane, self._compute(step))
         elif isinstance(step, Collective):
             self._call(group.lane, self._collective(step))
+        elif isinstance(step, Read):
+            self._read(group.lane, step)
+        elif isinstance(step, Tiles):
+            self._tiles(group.lane, step)
         else:
             raise ScheduleError(f"streams know no step {step}")
         if stamps is not None:
             rank = self.owner.rank
-            sent = sum(_bytes(c.dst, self.owner.buffers) for c in copies if {c.src.at, c.dst.at} != {rank})
+            crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_late(c)]
+            sent = sum(_bytes(c.dst, self.owner.buffers) for c in crossing)
             text = "; ".join(describe(s, rank) for s in group.steps)
             self.result.spans.append((self.owner.lanes[group.lane], text, sent))
             self._stamp(group.lane, 2 * first + 1)
 
     def _copy(self, lane: int, step: Copy) -> None:
+        if is_late(step):
+            (dst, _, to_pitch), (src, _, pitch) = self._place(_whole(step.dst)), self._place(_whole(step.src))
+            self._late(lane, LateCopy(self.owner, step, (src, pitch), (dst, to_pitch)))
+            return
         (dst, to, to_pitch), (src, at, pitch) = self._place(step.dst), self._place(step.src)
         width = int(step.src.cols) * self._item_bytes(step.src)
         self.program.copy(lane, dst, to, to_pitch, src, at, pitch, width, int(step.src.rows))
@@ -340,6 +365,9 @@ class _Compiler:
         if not copies:
             self._move(group.lane, Move(word, waits=waits, sets=sets, started=self._tell_started()), None, None)
             return
+        if is_late(copies[0]):
+            self._launch_late(group.lane, copies[0], waits, sets, word)
+            return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = int(copies[0].src.cols) * self._item_bytes(copies[0].src)
         shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
@@ -360,6 +388,61 @@ class _Compiler:
 
         self._flush()
         self.result.items.append(_Item(_LAUNCH, launch, lane))
+
+    def _launch_late(
+        self, lane: int, copy: Copy, waits: list[tuple[int, int]], sets: list[int], word: torch.Tensor
+    ) -> None:
+        (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
+        most, width = self.owner.buffers[copy.dst.buffer].rows, int(copy.src.cols) * self._item_bytes(copy.src)
+        assert isinstance(most, int)
+        move = Move(
+            word, shape=Shape(most, width, pitch, to_pitch), waits=waits, sets=sets, started=self._tell_started(),
+            sizes=self._sizes[id(copy)], programs=LATE_PROGRAMS,
+        )  # fmt: skip
+        name = copy.src.buffer
+
+        def launch(tensors: Tensors, bases: list[int]) -> None:
+            move.launch(self.result.epoch, bases[src] + at, bases[dst] + to, tensors[name].shape[0])
+
+        self._late(lane, launch)
+
+    def _read(self, lane: int, step: Read) -> None:
+        """By the device: the numbers of the lane's copies by kernel. Those of the host come with it."""
+        buffer = step.region.buffer
+        if buffer not in self.owner.own:
+            raise ScheduleError(
+                f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first"
+            )
+        if step.by == "host":
+            self._late(lane, HostRead(self.owner, buffer))
+        name = self.owner.lanes[lane]
+        copies = [s for lane_of, s in self.owner.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
+        copies = [copy for copy in copies if is_late(copy) and id(copy) not in self._sizes]
+        if not copies:
+            return
+        totals = Totals(
+            self.owner.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)]
+        )
+        self._sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
+        self._flush()
+        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch: totals.launch(), lane))
+
+    def _tiles(self, lane: int, step: Tiles) -> None:
+        owner = self.owner
+        segments = segments_of(step, owner.schedule, owner.rank)
+        values = owner.schedule.values(owner.rank)[segments.counts]
+        assert not isinstance(values, int)
+        # Of all ranks, for this one's experts and others': on the average alike.
+        # Beside the own rows' GEMMs the others' are on their way: by kernel, if one of them is on another lane.
+        sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for _, s in owner.order)
+        spare = LATE_PROGRAMS // 2 if sending and segments.first_source == 0 else 0
+        call = GroupedMatmul(owner, segments, sum(values) / max(1, len(values)), spare)
+        self.result.prepares.append(call.prepare)
+        self._late(lane, call)
+
+    def _late(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
+        self._flush()
+        self.result.items.append(_Item(_LATE, what, lane))
 
     def _stamp(self, lane: int, index: int) -> None:
         stamps = self.result.stamps
@@ -438,6 +521,11 @@ class _Compiler:
         if len(set(sizes)) == 1:
             return lambda t: void(dist.all_gather_into_tensor(dst(t), src(t), group=group))
         return lambda t: void(dist.all_gather(list(dst(t).split(sizes)), src(t), group=group))
+
+
+def _whole(region: Region) -> Region:
+    """Where its rows would begin if it were all of its buffer."""
+    return replace(region, row=0, rows=0)
 
 
 def void(_: Any) -> None:

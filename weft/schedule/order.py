@@ -5,9 +5,10 @@ that was issued behind it, on whatever lane. If rank 0 issues a wait for rank 1 
 the same, both stand still, though each lane alone is right.
 
 So all ranks are played at once, in rounds, everything taking no time: a step is issued in the round in which all that it
-waits for was set in rounds before. Sorted by round, the steps of all ranks are one line in which every wait stands behind
-its sets, and each rank's order is the part of the line that is the rank's: what a queue holds up is always behind what it
-waits for, on all ranks together. Steps never hinder one another, so that if a lane gets stuck here no other order helps.
+waits for was set by others in rounds before, or by its own rank before it. Sorted by round, the steps of all ranks are one
+line in which every wait stands behind its sets, and each rank's order is the part of the line that is the rank's: what a
+queue holds up is always behind what it waits for, on all ranks together. Steps never hinder one another, so that if a lane
+gets stuck here no other order helps.
 
 Within a round lanes take turns, copy lanes first; a turn is one copy or GEMM with its waits and sets. First chunks leave
 for all peers before second ones, and the kernels that need nothing from others do not stand behind all copies.
@@ -164,7 +165,8 @@ class _Play:
             if (worked and not isinstance(step, Set)) or not self._may(event, step):
                 break
             if isinstance(step, Set | Tiles):
-                self._new_sets.update(sets_of(step))
+                for counter, times in sets_of(step).items():
+                    (self._sets if counter[0] == rank else self._new_sets)[counter] += times
             worked = worked or not isinstance(step, Wait | Set)
             self.events.append(event)
             self._at[rank][i] += 1

@@ -1,0 +1,122 @@
+"""Schedules with sizes that only the run knows, on GPUs: what runs on the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dispatch import expected, inputs, random_splits
+from schedule_ranks import device
+
+from weft import symm
+from weft.runtime.schedule_cuda import CudaSchedule
+from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
+from weft.timeline import Timeline
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 2e-3}
+
+
+class Case:
+    """Fresh random data on this rank, and what should come out. `room`: rows that y has beyond those that come."""
+
+    def __init__(self, p: AllToAllMatmul, rank: int, seed: int, room: int | None, transposed: bool = False) -> None:
+        self.p, self.rank = p, rank
+        self.splits = random_splits(p.world_size, p.experts, p.rows, seed)
+        tokens, weights = inputs(p, seed)
+        self.y, self.received = expected(rank, self.splits, tokens, weights)
+        mine = weights.split(p.experts)[rank].to(device())
+        self.tensors: dict[str, Any] = {
+            "tokens": tokens[rank].to(device()),
+            "splits": torch.tensor([self.splits[rank]], device=device()),
+            "w": mine.mT.contiguous().mT if transposed else mine,
+            "y": self.make if room is None else self.make(len(self.y) + room),
+            "received": torch.full(self.received.shape, -1, device=device()),
+        }
+
+    def make(self, rows: int) -> torch.Tensor:
+        self.out = torch.full((rows, self.p.n), float("nan"), dtype=self.tensors_dtype(), device=device())
+        return self.out
+
+    def tensors_dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.p.dtype]
+
+    def fill(self, other: Case) -> None:
+        """Another case's data into this one's tensors, and poison into the results."""
+        self.y, self.received = other.y, other.received
+        for name in ("tokens", "splits", "w"):
+            self.tensors[name].copy_(other.tensors[name])
+        self.out.fill_(float("nan"))
+        self.tensors["received"].fill_(-1)
+
+    def check(self, what: str) -> None:
+        rows = len(self.y)
+        found = self.tensors["received"].cpu()
+        assert torch.equal(found, self.received), (what, self.rank, found, self.received)
+        assert len(self.out) >= rows, (what, self.rank)
+        assert self.out[rows:].isnan().all(), f"{what}, rank {self.rank}: rows beyond those that came are written"
+        error = float((self.out[:rows].cpu().double() - self.y).norm() / max(1.0, float(self.y.norm())))
+        assert error <= TOLERANCE[self.p.dtype], f"{what}, rank {self.rank}: error {error:.3g}"
+
+
+def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool) -> int:
+    """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were."""
+    domain, count = symm.domain(group, device()), 0
+    for candidate in candidates(p, ("dispatch",)):
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        executor = CudaSchedule(schedule, domain)
+        executor.own["inbox"].fill_(float("nan"))
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        cases = [Case(p, group.rank(), seed, None if p.exact else 5, transposed) for seed in range(4)]
+        for case in cases:
+            executor.run(case.tensors)
+        torch.cuda.synchronize()
+        for number, case in enumerate(cases):
+            case.check(f"{candidate.name}, run {number}")
+        count += 1
+        dist.barrier(group)
+        executor.close()
+    return count
+
+
+def replays(group: dist.ProcessGroup, p: AllToAllMatmul, count: int) -> None:
+    """A captured graph with other sizes at every replay; one rank late now and then."""
+    domain, rank = symm.domain(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p, ("dispatch",)) if "kernel" in c.name).build(), domain)
+    held = Case(p, rank, 0, sum(p.rows))
+    executor.run(held.tensors)
+    torch.cuda.synchronize()
+    held.check("before the capture")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        executor.run(held.tensors)
+    cases = [Case(p, rank, 100 + seed, sum(p.rows)) for seed in range(count)]
+    for number, case in enumerate(cases):
+        held.fill(case)
+        if number % 7 == 3 * rank:
+            torch.cuda._sleep(2_000_000)
+        graph.replay()
+        torch.cuda.synchronize()
+        held.check(f"replay {number}")
+    executor.run(held.tensors)  # and a call between replays
+    graph.replay()
+    torch.cuda.synchronize()
+    held.check("after another call")
+    dist.barrier(group)
+    executor.close()
+
+
+def timeline(group: dist.ProcessGroup, p: AllToAllMatmul, by: str) -> list[str]:
+    domain, rank = symm.domain(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p, ("dispatch",)) if by in c.name).build(), domain)
+    for seed in range(2):
+        case, found = Case(p, rank, seed, None), Timeline()
+        executor.run(case.tensors, timeline=found)
+        case.check("with a timeline")
+    dist.barrier(group)
+    executor.close()
+    return [span.name for span in found]

@@ -1,0 +1,46 @@
+"""Mixture of experts on two GPUs: schedules whose sizes only the run knows, against float64, and in graphs."""
+
+from __future__ import annotations
+
+import dispatch_ranks as ranks
+import gpu_ranks
+import pytest
+
+from weft.launch import Pool
+from weft.schedule import AllToAllMatmul
+
+pytestmark = gpu_ranks.MARKS
+
+
+def problem(
+    rows: tuple[int, int], experts: int, n: int, k: int, dtype: str = "bf16", exact: bool = True
+) -> AllToAllMatmul:
+    return AllToAllMatmul(2, experts, rows, n, k, dtype, most=max(rows), exact=exact)
+
+
+CASES = {
+    "bf16": (problem((512, 512), 4, 256, 192), False),
+    "bf16, weights transposed": (problem((512, 384), 4, 256, 192), True),
+    "bf16, room to spare": (problem((300, 512), 4, 256, 192, exact=False), True),
+    "fp32, odd sizes": (problem((37, 61), 3, 19, 43, "fp32"), False),
+    "fp16, odd sizes, room to spare": (problem((137, 61), 3, 33, 40, "fp16", exact=False), True),
+    "a rank without tokens": (problem((0, 64), 2, 64, 64), False),
+    "many experts": (problem((1000, 1024), 128, 64, 128), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_is_right(pair: Pool, name: str) -> None:
+    counts = pair.run(ranks.every_candidate, *CASES[name], timeout_s=90)
+    assert counts == [2, 2] if CASES[name][0].exact else counts == [1, 1]
+
+
+def test_a_graph_is_replayed_with_other_sizes(pair: Pool) -> None:
+    pair.run(ranks.replays, problem((256, 256), 4, 128, 192, exact=False), 100, timeout_s=60)
+
+
+@pytest.mark.parametrize("by", ["dma", "kernel"])
+def test_what_ran_can_be_seen(pair: Pool, by: str) -> None:
+    for names in pair.run(ranks.timeline, problem((256, 256), 4, 128, 192), by, timeout_s=60):
+        assert sum("grouped_matmul" in name for name in names) == 2
+        assert sum("tokens" in name and name.startswith("copy") for name in names) == 1

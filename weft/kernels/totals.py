@@ -1,0 +1,28 @@
+"""Sizes that only the device knows: sums over parts of what a buffer holds, one launch for all numbers that a lane needs.
+
+    numbers[i] = constants[i] + sum over terms j of (held[first] + held[first + step] + ...), `count` elements each
+
+The terms are made once per schedule (`weft.schedule.expr.Total`); copies by kernel find their places and sizes in `numbers`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["n_terms"], do_not_specialize_on_alignment=["held", "terms", "constants", "numbers"])
+def totals_kernel(held, terms, constants, numbers, n_terms: tl.int32, BLOCK: tl.constexpr):
+    """A program for each number. held: int64. terms [numbers, n_terms, 3]: first, count, step. constants, numbers [numbers]."""
+    number = tl.program_id(0).to(tl.int64)
+    found = tl.load(constants + number)
+    within = tl.arange(0, BLOCK)
+    for j in range(n_terms):
+        term = terms + (number * n_terms + j) * 3
+        first, count, step = tl.load(term), tl.load(term + 1), tl.load(term + 2)
+        begin = tl.full([], 0, tl.int64)
+        while begin < count:
+            k = begin + within
+            found += tl.sum(tl.load(held + first + k * step, mask=k < count, other=0), 0)
+            begin += BLOCK
+    tl.store(numbers + number, found)
