@@ -30,6 +30,10 @@ class DisagreementError(WeftError, ValueError):
     """Ranks called the same collective with different descriptions (tables, dtype, sizes ...)."""
 
 
+class TooManyRowsError(WeftError, ValueError):
+    """More rows came to this rank than the caller left room for. The message says how many; the group stays usable."""
+
+
 class OutOfSharedMemoryError(WeftError, MemoryError):
     """Symmetric memory could not be reserved. The message says how much was wanted and what is free."""
 

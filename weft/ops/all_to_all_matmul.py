@@ -1,0 +1,422 @@
+"""weft.all_to_all_matmul: mixture of experts - tokens go to the ranks of their experts, whose GEMMs start as they arrive.
+
+From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
+`weft.ops.choosing` says which schedule; `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial schedule is called
+as a user would write it (`weft.ops.exchanged`, where backward is too), so that taking it costs nothing.
+
+How many tokens go where changes from call to call, and so may the number of tokens: neither is part of a shape. Memory for
+what comes in is made once, for `capacity` tokens a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from weft import plan
+from weft.errors import RefusedError, TooManyRowsError
+from weft.ops import choosing
+from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+from weft.ops.prepared import Prepared, Table, agree, contiguous, is_scattered, warn_of_copy
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import AllToAllMatmul
+from weft.timeline import Timeline
+
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+_LEAST_CAPACITY = 64  # a first call may well have no tokens
+
+
+def all_to_all_matmul(
+    tokens: torch.Tensor,
+    w_experts: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+    max_rows: int | None = None,
+    return_received: bool = False,
+    capacity: int | None = None,
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send every token to the rank of its expert, and multiply it there with the expert's weights. Equals, on W ranks,
+
+        received = all_to_all_single(splits)                           # [W, E]
+        x = all_to_all_single(tokens, received.sum(1), splits.view(W, E).sum(1))
+        x = x in the order of experts                                  # and for one expert by source rank
+        y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
+
+    but GEMMs on what is there run while the rest arrives, and nothing is put in order before or after them. Collective over
+    `group`. Differentiable in tokens and w_experts, once; gradients are sums over rows, not means, and the same ones must be
+    wanted on every rank. Autocast does not reach in.
+
+    tokens: [T, K] in fp32, fp16 or bf16, sorted by expert of all ranks, as the argsort of a router's choices puts them: those
+        for the E experts of rank 0, for those of rank 1, ... T may differ between ranks and calls. Copied if not contiguous.
+    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
+        is copied at every call.
+    splits: [W * E] int64 (int32 is converted), on the tokens' device: how many tokens are for each expert of all ranks. They
+        add up to T. Their values are checked on CPU; on GPUs, where that would be a wait, it is the caller's to have them right.
+    group: a process group, or its name; default: the world.
+    max_rows: None: y has exactly the rows that came, for whose number the host waits, once. n: y has n rows, and rows beyond
+        those that came are not written; where a schedule other than "serial" runs, the host does not wait and the call can be
+        captured in a CUDA graph. May differ between ranks and calls.
+    return_received: also return how many rows came.
+    capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
+        default: a little above the largest T at the first call of this shape.
+    schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block).
+    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
+        process group does.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile); the serial
+        schedule leaves it as it is.
+
+    Returns y [rows, N], on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received [W, E] int64 on
+        the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype, capacity, whether
+        max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
+        Under torch.compile y without max_rows has a size that is known when it runs, for which
+        `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
+    Memory: y; and of symmetric memory (W - 1) x capacity x K elements for each of the last 64 shapes (on GPUs it is kept until
+        the group goes). The serial schedule takes twice the rows that come, K wide, instead.
+
+    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank, and `DisagreementError`
+        when ranks describe different calls. Later, splits that do not fit (CPU) and T above the capacity (where there is one:
+        not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet, a T above the capacity is a
+        `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to which more than max_rows rows
+        came, when the call is done; on GPUs rows beyond are left out, and `received` tells. `DeadlineError`, `PeerLostError`,
+        `PoisonedGroupError`.
+
+    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
+    GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.
+    """
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(
+            f"max_rows={max_rows} must not be negative: it is how many rows y has; None for as many as come"
+        )
+    if not isinstance(tokens, torch.Tensor):
+        raise ValueError(f"tokens is a {type(tokens).__name__}: pass a torch tensor [T, K]")
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if timeline is not None:
+            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+        options = _group_of(group).group_name, max_rows, capacity, schedule or "", deadline_s or 0.0
+        y, received = torch.ops.weft.all_to_all_matmul(tokens, w_experts, splits, *options)
+    else:
+        prepared = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
+        if prepared.differentiated:
+            y, received = _Function.apply(prepared, max_rows, deadline_s, timeline, splits, tokens, w_experts)
+        else:
+            y, received, _ = prepared(tokens, w_experts, splits, max_rows, deadline_s, timeline)
+    return (y, received) if return_received else y
+
+
+class _Prepared(Prepared):
+    operator = "all_to_all_matmul"
+
+    def __init__(
+        self, p: AllToAllMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None, *, differentiated: bool
+    ) -> None:  # fmt: skip
+        super().__init__(p, group, device, pinned or _usual_schedule(p))
+        self.differentiated = differentiated
+
+    def __call__(
+        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
+        timeline: Timeline | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Sizes]:  # fmt: skip
+        """(y, received, how many rows went where)."""
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return self(tokens, w, splits, max_rows, deadline_s, timeline)
+        refusal = _wrong_values(tokens, splits)
+        tokens, splits = contiguous(tokens, "tokens"), splits.to(torch.int64).contiguous()
+        capturing = self.capturing()
+        if self.known_serial(capturing):
+            y, sizes = self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
+        else:
+            y, sizes = self._scheduled(tokens, w, splits, max_rows, refusal, capturing, deadline_s, timeline)
+        if max_rows is not None and self.device.type == "cpu":
+            self._require_room(sizes, max_rows)
+        return y, sizes.received, sizes
+
+    def _scheduled(
+        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
+        capturing: bool, deadline_s: float | None, timeline: Timeline | None,
+    ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
+        p, on_cpu = self.p, self.device.type == "cpu"
+        if not refusal and tokens.shape[0] > p.most:
+            refusal = (
+                f"tokens has {tokens.shape[0]} rows, and memory was made for capacity={p.most}: pass the largest number of "
+                f"tokens that any call has as capacity, on every rank"
+            )
+        made: list[torch.Tensor] = []
+
+        def make_y(rows: int) -> torch.Tensor:
+            # Rows for which there is no room are still written here: peers do not wait for one that gives up.
+            made.append(tokens.new_empty(rows if max_rows is None else max(rows, max_rows), p.n))
+            return made[0]
+
+        received = splits.new_empty(p.world_size, p.experts)
+        tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received}
+        if max_rows is None or on_cpu:
+            tensors["y"] = make_y  # type: ignore[assignment]
+        else:
+            made.append(tokens.new_empty(max_rows, p.n))
+            tensors["y"] = made[0]
+        executor = self.executor(tensors, capturing, deadline_s)
+        if executor is None:
+            return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
+        if on_cpu:
+            executor.run(tensors, deadline_s=deadline_s, timeline=timeline, refusal=refusal)
+        elif refusal:
+            assert self.domain is not None
+            self.domain.poison(refusal)  # hosts do not meet: peers would wait for these tokens until their deadline
+            raise RefusedError(refusal)
+        else:
+            executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        return made[0], Sizes(splits, received)
+
+    def _in_turn(
+        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
+        deadline_s: float | None,
+    ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
+        """The library's collectives, then its GEMMs. A rank that refuses says so in place of its counts."""
+        if self.domain is None and refusal:
+            raise ValueError(refusal)
+        splits = torch.full_like(splits, -1) if refusal else splits
+        sizes = Sizes(splits, exchange_counts(splits, self.group))
+        if self.domain is not None and min(sizes.host.came) < 0:
+            texts = self.domain.all_gather(refusal, what=f"refusals of {self.operator}", deadline_s=deadline_s)
+            raise RefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+        return multiplied_by_library(tokens, w, sizes, self.group, max_rows), sizes
+
+    def _weights(self, w: torch.Tensor) -> torch.Tensor:
+        """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
+        if self.device.type == "cpu":
+            if not w.is_contiguous():
+                warn_of_copy(
+                    "w_experts", w, "and on CPU each expert's rows must follow each other; pass a contiguous one"
+                )
+            return w.flatten(0, 1)
+        if is_scattered(w[0]):
+            warn_of_copy(
+                "w_experts", w, "neither its rows nor its columns are in one piece each; pass a contiguous one"
+            )
+            return w.contiguous()
+        return w
+
+    def _require_room(self, sizes: Sizes, max_rows: int) -> None:
+        came = sum(sizes.host.came)
+        if came > max_rows:
+            raise TooManyRowsError(
+                f"{came} rows came to rank {self.group.rank()}, from the ranks {sizes.host.came}, and max_rows={max_rows}: pass at "
+                f"least {came}, or None for as many as come"
+            )
+
+
+def _usual_schedule(p: AllToAllMatmul) -> str | None:
+    """What is taken where nobody pins one. None: `weft.ops.choosing` plans or measures."""
+    if p.world_size == 1:
+        return None
+    return "dispatch[by=dma,rest=each]" if p.exact else "dispatch[by=kernel,rest=each]"
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, prepared: _Prepared, max_rows: int | None, deadline_s: float | None, timeline: Timeline | None,
+        splits: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        y, received, sizes = prepared(tokens, w, splits, max_rows, deadline_s, timeline)
+        sizes.fetch()  # so that backward finds them on the host
+        ctx.prepared, ctx.sizes = prepared, sizes
+        ctx.save_for_backward(
+            tokens, w, received
+        )  # received, which the caller has too, so that a change of it is noticed
+        ctx.mark_non_differentiable(received)
+        return y, received
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        tokens, w, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[5:]
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *gradients(tokens.contiguous(), w, ctx.sizes, ctx.prepared.group, grad_y, wanted),
+        )
+
+
+# --- what was prepared ---
+
+_table: Table[_Prepared] = Table()
+
+
+def _prepared_for(
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup | str | None, exact: bool,
+    capacity: int | None, schedule: str | None, deadline_s: float | None,
+) -> _Prepared:  # fmt: skip
+    group = _group_of(group)
+    pinned = plan.pinned() if schedule is None else schedule
+    wanted = (False, False)
+    if torch.is_grad_enabled():
+        wanted = (tokens.requires_grad, getattr(w, "requires_grad", False))
+    likes = tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in (w, splits))
+    key = (tokens.shape[1:], tokens.dtype, tokens.device, likes, exact, capacity, pinned, wanted)
+    prepared = _table.find(group, key)
+    if prepared is not None:
+        return prepared
+    world, k = group.size(), tokens.shape[-1] if tokens.dim() else 0
+
+    def describe(most: int) -> AllToAllMatmul:
+        return AllToAllMatmul(world, w.shape[0], (most,) * world, w.shape[2], k, _DTYPES[tokens.dtype], most, exact)
+
+    def check() -> tuple[int, str]:
+        _check_shapes(tokens, w, splits, world)
+        if refusal := _wrong_values(tokens, splits):
+            raise ValueError(refusal)
+        if capacity is not None and capacity < max(1, tokens.shape[0]):
+            raise ValueError(
+                f"capacity={capacity} must be at least 1, and at least the {tokens.shape[0]} rows of tokens: pass the largest "
+                f"number of tokens that any rank has in any call"
+            )
+        if pinned is not None:
+            choosing.check_name(pinned, describe(_LEAST_CAPACITY))  # type: ignore[arg-type]
+        text = (
+            f"tokens [T, {k}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows {'not ' * exact}given, capacity {capacity}, "
+            f"schedule {pinned or 'chosen'}, gradients wanted of (tokens, w_experts): {wanted}"
+        )
+        return tokens.shape[0], text
+
+    most = max(agree(_Prepared.operator, group, tokens.device, check, deadline_s))
+    p = describe(_rounded_up(most) if capacity is None else capacity)
+    return _table.keep(group, key, _Prepared(p, group, tokens.device, pinned, differentiated=any(wanted)))
+
+
+def _group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    if isinstance(group, str):
+        return _resolve_process_group(group)  # type: ignore[arg-type]
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")
+    return group
+
+
+def _rounded_up(rows: int) -> int:
+    """To a multiple of an eighth of the power of two below: the number of tokens may vary a little without a new shape."""
+    rows = max(rows, _LEAST_CAPACITY)
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
+    """Raises `ValueError` for what cannot be."""
+    shape = tuple(tokens.shape)
+    if tokens.dtype not in _DTYPES:
+        raise ValueError(f"tokens is {tokens.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
+    if len(shape) != 2 or shape[1] == 0:
+        raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; a batch is flattened first")
+    for name, t, like in (("w_experts", w, f"[E, K={shape[1]}, N]"), ("splits", splits, "[ranks * E]")):
+        if not isinstance(t, torch.Tensor):
+            raise ValueError(f"{name} is a {type(t).__name__}: pass a torch tensor {like}")
+        if t.device != tokens.device:
+            raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
+    if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
+        raise ValueError(
+            f"w_experts has shape {tuple(w.shape)}: it must be [E, K={shape[1]}, N] to follow tokens {shape}, with E and N of at "
+            f"least 1"
+        )
+    if w.dtype != tokens.dtype:
+        raise ValueError(f"w_experts is {w.dtype} and tokens {tokens.dtype}: use one dtype")
+    if splits.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"splits is {splits.dtype}: use torch.int64")
+    if splits.shape != (world * w.shape[0],):
+        raise ValueError(
+            f"splits has shape {tuple(splits.shape)}: it must be [{world * w.shape[0]}], a number for each of {w.shape[0]} experts "
+            f"of {world} ranks"
+        )
+
+
+def _wrong_values(tokens: torch.Tensor, splits: torch.Tensor) -> str:
+    """Why these splits will not do for these tokens, if the host can tell without a wait."""
+    if splits.device.type != "cpu":
+        return ""
+    least, total = int(splits.min()), int(splits.sum())
+    if least < 0:
+        return f"splits has {least} at {int(splits.argmin())}: numbers of tokens must not be negative"
+    if total != tokens.shape[0]:
+        return f"splits add up to {total} and tokens has {tokens.shape[0]} rows: pass how many are for each expert"
+    return ""
+
+
+# --- for torch.compile: opaque ops ---
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_INPUTS = "Tensor tokens, Tensor w_experts, Tensor splits"
+_library.define(
+    f"all_to_all_matmul({_INPUTS}, str group, SymInt? max_rows, int? capacity, str schedule, float deadline_s) -> (Tensor, Tensor)"
+)
+_library.define(f"all_to_all_matmul_backward(Tensor grad_y, {_INPUTS}, Tensor received, str group) -> (Tensor, Tensor)")
+
+
+def _run(
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
+    schedule: str, deadline_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    prepared = _prepared_for(tokens, w, splits, group, max_rows is None, capacity, schedule or None, deadline_s or None)
+    y, received, _ = prepared(tokens, w, splits, max_rows, deadline_s or None, None)
+    return y, received
+
+
+def _fake(
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
+    schedule: str, deadline_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rows = torch.library.get_ctx().new_dynamic_size() if max_rows is None else max_rows
+    received = splits.new_empty(splits.shape[0] // w.shape[0], w.shape[0], dtype=torch.int64)
+    return tokens.new_empty(rows, w.shape[2]), received
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tokens, w, splits, ctx.group, *_ = inputs
+    ctx.save_for_backward(tokens, w, splits, output[1])
+
+
+def _backward(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    grads = torch.ops.weft.all_to_all_matmul_backward(grad_y, *ctx.saved_tensors, ctx.group)
+    return (*grads, None, None, None, None, None, None)
+
+
+def _run_backward(
+    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    sizes = Sizes(splits.to(torch.int64), received)
+    grad_tokens, grad_w = gradients(tokens.contiguous(), w, sizes, _group_of(group), grad_y, (True, True))
+    assert grad_tokens is not None
+    assert grad_w is not None
+    return grad_tokens, grad_w
+
+
+def _fake_backward(
+    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return tokens.new_empty(tokens.shape), w.new_empty(w.shape)
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "all_to_all_matmul": _run,
+    "all_to_all_matmul_backward": _run_backward,
+}
+for _name, _function in _IMPLEMENTATIONS.items():
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+torch.library.register_fake("weft::all_to_all_matmul", _fake, lib=_library)
+torch.library.register_fake("weft::all_to_all_matmul_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("weft::all_to_all_matmul", _backward, setup_context=_set_up, lib=_library)

@@ -1,0 +1,218 @@
+"""The library's way: tokens sent to the ranks of their experts and multiplied there, and the gradients behind it.
+
+    counts    all_to_all_single of splits: received [ranks, local experts]; the host waits for them
+    tokens    all_to_all_single with these sizes: they come by source rank, and from one source by expert
+    order     index_select: by expert, and for one expert by source rank
+    y         grouped GEMM: y_e = x_e @ w_e for the rows x_e of each expert e
+
+and backwards
+
+    grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T, put back into the order of arrival and sent back
+
+x is exchanged again while grad x is computed, and grad x is sent back while grad w is. Gradients of tokens belong to one rank
+each and of weights to the rank that has them: they are sums over the rows of all ranks, not means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_ALIGNMENT = 16  # bytes: of addresses and strides, for torch's grouped GEMM
+
+
+class OnHost(NamedTuple):
+    """Numbers of rows: to each rank, from each rank, for each local expert."""
+
+    sent: list[int]
+    came: list[int]
+    of_experts: list[int]
+
+
+class Sizes:
+    """How many rows go where: splits [ranks * experts] and received [ranks, experts] on the device, and what the host has to
+    know of them."""
+
+    def __init__(self, splits: torch.Tensor, received: torch.Tensor) -> None:
+        self.splits, self.received = splits, received
+        self._copy: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Let the numbers come to the host, behind what is queued on the device so far. Once is enough."""
+        if self._copy is not None:
+            return
+        numbers = torch.cat((self.splits, self.received.flatten()))
+        if numbers.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "all_to_all_matmul takes sizes on the host here, which a captured CUDA graph cannot: give max_rows, no "
+                    "schedule='serial', and capture without gradients"
+                )
+            self._copied = torch.cuda.Event()
+        self._copy = numbers.to("cpu", non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    @cached_property
+    def host(self) -> OnHost:
+        """Waits for `fetch`."""
+        self.fetch()
+        if self._copied is not None:
+            self._copied.synchronize()
+        assert self._copy is not None
+        world, experts = self.received.shape
+        both = self._copy.view(2, world, experts).numpy()
+        return OnHost(both[0].sum(1).tolist(), both[1].sum(1).tolist(), both[1].sum(0).tolist())
+
+
+def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """received [ranks, local experts] from splits [experts of all ranks], int64."""
+    world = group.size()
+    if world == 1:
+        return splits.view(1, -1).clone()
+    received = torch.empty_like(splits).view(world, -1)
+    dist.all_to_all_single(received, splits.view(world, -1), group=group)
+    return received
+
+
+def multiplied_by_library(
+    tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None
+) -> torch.Tensor:
+    """y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room."""
+    came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
+    rows = came if max_rows is None else max_rows
+    return _grouped_matmul(_dispatched(tokens, sizes, group, rows), w, sizes, cut=rows < came)
+
+
+def gradients(
+    tokens: torch.Tensor,
+    w: torch.Tensor,
+    sizes: Sizes,
+    group: dist.ProcessGroup,
+    grad_y: torch.Tensor,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of tokens and of w, as far as they are wanted: by the same ones on all ranks."""
+    if torch.is_autocast_enabled(tokens.device.type):
+        with torch.autocast(tokens.device.type, enabled=False):
+            return gradients(tokens, w, sizes, group, grad_y, wanted)
+    world, came = group.size(), sum(sizes.host.came)
+    missing = came - grad_y.shape[0]  # rows that found no room in y
+    grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
+    x, arriving, grad_tokens, returning = tokens, None, None, None
+    order = None if world == 1 or w.shape[0] == 1 else _expert_order(sizes.received, came)
+    if world > 1 and wanted[1]:
+        x, arriving = _send(tokens, tokens.new_empty(came, tokens.shape[1]), sizes.host.sent, sizes.host.came, group)
+    if wanted[0]:
+        grad_x = _grouped_matmul(grad_y, w.transpose(1, 2), sizes)
+        if order is not None:
+            grad_x = torch.empty_like(grad_x).index_copy_(0, order, grad_x)
+        grad_tokens = grad_x
+        if world > 1:
+            grad_tokens, returning = _send(grad_x, torch.empty_like(tokens), sizes.host.came, sizes.host.sent, group)
+    grad_w = None
+    if wanted[1]:
+        if arriving is not None:
+            arriving.wait()
+        grad_w = _grouped_outer(x if order is None else x.index_select(0, order), grad_y, sizes)
+    if returning is not None:
+        returning.wait()
+    return grad_tokens, grad_w
+
+
+def _send(
+    rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work]:
+    """(what comes, what to wait for before reading it)."""
+    return out, dist.all_to_all_single(out, rows, came, sent, group=group, async_op=True)
+
+
+def _dispatched(tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int) -> torch.Tensor:
+    """x [rows, K], which begins with the rows for the local experts in their order, as far as there is room."""
+    k = tokens.shape[1]
+    if group.size() == 1:
+        if rows <= tokens.shape[0]:
+            return tokens[:rows]
+        padded = tokens.new_empty(rows, k)
+        padded[: tokens.shape[0]] = tokens
+        return padded
+    came, experts = sum(sizes.host.came), sizes.received.shape[1]
+    arrived = tokens.new_empty(came if experts > 1 else max(rows, came), k)
+    _, exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group)
+    if experts == 1:
+        exchange.wait()
+        return arrived[:rows]
+    order = _expert_order(sizes.received, came)[:rows]  # on the device while tokens are under way
+    exchange.wait()
+    x = tokens.new_empty(rows, k)
+    torch.index_select(arrived, 0, order, out=x[: len(order)])
+    return x
+
+
+def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
+    """[came]: for each row in the order of experts, where it is in the order of arrival."""
+    world, experts = received.shape
+    by_source, by_expert = received.flatten(), received.t().flatten()
+    begins_in_arrival = (by_source.cumsum(0) - by_source).view(world, experts).t().flatten()
+    begins_in_order = by_expert.cumsum(0) - by_expert
+    shift = torch.repeat_interleave(begins_in_arrival - begins_in_order, by_expert, output_size=came)
+    return shift.add_(torch.arange(came, device=received.device))
+
+
+def _grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
+    """y [rows of x, N] = each expert's rows of x @ its w; rows beyond all of theirs are not written. cut: x has not all."""
+    if _has_grouped_gemm(x, w):
+        return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
+    y = x.new_empty(x.shape[0], w.shape[2])
+    for part, rows, result in zip(w, _parts(x, sizes), _parts(y, sizes), strict=True):
+        if len(rows):
+            torch.mm(rows, part, out=result)
+    return y
+
+
+def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """[experts, K, N]: each expert's rows of x, transposed, @ its rows of grad_y."""
+    if _has_grouped_gemm(x, grad_y):
+        result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
+        # Hopper's kernel writes zeros for an expert without rows, Blackwell's what was in memory.
+        for expert, count in enumerate(sizes.host.of_experts):
+            if count == 0:
+                result[expert].zero_()
+        return result
+    result = x.new_empty(sizes.received.shape[1], x.shape[1], grad_y.shape[1])
+    for rows, grad, of_expert in zip(_parts(x, sizes), _parts(grad_y, sizes), result, strict=True):
+        torch.mm(rows.t(), grad, out=of_expert)
+    return result
+
+
+def _parts(rows: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    """Those of each expert, as far as they are there."""
+    parts, first = [], 0
+    for count in sizes.host.of_experts:
+        parts.append(rows[first : first + count])
+        first += count
+    return parts
+
+
+def _ends(sizes: Sizes, most: int | None = None) -> torch.Tensor:
+    ends = sizes.received.sum(0).cumsum(0, dtype=torch.int32)
+    return ends if most is None else ends.clamp_(max=most)
+
+
+def _has_grouped_gemm(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether torch has one kernel for all experts, which takes their sizes from the device."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0 and _is_aligned(x) and _is_aligned(w)
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Rows or columns in one piece each, which begin at multiples of 16 bytes."""
+    (rows, cols), (row, col) = t.shape[-2:], t.stride()[-2:]
+    if not ((col == 1 and row >= cols) or (row == 1 and col >= rows)):
+        return False
+    begins = [t.data_ptr(), *(stride * t.element_size() for stride in (*t.stride()[:-2], col if row == 1 else row))]
+    return all(begin % _ALIGNMENT == 0 for begin in begins)
