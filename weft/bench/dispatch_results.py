@@ -27,6 +27,9 @@ MINE = (WEFT, WEFT + BOUNDED)
 GEMM, GEMM_EACH, EXCHANGE = "gemm", "gemm-each", "exchange"
 BESIDE = (GEMM, GEMM_EACH, EXCHANGE)
 
+_DESCRIBED = ("tokens x N x K", "most / mean rows", "padded rows")
+_BEST = ("best schedule", "of them")
+
 NEVER_BELOW = 0.98
 """Of the baseline's speed: what counts as not slower."""
 NEAR_BEST = 0.03
@@ -157,73 +160,28 @@ class MeasuredDispatch:
         return 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
 
 
-def _summaries(rows: Sequence[Record]) -> list[str]:
-    """What the shapes of one mode say together: a sentence for each of `weft` and `weft-bounded`, and each of its baselines."""
-    said = []
-    for variant, over in _compared(rows):
-        mine = [r for r in rows if r["variant"] == variant and over in r["speedup_over"]]
-        speeds = [(r["speedup_over"][over], r["config"]) for r in mine]
-        worst, where = min(speeds)
-        not_slower = share([speed >= NEVER_BELOW for speed, _ in speeds]) or 0.0
-        text = (
-            f"{variant} over {len(mine)} shapes: {times(geomean([s for s, _ in speeds]))} {over} in the geometric mean, at worst "
-            f"{times(worst)} ({where}), at least {NEVER_BELOW}x on {not_slower:.0%} of them; "
-            f"{number(geomean([r['floor_ratio'] for r in mine]), 2)} of the floor"
-        )
-        best = {
-            config: ms for config in (r["config"] for r in mine) if (ms := _best(rows, config, variant)[0]) is not None
-        }
-        near = share([r["p50_ms"] <= (1 + NEAR_BEST) * best[r["config"]] for r in mine if r["config"] in best])
-        said.append(
-            text
-            + (f"; within {NEAR_BEST:.0%} of the best measured schedule on {near:.0%}." if near is not None else ".")
-        )
-    return said
-
-
-def _compared(rows: Sequence[Record]) -> list[tuple[str, str]]:
-    """(weft or weft-bounded, baseline): whose speeds are looked at. What returns exact rows is not compared with padding."""
-    there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
-    return [pair for pair in ((WEFT, BASELINE), *((WEFT + BOUNDED, over) for over in BASELINES)) if pair in there]
-
-
-def _best(rows: Sequence[Record], config: str, variant: str) -> tuple[float | None, str]:
-    """(milliseconds, name) of the fastest pinned schedule, of the kind of `variant`: bounded or exact."""
-    bounded = variant.endswith(BOUNDED)
-    return min(
-        ((r["p50_ms"], r["variant"]) for r in rows
-         if r["config"] == config and r["variant"] not in (*BASELINES, *MINE) and r["variant"].endswith(BOUNDED) == bounded),
-        default=(None, ""),
-    )  # fmt: skip
-
-
 def show_summary(written: Sequence[Record], options: BenchOptions) -> None:
     """Print a line for each shape and mode, and what they say together."""
     for mode in options.modes:
         rows = [r for r in written if r["mode"] == mode]
         if rows:
-            header, lines = _lines(rows)
             title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
-            print_table(title, header, lines, tuple(_summaries(rows)))
+            print_table(title, *_lines(rows), tuple(_summaries(rows)), optional=(*_DESCRIBED[1:], *_BEST))
 
 
 def table(rows: Sequence[Record]) -> str:
-    """Markdown: a row for each shape, and a sentence about all of them for each comparison."""
+    """Markdown: a row for each shape, and what all of them say of `weft` and of `weft-bounded`."""
     return "\n\n".join([markdown_table(*_lines(rows)), *_summaries(rows)])
 
 
 def _lines(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """(header, cells): shape, its skew, what padding adds, baselines, weft, its ratios, the floor, and where schedules were
-    pinned the best of them."""
+    """(header, cells): shape, its skew, what padding adds, baselines, weft, its ratios, the floor; where schedules were pinned
+    the best of them."""
     variants = [v for v in (*BASELINES, *MINE) if any(r["variant"] == v for r in rows)]
-    compared = _compared(rows)
-    mine = [v for v in MINE if v in variants]
-    pinned = [v for v in mine if any(_best(rows, r["config"], v)[1] for r in rows)]
-    header = ["tokens x N x K", "most / mean rows", "padded rows", *variants]
-    header += [f"{variant} vs {over}" for variant, over in compared]
-    header += ["floor", *(f"{v} / floor" for v in mine)]
-    for v in pinned:
-        header += [f"best pinned{' bounded' if v != WEFT else ''}", "which"]
+    compared = [(variant, over) for variant in MINE for over in _overs(rows, variant)]
+    pinned = any(_best(rows, r["config"]) for r in rows)
+    header = [*_DESCRIBED, *variants, *(f"{variant} vs {over}" for variant, over in compared), "floor"]
+    header += _BEST if pinned else ()
     lines = []
     for config in dict.fromkeys(r["config"] for r in rows):
         by_variant = {r["variant"]: r for r in rows if r["config"] == config}
@@ -231,9 +189,54 @@ def _lines(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         cells = [config, f"{one['rank_skew']:.2f}", f"{one['capacity'] * one['experts'] / one['rows']:.2f}x"]
         cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
         cells += [times(by_variant.get(v, {}).get("speedup_over", {}).get(over)) for v, over in compared]
-        cells += [milliseconds(one["floor_ms"]), *(number(by_variant.get(v, {}).get("floor_ratio"), 2) for v in mine)]
-        for v in pinned:
-            ms, name = _best(rows, config, v)
-            cells += [milliseconds(ms), name.removesuffix(BOUNDED)]
+        cells.append(milliseconds(one["floor_ms"]))
+        if pinned:
+            ms, name = _best(rows, config) or (None, "")
+            cells += [milliseconds(ms), name]
         lines.append(cells)
     return header, lines
+
+
+def _summaries(rows: Sequence[Record]) -> list[str]:
+    """What the shapes of one mode say together, a sentence for each of `weft` and `weft-bounded`."""
+    said = []
+    for variant in MINE:
+        mine = [r for r in rows if r["variant"] == variant]
+        overs = _overs(rows, variant)
+        if not overs:
+            continue
+        means = [
+            f"{times(geomean(speeds))} {over}" for over in overs if (speeds := [s for s, _ in _speeds(mine, over)])
+        ]
+        worst, where = min(_speeds(mine, overs[0]))
+        not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
+        text = (
+            f"{variant} over {len(mine)} shapes: {' and '.join(means)} in the geometric mean, at worst {times(worst)} {overs[0]} "
+            f"({where}), at least {NEVER_BELOW}x on {not_slower:.0%} of them; {number(geomean([r['floor_ratio'] for r in mine]), 2)} "
+            f"of the floor"
+        )
+        best = [
+            (r["p50_ms"], found[0]) for r in mine if (found := _best(rows, r["config"], (variant.removeprefix(WEFT),)))
+        ]
+        if best:
+            near = share([ms <= (1 + NEAR_BEST) * least for ms, least in best])
+            text += f"; within {NEAR_BEST:.0%} of the best measured schedule of its kind on {near:.0%}"
+        said.append(text + ".")
+    return said
+
+
+def _overs(rows: Sequence[Record], variant: str) -> list[str]:
+    """With which baselines `variant` is compared, its own first. What returns exact rows is not compared with padding."""
+    there = {over for r in rows if r["variant"] == variant for over in r["speedup_over"]}
+    return [over for over in ((BASELINE,) if variant == WEFT else BASELINES) if over in there]
+
+
+def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
+    return [(r["speedup_over"][over], r["config"]) for r in rows if over in r["speedup_over"]]
+
+
+def _best(rows: Sequence[Record], config: str, endings: Sequence[str] = ("", BOUNDED)) -> tuple[float, str] | None:
+    """(milliseconds, name) of the fastest pinned schedule, of those that return exact rows ("") or are bounded, or both."""
+    pinned = [r for r in rows if r["config"] == config and r["variant"] not in (*BASELINES, *MINE)]
+    kind = [r for r in pinned if (BOUNDED if r["variant"].endswith(BOUNDED) else "") in endings]
+    return min(((r["p50_ms"], r["variant"]) for r in kind), default=None)

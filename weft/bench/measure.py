@@ -33,7 +33,7 @@ class Workload(ABC):
     input_sets: int
     dtype: torch.dtype
     waiting: Collection[str] = ()
-    """Arms and calls beside them that wait for the device in each call."""
+    """Arms that wait for the device in each call: no queue of them, and no graph."""
 
     @abstractmethod
     def reference(self, which: int) -> torch.Tensor:
@@ -139,11 +139,9 @@ def measure_arms(
     seconds: float,
     repetitions: tuple[int, int],
     step: Step,
-    not_in_graphs: Mapping[str, str] | None = None,
 ) -> Results:
-    """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at. Collective.
-
-    not_in_graphs: which of them nobody need try to capture, and why."""
+    """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at; in `graph` without those that
+    wait for the device. Collective."""
     step(f"{work.name}: checking every variant against float64", 0)
     first_ms = first_calls(arms, work.ranks)
     checked = check(arms, work)
@@ -155,7 +153,8 @@ def measure_arms(
     for mode in modes:  # graph is the last: what was captured once may run otherwise from then on
         if mode == "graph":
             recorder = Recorder(work.ranks)
-            checked = check(arms, work, recorder, checked.errors, not_in_graphs)
+            arms = {name: arm for name, arm in arms.items() if name not in work.waiting}
+            checked = check(arms, work, recorder, checked.errors)
             wrong += checked.wrong.values()
             _capture_beside(beside, recorder, work.input_sets, checked)
             not_captured = checked.not_captured
@@ -167,7 +166,7 @@ def measure_arms(
             input_sets=work.input_sets,
             seconds=seconds,
             repetitions=repetitions,
-            waiting=work.waiting if mode != "graph" else (),
+            waiting=work.waiting,
             advance=partial(step, f"{work.name}: timing, {mode}"),
         )
         timings |= {(mode, name): timing for name, timing in timed.items()}
@@ -187,20 +186,16 @@ def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
 
 
 def check(
-    arms: Arms,
-    work: Workload,
-    recorder: Recorder | None = None,
-    known: Mapping[str, float] | None = None,
-    not_in_graphs: Mapping[str, str] | None = None,
+    arms: Arms, work: Workload, recorder: Recorder | None = None, known: Mapping[str, float] | None = None
 ) -> Checked:
     """The error of each arm, relative to the largest element, over all input sets. Collective.
 
     Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that
     memory which is not written anew shows. With a recorder it is the replay of a captured call that is checked, into
-    memory full of NaN, of all arms but those `not_in_graphs`. `known`: errors that were found before. The first arm is
-    the baseline; if that is wrong, RuntimeError.
+    memory full of NaN. `known`: errors that were found before. The first arm is the baseline; if that is wrong,
+    RuntimeError.
     """
-    found = Checked(dict.fromkeys(arms, 0.0) | dict(known or {}), not_captured=dict(not_in_graphs or {}))
+    found = Checked(dict.fromkeys(arms, 0.0) | dict(known or {}))
     for which in range(work.input_sets):
         reference = work.reference(which)
         for name, arm in arms.items():
@@ -256,8 +251,6 @@ def _output(
 
 def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: int, found: Checked) -> None:
     for name, call in beside.items():
-        if name in found.not_captured:
-            continue
         captured = recorder.capture(call, 0)
         if isinstance(captured, str):
             found.not_captured[name] = captured

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the command line shows its help without torch
 OPERATORS = {
     "embedding_all_to_all": "weft.bench.embedding_all_to_all",
     "all_gather_matmul": "weft.bench.all_gather_matmul",
+    "all_to_all_matmul": "weft.bench.all_to_all_matmul",
     "inefficiency": "weft.bench.inefficiency",
 }
 

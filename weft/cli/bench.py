@@ -37,8 +37,9 @@ def bench(
         typer.Option(
             help="Comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, "
             "meta-2021 or grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, "
-            "or a shape as MxNxK, N columns on each rank. inefficiency: g1 to g16, the paper's GEMMs. None: all that suit the "
-            "device."
+            "or a shape as MxNxK, N columns on each rank. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or "
+            "TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the "
+            "paper's GEMMs. None: all that suit the device."
         ),
     ] = None,
     ranks: Annotated[
@@ -52,7 +53,8 @@ def bench(
         typer.Option(
             help="Comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, "
             "put, and these with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), "
-            "weft (what the planner takes), all, or how names of schedules begin: shard, 'shard[chunks=2'."
+            "weft (what the planner takes), all, or how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: "
+            "padded (baseline, always runs), weft, all, or how names begin: dispatch; each also as ...-bounded."
         ),
     ] = None,
     mode: Annotated[
@@ -95,6 +97,8 @@ def bench(
         weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
 
         weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
+
+        weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
 
         weft bench inefficiency --json losses.jsonl --pictures losses
 

@@ -1,0 +1,306 @@
+"""Benchmark of tokens that go to the ranks of their experts and are multiplied there: mixture-of-experts layers x variants.
+
+Tokens are sorted by expert, a router has drawn how many there are for each (`weft.bench.dispatch_shapes`); weights lie as
+[experts, K, N]; outputs are new at each call. Variants:
+
+    serial    the baseline, as a careful user writes it: all_to_all_single of the splits, which the host reads, all_to_all_single of
+              the tokens, a copy into the order of experts, torch's grouped GEMM
+    padded    what can be captured without weft, the baseline of `graph`: as much room for every expert as the largest count of
+              this workload needs, equal all_to_all_single, torch.bmm over everything. What padding costs shows
+    weft      weft.all_to_all_matmul as it chooses; exactly the rows that arrive, for which the host waits in each call
+    a name    weft.all_to_all_matmul with that schedule ("dispatch[by=dma,rest=each]"; weft-serial: its "serial"); the beginning
+              of a name means all that begin so, "all" every one
+    ...-bounded  the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
+
+Beside them run what no overlap can beat: the GEMMs alone on rows that lie in the order of experts, by torch's grouped GEMM
+and one by one; and for information the library's all-to-all of the tokens alone, sizes known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from weft.bench.ceilings import Ceilings
+from weft.bench.dispatch_results import (
+    BASELINE,
+    BOUNDED,
+    EXCHANGE,
+    GEMM,
+    GEMM_EACH,
+    MINE,
+    PADDED,
+    Load,
+    MeasuredDispatch,
+    show_summary,
+    table,
+)
+from weft.bench.dispatch_shapes import MoeShape, find_shapes
+from weft.bench.harness import Call, Mode, Ranks
+from weft.bench.matmul_shapes import shapes_file
+from weft.bench.measure import Arms, Step, Workload, measure_arms
+from weft.bench.operator import Operator, Record
+from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.schedules import OWN_SERIAL, WEFT, check_variants, fitting, free_bytes, gemm_limit, wanted_schedules
+from weft.ops.all_to_all_matmul import all_to_all_matmul
+from weft.ops.exchanged import Sizes, exchange_counts, multiplied_by_library
+from weft.schedule import AllToAllMatmul
+
+_FIXED = (BASELINE, PADDED, *MINE)
+_PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call
+
+
+class DispatchWorkload(Workload):
+    """Normally distributed tokens, weights scaled so that outputs are about 1; other tokens and splits in each input set."""
+
+    def __init__(self, shape: MoeShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
+        self.shape, self.ranks, self.dtype, self.input_sets = shape, ranks, dtype, input_sets
+        self.name = shape.name
+        self.experts = shape.experts // ranks.world_size
+        self.all_splits = [shape.splits(ranks.world_size, which) for which in range(input_sets)]
+        self.tokens = [self._tokens(which, ranks.rank) for which in range(input_sets)]
+        self.splits = [splits[ranks.rank].to(ranks.device) for splits in self.all_splits]
+        generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
+        self.w = torch.empty(self.experts, shape.k, shape.n, dtype=dtype, device=ranks.device)
+        for of_expert in self.w:  # one by one: in fp32 all together take as much again, twice
+            drawn = torch.randn(shape.k, shape.n, generator=generator, device=ranks.device)
+            of_expert.copy_(drawn.mul_(shape.k**-0.5))
+        self.problem = AllToAllMatmul.even(
+            shape.rows, shape.n, shape.k, self.experts, ranks.world_size,
+            next(name for name, d in DTYPES.items() if d == dtype),
+        )  # fmt: skip
+
+    def counts(self, which: int) -> torch.Tensor:
+        """int64 [world size, experts], on the host: what each rank sends here for each expert of this rank."""
+        first = self.ranks.rank * self.experts
+        return self.all_splits[which][:, first : first + self.experts]
+
+    def ordered(self, which: int) -> torch.Tensor:
+        """What arrives, by expert and then by source, made and not sent: [rows, k]."""
+        parts = []
+        for source in range(self.ranks.world_size):
+            splits = self.all_splits[which][source]
+            first = self.ranks.rank * self.experts
+            parts.append(self._tokens(which, source).split(splits.tolist())[first : first + self.experts])
+        return torch.cat([part for of_expert in zip(*parts, strict=True) for part in of_expert])
+
+    def reference(self, which: int) -> torch.Tensor:
+        x = self.ordered(which)
+        y = torch.empty(x.shape[0], self.shape.n, dtype=torch.float64, device=x.device)
+        sizes = self.counts(which).sum(0).tolist()
+        for w, part, rows in zip(self.w, x.split(sizes), y.split(sizes), strict=True):
+            torch.mm(part.double(), w.double(), out=rows)
+        return y
+
+    def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
+        """Of `padded` the rows that hold tokens; of bounded variants those that arrive, which come first."""
+        counts = self.counts(which)
+        if name != PADDED:
+            return output[: int(counts.sum())] if name.endswith(BOUNDED) else output
+        here = torch.arange(self.load.capacity) < counts.t().unsqueeze(-1)  # [experts, sources, capacity]
+        return output[here.flatten().to(output.device)]
+
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE])
+
+    @cached_property
+    def load(self) -> Load:
+        shape, world = self.shape, self.ranks.world_size
+        splits = torch.stack(self.all_splits).view(self.input_sets, world, world, self.experts)
+        between = splits.sum(3)  # rows [input set, from, to]
+        of_rank, of_expert = between.sum(1), splits.sum(1).flatten(1)
+        leaving = between.masked_fill(torch.eye(world, dtype=torch.bool), 0)
+        busiest = torch.maximum(leaving.sum(2), leaving.sum(1)).amax(1).double().mean()
+        return Load(
+            tokens=shape.tokens, top_k=shape.top_k, experts=shape.experts, n=shape.n, k=shape.k, skew=shape.skew,
+            rows=shape.rows,
+            max_rows=_round_up(int(of_rank.max()), 128),
+            capacity=_round_up(int(splits.max()), 8),
+            rank_skew=float((of_rank.amax(1) / of_rank.double().mean(1)).mean()),
+            expert_skew=float((of_expert.amax(1) / of_expert.double().mean(1)).mean()),
+            busiest_bytes=float(busiest) * shape.k * self.dtype.itemsize,
+        )  # fmt: skip
+
+    def _tokens(self, which: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
+        size = (self.shape.rows, self.shape.k)
+        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.dtype)
+
+
+class Serial:
+    """The library's calls in turn: `weft.ops.exchanged`, which is also the operator's serial schedule."""
+
+    def __init__(self, work: DispatchWorkload) -> None:
+        self.work = work
+
+    def __call__(self, which: int) -> torch.Tensor:
+        work, group = self.work, self.work.ranks.group
+        sizes = Sizes(work.splits[which], exchange_counts(work.splits[which], group))
+        return multiplied_by_library(work.tokens[which], work.w, sizes, group, None)
+
+
+class Padded:
+    """Room for `capacity` rows of each expert on each rank: sizes are known, so that nobody waits for them."""
+
+    def __init__(self, work: DispatchWorkload) -> None:
+        self.work = work
+        self.slots = torch.arange(work.load.capacity, device=work.ranks.device)
+
+    @staticmethod
+    def bytes(work: DispatchWorkload) -> float:
+        """Sent, received, in the order of experts; and multiplied."""
+        rows = work.shape.experts * work.load.capacity
+        return float(rows * (3 * work.shape.k + work.shape.n) * work.dtype.itemsize)
+
+    def __call__(self, which: int) -> torch.Tensor:
+        """[experts * world size * capacity, n], by expert and then by source; slots that are not used hold other tokens."""
+        work, world = self.work, self.work.ranks.world_size
+        splits, tokens = work.splits[which], work.tokens[which]
+        rows = ((splits.cumsum(0) - splits).unsqueeze(1) + self.slots).clamp_(max=tokens.shape[0] - 1)
+        padded = tokens.index_select(0, rows.flatten())
+        arrived = torch.empty_like(padded)
+        dist.all_to_all_single(arrived, padded, group=work.ranks.group)
+        by_source = arrived.view(world, work.experts, -1, work.shape.k)
+        return torch.bmm(by_source.transpose(0, 1).reshape(work.experts, -1, work.shape.k), work.w).flatten(0, 1)
+
+
+class Weft:
+    """weft's operator, with a schedule or as it chooses, for exactly the rows that arrive or for at most so many."""
+
+    def __init__(self, work: DispatchWorkload, schedule: str | None, *, bounded: bool) -> None:
+        self.work, self.schedule = work, schedule
+        self.max_rows = work.load.max_rows if bounded else None
+
+    def __call__(self, which: int) -> torch.Tensor:
+        work = self.work
+        y = all_to_all_matmul(
+            work.tokens[which], work.w, work.splits[which], group=work.ranks.group, max_rows=self.max_rows,
+            schedule=self.schedule,
+        )  # fmt: skip
+        assert isinstance(y, torch.Tensor)
+        return y
+
+
+class Alone:
+    """The GEMMs and the exchange, each by itself, on what arrives."""
+
+    def __init__(self, work: DispatchWorkload) -> None:
+        self.work = work
+        self.ordered = [work.ordered(which) for which in range(work.input_sets)]
+        self.sizes = [work.counts(which).sum(0).tolist() for which in range(work.input_sets)]
+        ends = [torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32) for sizes in self.sizes]
+        self.ends = [of_set.to(work.ranks.device) for of_set in ends]
+        self.arrived = [torch.empty_like(x) for x in self.ordered]
+
+    def gemm(self, which: int) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(self.ordered[which], self.work.w, offs=self.ends[which])
+
+    def gemm_each(self, which: int) -> torch.Tensor:
+        x, sizes = self.ordered[which], self.sizes[which]
+        y = x.new_empty(x.shape[0], self.work.shape.n)
+        for w, part, rows in zip(self.work.w, x.split(sizes), y.split(sizes), strict=True):
+            torch.mm(part, w, out=rows)
+        return y
+
+    def exchange(self, which: int) -> None:
+        work, rank = self.work, self.work.ranks.rank
+        between = work.all_splits[which].view(work.ranks.world_size, work.ranks.world_size, -1).sum(2)
+        dist.all_to_all_single(
+            self.arrived[which],
+            work.tokens[which],
+            between[:, rank].tolist(),
+            between[rank].tolist(),
+            group=work.ranks.group,
+        )
+
+
+class _AllToAllMatmul(Operator[MoeShape]):
+    name = "all_to_all_matmul"
+    matmul = True
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
+
+    def default_dtype(self, device: str) -> str:
+        return "bf16" if device == "cuda" else "fp32"
+
+    def check_options(self, options: BenchOptions) -> None:
+        if options.scale is not None:
+            raise ValueError(
+                f"scale={options.scale} is for tables: name a smaller shape, such as --preset 512x1024x256-e8-top2"
+            )
+        for shape in self.presets(options):
+            if shape.experts % options.ranks:
+                fitting_ranks = [ranks for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0]
+                raise ValueError(
+                    f"{shape.name}: {shape.experts} experts cannot be spread evenly over {options.ranks} ranks: use one of "
+                    f"{', '.join(map(str, fitting_ranks))}"
+                )
+        check_variants(options.variants, AllToAllMatmul.even(1, 1, 1, 1, options.ranks), _FIXED, ("", BOUNDED))
+
+    def presets(self, options: BenchOptions) -> Sequence[MoeShape]:
+        return find_shapes(shapes_file(self.name), options.preset, options.device)
+
+    def measure(
+        self, preset: MoeShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
+    ) -> MeasuredDispatch:
+        step(f"{preset.name}: making inputs", 0)
+        work = DispatchWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
+        alone = Alone(work)
+        arms, notes = _arms(work, options)
+        beside: dict[str, Call] = {GEMM: alone.gemm, GEMM_EACH: alone.gemm_each, EXCHANGE: alone.exchange}
+        work.waiting = [name for name in arms if name != PADDED and not name.endswith(BOUNDED)]
+        results = measure_arms(
+            work,
+            arms,
+            beside,
+            modes=options.modes,
+            seconds=options.time_s,
+            repetitions=options.repetitions,
+            step=step,
+        )
+        chosen: dict[str, str] = {}
+        return MeasuredDispatch(
+            preset.name, preset.sources, work.load, ranks.world_size, tuple(arms), results, chosen, ceilings, tuple(notes)
+        )  # fmt: skip
+
+    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        show_summary(written, options)
+
+    def table(self, rows: Sequence[Record]) -> str:
+        return table(rows)
+
+
+OPERATOR = _AllToAllMatmul()
+
+
+def _arms(work: DispatchWorkload, options: BenchOptions) -> tuple[Arms, list[str]]:
+    """(arms, the baselines first; what was left out)"""
+    wanted = options.variants or (WEFT,)
+    arms: dict[str, Callable[[int], torch.Tensor]] = {BASELINE: Serial(work)}
+    notes = []
+    if Padded.bytes(work) <= _PADDED_SHARE * -work.ranks.most(-free_bytes(work.ranks)):
+        arms[PADDED] = Padded(work)
+    else:
+        notes.append(f"{PADDED} not measured, no memory: it needs {Padded.bytes(work) / 1e9:.1f} GB")
+    for name in MINE:
+        if WEFT in wanted or name in wanted:
+            arms[name] = Weft(work, None, bounded=name != WEFT)
+    found = wanted_schedules(work.problem, wanted, _FIXED)
+    bounded = wanted_schedules(replace(work.problem, exact=False), wanted, _FIXED, BOUNDED)
+    found += [
+        one for one in bounded if one.variant != OWN_SERIAL + BOUNDED
+    ]  # the library's calls need sizes on the host
+    pinned, left_out = fitting(found, work.ranks)
+    for variant, candidate, _ in pinned:
+        arms[variant] = Weft(work, candidate.name, bounded=variant.endswith(BOUNDED))
+    return arms, notes + left_out
+
+
+def _round_up(rows: int, to: int) -> int:
+    return -(-rows // to) * to
