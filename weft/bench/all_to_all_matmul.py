@@ -47,7 +47,7 @@ from weft.bench.measure import Arms, Step, Workload, measure_arms
 from weft.bench.operator import Operator, Record
 from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import OWN_SERIAL, WEFT, check_variants, fitting, free_bytes, gemm_limit, wanted_schedules
-from weft.ops.all_to_all_matmul import all_to_all_matmul
+from weft.ops.all_to_all_matmul import _usual_schedule, all_to_all_matmul
 from weft.ops.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
 
@@ -107,6 +107,10 @@ class DispatchWorkload(Workload):
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE])
+
+    def usual_schedule(self, *, bounded: bool) -> str | None:
+        """What the operator takes; None: with one rank there is nothing to choose."""
+        return _usual_schedule(replace(self.problem, exact=not bounded))
 
     @cached_property
     def load(self) -> Load:
@@ -264,7 +268,7 @@ class _AllToAllMatmul(Operator[MoeShape]):
             repetitions=options.repetitions,
             step=step,
         )
-        chosen: dict[str, str] = {}
+        chosen = {name: usual for name in MINE if name in arms and (usual := work.usual_schedule(bounded=name != WEFT))}
         return MeasuredDispatch(
             preset.name, preset.sources, work.load, ranks.world_size, tuple(arms), results, chosen, ceilings, tuple(notes)
         )  # fmt: skip

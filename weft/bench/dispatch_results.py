@@ -210,10 +210,10 @@ def _summaries(rows: Sequence[Record]) -> list[str]:
         ]
         worst, where = min(_speeds(mine, overs[0]))
         not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
+        floors = number(geomean([r["floor_ratio"] for r in mine]), 2)
         text = (
             f"{variant} over {len(mine)} shapes: {' and '.join(means)} in the geometric mean, at worst {times(worst)} {overs[0]} "
-            f"({where}), at least {NEVER_BELOW}x on {not_slower:.0%} of them; {number(geomean([r['floor_ratio'] for r in mine]), 2)} "
-            f"of the floor"
+            f"({where}), at least {NEVER_BELOW}x on {not_slower:.0%} of them; {floors} times the floor"
         )
         best = [
             (r["p50_ms"], found[0]) for r in mine if (found := _best(rows, r["config"], (variant.removeprefix(WEFT),)))
