@@ -1,0 +1,316 @@
+"""A mixture-of-experts layer whose tokens are multiplied while others still travel: weft.all_to_all_matmul in a model.
+
+    python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide
+    python examples/moe.py --preset deepseek --ranks 4
+    python examples/moe.py --schedule "dispatch[by=kernel,rest=each]"
+    torchrun --nproc-per-node 2 examples/moe.py --device cuda     # the layer as it is, bf16
+
+Each rank has its own tokens and some of the experts. A router says which experts a token goes to, and how much each counts:
+
+    weights, experts = top_k(softmax(x @ router))            each token once for each of its experts, sorted by expert
+    h = all-to-all, then h_e = x_e @ gate_up_e               weft.all_to_all_matmul: GEMMs start on what is there
+    h = silu(gate) * up, then y_e = h_e @ down_e             torch's grouped GEMM
+    y = all-to-all back, weighted sum of a token's experts   the library's all_to_all_single
+
+Forward and backward run twice, with the library's calls in turn (schedule="serial") and as weft chooses. Outputs and gradients of
+both are compared with a dense layer in float64 that one process computes for all ranks' tokens; weft's may err twice as much as
+the library's. Then both are timed. A real layer would also drop or balance tokens, which changes nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from weft.launch import run_ranks
+
+
+@dataclass(frozen=True)
+class Layer:
+    """hidden: of a token. width: of gate, and of up, of an expert. tokens: of each rank."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    tokens: int = 4096
+
+
+PRESETS = {
+    "mixtral": Layer(hidden=4096, width=14336, experts=8, top_k=2),  # Mixtral-8x7B
+    "deepseek": Layer(hidden=7168, width=2048, experts=256, top_k=8),  # DeepSeek-V3, without its shared expert
+}
+SHRUNK = 8  # on CPU by default: hidden and width
+
+
+def expert_weights(layer: Layer, expert: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate and up side by side [hidden, 2 * width], down [width, hidden]), the same whoever asks."""
+    generator = torch.Generator(like.device).manual_seed(1000 + expert)
+    gate_up = torch.randn(layer.hidden, 2 * layer.width, generator=generator, device=like.device) / layer.hidden**0.5
+    down = torch.randn(layer.width, layer.hidden, generator=generator, device=like.device) / layer.width**0.5
+    return gate_up.to(like.dtype), down.to(like.dtype)
+
+
+class Exchange(torch.autograd.Function):
+    """all_to_all_single of rows; gradients travel the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:  # type: ignore[override]
+        ctx.call = received, sent, group
+        found = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return Exchange.apply(grad, *ctx.call), None, None, None
+
+
+class MoE(nn.Module):
+    """Experts rank * E ... of all, as one parameter [E, ...] for each of gate_up and down; a router that every rank has."""
+
+    def __init__(self, layer: Layer, group: dist.ProcessGroup, like: torch.Tensor) -> None:
+        super().__init__()
+        self.layer, self.group = layer, group
+        local = layer.experts // group.size()
+        first = group.rank() * local
+        gate_up, down = zip(*(expert_weights(layer, first + e, like) for e in range(local)), strict=True)
+        self.gate_up, self.down = nn.Parameter(torch.stack(gate_up)), nn.Parameter(torch.stack(down))
+        generator = torch.Generator(like.device).manual_seed(1)
+        router = torch.randn(layer.hidden, layer.experts, generator=generator, device=like.device) / layer.hidden**0.5
+        self.router = nn.Parameter(router)  # fp32 whatever the experts are: small differences decide
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(how much each of its experts counts for a token, which these are), both [tokens, top_k]."""
+        weights, experts = (x.to(self.router.dtype) @ self.router).softmax(dim=1).topk(self.layer.top_k, dim=1)
+        return weights / weights.sum(dim=1, keepdim=True), experts
+
+    def forward(
+        self, x: torch.Tensor, schedule: str | None = None, timeline: weft.Timeline | None = None
+    ) -> torch.Tensor:
+        """[tokens, hidden] of this rank -> [tokens, hidden]."""
+        weights, experts = self.route(x)
+        order = experts.flatten().argsort(stable=True)  # a token's copies, sorted by expert
+        token = order // self.layer.top_k
+        splits = torch.bincount(experts.flatten(), minlength=self.layer.experts)
+        h, received = weft.all_to_all_matmul(
+            x[token], self.gate_up, splits, group=self.group, return_received=True, schedule=schedule, timeline=timeline
+        )  # fmt: skip
+        gate, up = h.chunk(2, dim=1)
+        ends = received.sum(0).cumsum(0, dtype=torch.int32)
+        y = nn.functional.grouped_mm(nn.functional.silu(gate) * up, self.down, offs=ends)
+        y = self.send_back(y, splits, received)
+        return torch.zeros_like(x).index_add(0, token, y * weights.flatten()[order].unsqueeze(1).to(y.dtype))
+
+    def send_back(self, y: torch.Tensor, splits: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Rows by expert and then by source rank -> to their source ranks, there by expert: as they were sent."""
+        world, local = received.shape
+        by_expert = torch.arange(world * local, device=y.device).view(world, local).t().flatten()  # blocks as they lie
+        block = by_expert.repeat_interleave(received.t().flatten(), output_size=y.shape[0])
+        sent, back = received.sum(1).tolist(), splits.view(world, local).sum(1).tolist()
+        return Exchange.apply(y[block.argsort(stable=True)], sent, back, self.group)
+
+
+# -- what is right
+
+RESULTS = ("y", "x grad", "router grad", "gate_up grad", "down grad")
+
+
+def inputs(layer: Layer, rank: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a rank's tokens, the gradient of its outputs): [tokens, hidden] both."""
+    generator = torch.Generator(like.device).manual_seed(rank)
+    size = (2, layer.tokens, layer.hidden)
+    x, grad = torch.randn(size, generator=generator, device=like.device).to(like.dtype)
+    return x, grad
+
+
+class Errors:
+    """How far results are from the exact ones, in the norm, put together piece by piece."""
+
+    def __init__(self) -> None:
+        self.off, self.size = (dict.fromkeys(RESULTS, 0.0) for _ in range(2))
+
+    def add(self, name: str, found: torch.Tensor, exact: torch.Tensor) -> None:
+        self.off[name] += float((found.double() - exact).square().sum())
+        self.size[name] += float(exact.square().sum())
+
+    def worst(self, name: str) -> float:
+        """Of all ranks."""
+        mine = torch.tensor((self.off[name] / self.size[name]) ** 0.5)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, float(mine))
+        return max(everybody)
+
+
+def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, Errors]:
+    """`results`, by way of running, with a dense layer in float64 on all ranks' tokens, without communication. It takes one
+    expert at a time: 256 of them need not fit in float64."""
+    layer, rank, ranks = moe.layer, moe.group.rank(), moe.group.size()
+    like, errors = moe.gate_up.detach(), {way: Errors() for way in results}
+    x, grad = (torch.cat(parts) for parts in zip(*(inputs(layer, r, like) for r in range(ranks)), strict=True))
+    with torch.no_grad():  # which experts: at a near tie other precision decides otherwise, and that is no error
+        experts = torch.cat([moe.route(part)[1] for part in x.split(layer.tokens)])
+    x64, router = x.double().requires_grad_(), moe.router.detach().double().requires_grad_()
+    chosen = (x64 @ router).softmax(dim=1).gather(1, experts)
+    weights = chosen / chosen.sum(dim=1, keepdim=True)
+    weights_leaf = weights.detach().requires_grad_()
+    y, local = torch.zeros_like(x64, requires_grad=False), layer.experts // ranks
+    for expert in range(layer.experts):
+        gate_up, down = (w.double().requires_grad_() for w in expert_weights(layer, expert, like))
+        token, slot = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (x64[token] @ gate_up).chunk(2, dim=1)
+        part = (nn.functional.silu(gate) * up) @ down * weights_leaf[token, slot].unsqueeze(1)
+        part.backward(grad[token].double())
+        y.index_add_(0, token, part.detach())
+        if expert // local == rank:
+            for way, found in results.items():
+                for name, w in (("gate_up grad", gate_up), ("down grad", down)):
+                    assert w.grad is not None
+                    errors[way].add(name, found[name][expert % local], w.grad)
+    weights.backward(weights_leaf.grad)
+    mine = slice(rank * layer.tokens, (rank + 1) * layer.tokens)
+    assert x64.grad is not None
+    assert router.grad is not None
+    for way, found in results.items():
+        for name, exact in (("y", y[mine]), ("x grad", x64.grad[mine]), ("router grad", router.grad)):
+            errors[way].add(name, found[name], exact)
+    return errors
+
+
+# -- running it
+
+
+def step(moe: MoE, schedule: str | None, timeline: weft.Timeline | None = None) -> dict[str, torch.Tensor]:
+    """Forward and backward on this rank's tokens. The router's gradient is summed over ranks, as data parallelism would."""
+    x, grad = inputs(moe.layer, moe.group.rank(), moe.gate_up.detach())
+    moe.zero_grad(set_to_none=True)
+    y = moe(x.requires_grad_(), schedule, timeline)
+    y.backward(grad)
+    assert moe.router.grad is not None
+    dist.all_reduce(moe.router.grad, group=moe.group)
+    found = (y.detach(), x.grad, moe.router.grad, moe.gate_up.grad, moe.down.grad)
+    return {name: t for name, t in zip(RESULTS, found, strict=True) if t is not None}
+
+
+def milliseconds(moe: MoE, schedules: dict[str, str | None], repetitions: int) -> dict[str, float]:
+    """Medians of a step, of the slowest rank; the ways take turns."""
+    times: dict[str, list[float]] = {way: [] for way in schedules}
+    for _ in range(repetitions):
+        for way, schedule in schedules.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(moe, schedule)
+            if moe.gate_up.is_cuda:
+                torch.cuda.synchronize()
+            times[way].append(time.perf_counter() - start)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, times)
+    slowest = {way: [max(of) for of in zip(*(theirs[way] for theirs in everybody), strict=True)] for way in schedules}
+    return {way: 1e3 * sorted(found)[len(found) // 2] for way, found in slowest.items()}
+
+
+def what_ran(timeline: weft.Timeline, rank: int) -> str:
+    """Of the first GEMM's forward: a line for each lane, without waits and signals."""
+    lines = []
+    for lane in timeline.lanes(rank):
+        work = [
+            s for s in timeline if (s.rank, s.lane) == (rank, lane) and s.name.split()[0] not in ("wait", "set", "read")
+        ]
+        lines.append(f"    {lane}: " + ", ".join(f"{s.name} ({s.duration_us:.0f} us)" for s in work))
+    return "\n".join(lines) or "    the library's calls, one after the other"
+
+
+def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
+    device = torch.device(arguments.device)
+    like = torch.empty(0, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    layer, group = layer_of(arguments, world), dist.group.WORLD
+    assert group is not None
+    moe = MoE(layer, group, like)
+    ways: dict[str, str | None] = {"serial": "serial", "weft": arguments.schedule}
+    step(moe, arguments.schedule)  # a first call sets things up
+    timeline = weft.Timeline()
+    results = {"serial": step(moe, "serial"), "weft": step(moe, arguments.schedule, timeline)}
+    errors = compare(moe, results)
+    worst = {name: {way: errors[way].worst(name) for way in ways} for name in RESULTS}
+    if rank == 0:
+        print(f"{layer}, {world} ranks, {str(like.dtype).removeprefix('torch.')} on {device.type}")
+        print(f"what rank 0 did for the first GEMM:\n{what_ran(timeline, rank)}")
+        for name, of in worst.items():
+            print(
+                f"{name:>13}: error {of['weft']:.2e} against float64; the library's calls in turn: {of['serial']:.2e}"
+            )
+    for name, of in worst.items():
+        if not of["weft"] <= 2 * of["serial"]:
+            raise SystemExit(f"{name} is wrong")
+    del results
+    ms = milliseconds(moe, ways, arguments.repetitions)
+    if rank == 0:
+        print(
+            f"forward and backward: {ms['weft']:.2f} ms, the library's calls in turn {ms['serial']:.2f} ms: "
+            f"{ms['serial'] / ms['weft']:.2f}x",
+            flush=True,
+        )
+
+
+def layer_of(arguments: argparse.Namespace, ranks: int) -> Layer:
+    """`ValueError` if its experts cannot be spread evenly."""
+    full, on_cpu = PRESETS[arguments.preset], arguments.device == "cpu"
+    shrunk = arguments.shrink or (SHRUNK if on_cpu else 1)
+    layer = replace(full, hidden=full.hidden // shrunk, width=full.width // shrunk)
+    layer = replace(layer, tokens=arguments.tokens or (256 if on_cpu else full.tokens))
+    if layer.experts % ranks:
+        raise ValueError(
+            f"{layer.experts} experts cannot be spread evenly over {ranks} ranks: use a number that divides them"
+        )
+    return layer
+
+
+def parser() -> argparse.ArgumentParser:
+    about, _, more = (__doc__ or "").partition("\n\n")
+    made = argparse.ArgumentParser(description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--preset", choices=PRESETS, default="mixtral", help="whose layer (default: %(default)s)")
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    made.add_argument(
+        "--ranks", type=int, default=2, help="processes to start, if not under torchrun (default: %(default)s)"
+    )
+    made.add_argument("--tokens", type=int, help="of each rank (default: 256 on CPU, 4096 on GPUs)")
+    made.add_argument(
+        "--shrink", type=int, help=f"divide hidden and width by this (default: {SHRUNK} on CPU, 1 on GPUs)"
+    )
+    made.add_argument(
+        "--schedule", metavar="NAME", help="pin a schedule of weft's, such as dispatch[by=kernel,rest=each]"
+    )
+    made.add_argument("--repetitions", type=int, default=5, help="of which the median is shown (default: %(default)s)")
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    under_torchrun = "RANK" in os.environ
+    try:
+        layer_of(arguments, int(os.environ["WORLD_SIZE"]) if under_torchrun else arguments.ranks)
+    except ValueError as error:
+        parser().error(str(error))
+    backend = "nccl" if arguments.device == "cuda" else "gloo"
+    if not under_torchrun:
+        run_ranks(arguments.ranks, on_a_rank, arguments, backend=backend)
+        return
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    on_a_rank(dist.get_rank(), dist.get_world_size(), arguments)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
