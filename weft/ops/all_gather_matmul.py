@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.ops import choosing
 from weft.ops.gathered import gathered_by_library, gradients
-from weft.ops.prepared import Prepared, Table, agree, contiguous, is_scattered, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
@@ -88,8 +87,7 @@ def all_gather_matmul(
             x, list(Bs), name, return_A, schedule or "", sizes, deadline_s or 0.0
         )
     else:
-        if isinstance(group, str):
-            group = _resolve_process_group(group)  # type: ignore[arg-type]
+        group = group_of(group)
         prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
         world = prepared.p.world_size
         x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
@@ -288,8 +286,7 @@ def _named(
     rows: Sequence[int] | None,
     deadline_s: float,
 ) -> _Prepared:
-    found = _resolve_process_group(group)  # type: ignore[arg-type]
-    return _prepared_for(x, Bs, 0, found, return_x, schedule or None, rows, deadline_s or None)
+    return _prepared_for(x, Bs, 0, group_of(group), return_x, schedule or None, rows, deadline_s or None)
 
 
 def _run(
@@ -313,7 +310,7 @@ def _fake(
     rows: list[int] | None,
     deadline_s: float,
 ) -> list[torch.Tensor]:
-    m = sum(rows) if rows else x.shape[0] * _resolve_process_group(group).size()  # type: ignore[arg-type]
+    m = sum(rows) if rows else x.shape[0] * group_of(group).size()
     return [x.new_empty(m, width) for width in [*([x.shape[1]] if return_x else []), *(B.shape[1] for B in Bs)]]
 
 

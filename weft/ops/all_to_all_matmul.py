@@ -10,19 +10,17 @@ what comes in is made once, for `capacity` tokens a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.errors import RefusedError, TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
-from weft.ops.prepared import Prepared, Table, agree, contiguous, is_scattered, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
@@ -103,7 +101,8 @@ def all_to_all_matmul(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        options = _group_of(group).group_name, max_rows, capacity, schedule or "", deadline_s or 0.0
+        name = group if isinstance(group, str) else group_of(group).group_name
+        options = name, max_rows, capacity, schedule or "", deadline_s or 0.0
         y, received = torch.ops.weft.all_to_all_matmul(tokens, w_experts, splits, *options)
     else:
         prepared = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
@@ -263,7 +262,7 @@ def _prepared_for(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup | str | None, exact: bool,
     capacity: int | None, schedule: str | None, deadline_s: float | None,
 ) -> _Prepared:  # fmt: skip
-    group = _group_of(group)
+    group = group_of(group)
     pinned = plan.pinned() if schedule is None else schedule
     wanted = (False, False)
     if torch.is_grad_enabled():
@@ -298,15 +297,6 @@ def _prepared_for(
     most = max(agree(_Prepared.operator, group, tokens.device, check, deadline_s))
     p = describe(_rounded_up(most) if capacity is None else capacity)
     return _table.keep(group, key, _Prepared(p, group, tokens.device, pinned, differentiated=any(wanted)))
-
-
-def _group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    if isinstance(group, str):
-        return _resolve_process_group(group)  # type: ignore[arg-type]
-    group = dist.group.WORLD if group is None else group
-    if group is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")
-    return group
 
 
 def _rounded_up(rows: int) -> int:
@@ -398,7 +388,7 @@ def _run_backward(
     grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     sizes = Sizes(splits.to(torch.int64), received)
-    grad_tokens, grad_w = gradients(tokens.contiguous(), w, sizes, _group_of(group), grad_y, (True, True))
+    grad_tokens, grad_w = gradients(tokens.contiguous(), w, sizes, group_of(group), grad_y, (True, True))
     assert grad_tokens is not None
     assert grad_w is not None
     return grad_tokens, grad_w
@@ -410,13 +400,9 @@ def _fake_backward(
     return tokens.new_empty(tokens.shape), w.new_empty(w.shape)
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "all_to_all_matmul": _run,
-    "all_to_all_matmul_backward": _run_backward,
-}
-for _name, _function in _IMPLEMENTATIONS.items():
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_to_all_matmul", _run, _key)
+    _library.impl("all_to_all_matmul_backward", _run_backward, _key)
 torch.library.register_fake("weft::all_to_all_matmul", _fake, lib=_library)
 torch.library.register_fake("weft::all_to_all_matmul_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("weft::all_to_all_matmul", _backward, setup_context=_set_up, lib=_library)

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from weft import symm
 from weft.errors import DisagreementError, RefusedError, WeftError
@@ -22,6 +23,16 @@ from weft.ops import choosing
 KEPT = 64  # shapes per operator and group: each holds memory and threads
 
 T = TypeVar("T")
+
+
+def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    """What a caller names so; None is the world."""
+    if isinstance(group, str):
+        return _resolve_process_group(group)  # type: ignore[arg-type]
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")
+    return group
 
 
 def agree(

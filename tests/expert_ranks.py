@@ -1,0 +1,322 @@
+"""all_to_all_matmul in tests, on CPU processes and on GPUs: what runs on the ranks.
+
+Data are made from seeds, so every rank knows every other's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from dispatch import Splits, expected, inputs, random_splits
+from matmul_ranks import close, device, told
+
+import weft
+from weft.schedule import AllToAllMatmul
+
+Traffic = Literal["uneven", "all to one", "one has nothing", "nothing"]
+_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def traffic(kind: Traffic, world: int, experts: int, seed: int) -> Splits:
+    """What every rank sends to each expert: other numbers of tokens at every call."""
+    numbers = random.Random(seed)
+    rows = [0 if kind == "nothing" else numbers.randrange(60) for _ in range(world)]
+    if kind == "one has nothing":
+        rows[seed % world] = 0
+    if kind == "all to one":
+        return tuple(tuple(count * (e == seed % (world * experts)) for e in range(world * experts)) for count in rows)
+    return random_splits(world, experts, rows, seed)
+
+
+def data(
+    splits: Splits, experts: int, k: int, n: int, dtype: torch.dtype, seed: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every rank's tokens, and the weights of all experts."""
+    rows = tuple(map(sum, splits))
+    p = AllToAllMatmul(len(splits), experts, rows, n, k, _NAME[dtype], max(rows), splits=splits)
+    tokens, weights = inputs(p, seed)
+    return [t.to(device()) for t in tokens], weights.to(device())
+
+
+def usual(rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """As torch computes it in the tokens' dtype."""
+    experts = weights.shape[0] // len(splits)
+    parts = [part.split(list(of_rank)) for part, of_rank in zip(tokens, splits, strict=True)]
+    mine = range(rank * experts, (rank + 1) * experts)
+    return torch.cat([of_rank[expert] @ weights[expert] for expert in mine for of_rank in parts])
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What nobody has written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def forward(
+    group: dist.ProcessGroup, experts: int, dtype: torch.dtype, kind: Traffic, exact: bool, schedule: str | None,
+    transposed: bool, calls: int,
+) -> None:  # fmt: skip
+    """Calls back to back, with other splits, numbers of tokens and max_rows at each; compared only afterwards."""
+    rank, world, k, n = group.rank(), group.size(), 16, 8
+    found = []
+    for seed in range(calls):
+        splits = traffic(kind, world, experts, seed)
+        tokens, weights = data(splits, experts, k, n, dtype, seed)
+        w = weights.split(experts)[rank]
+        w = w.mT.contiguous().mT if transposed else w
+        y, received = expected(rank, splits, [t.cpu() for t in tokens], weights.cpu())
+        room = None if exact else len(y) + seed % 3
+        if random.random() < 0.2:
+            time.sleep(random.random() * 0.005)
+        with poisoned_memory(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results = weft.all_to_all_matmul(
+                tokens[rank], w, torch.tensor(splits[rank], device=device()), group=group, max_rows=room,
+                return_received=True, capacity=60, schedule=schedule,
+            )  # fmt: skip
+        found.append((*results, room, y, received, usual(rank, splits, tokens, weights)))
+    for y, received, room, exact_y, exact_received, usual_y in found:
+        assert torch.equal(received.cpu(), exact_received)
+        assert received.dtype == torch.int64
+        assert y.dtype == dtype
+        assert y.shape == (len(exact_y) if room is None else room, n)
+        assert y[len(exact_y) :].isnan().all()
+        close(y[: len(exact_y)], exact_y.to(device()), usual_y)
+
+
+def backward(
+    group: dist.ProcessGroup, experts: int, exact: bool, schedule: str | None, compiled: bool, rows: int | None = None
+) -> None:
+    """Gradients of a random weighing of y, against autograd through all ranks' tokens in float64.
+
+    rows: what y has, if less than what comes on GPUs."""
+    rank, world, k, n = group.rank(), group.size(), 12, 6
+    options: dict[str, Any] = {"group": group.group_name, "schedule": schedule, "capacity": 60}
+
+    def loss(x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, weighing: torch.Tensor) -> torch.Tensor:
+        y = weft.all_to_all_matmul(x, w, splits, max_rows=None if exact else len(weighing) + 3, **options)
+        return (y[: len(weighing)] * weighing).sum()
+
+    if compiled:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
+        loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for seed in range(2 if compiled else 4):
+        splits = traffic("uneven", world, experts, seed)
+        tokens, weights = data(splits, experts, k, n, torch.float32, seed)
+        exact_tokens = [t.double().cpu().requires_grad_() for t in tokens]
+        exact_w = weights.double().cpu().requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for r in range(world):
+            y, _ = expected(r, splits, exact_tokens, exact_w)
+            weighing = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + r), dtype=torch.float64)
+            total = total + (y * weighing).sum()
+            if r == rank:
+                mine = weighing.float().to(device())
+        total.backward()
+        x = tokens[rank].clone().requires_grad_()
+        w = weights.split(experts)[rank].clone().requires_grad_()
+        with poisoned_memory():
+            loss(x, w, torch.tensor(splits[rank], device=device()), mine).backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        assert exact_w.grad is not None
+        torch.testing.assert_close(x.grad.cpu().double(), exact_tokens[rank].grad, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(w.grad.cpu().double(), exact_w.grad.split(experts)[rank], rtol=2e-4, atol=2e-4)
+
+
+def one_gradient(group: dist.ProcessGroup) -> None:
+    """Only tokens', only weights': the same as when both are wanted."""
+    rank, world, experts = group.rank(), group.size(), 2
+    splits = traffic("uneven", world, experts, 3)
+    tokens, weights = data(splits, experts, 8, 8, torch.float32, 3)
+    grads = []
+    for wants_x, wants_w in ((True, True), (True, False), (False, True)):
+        x = tokens[rank].clone().requires_grad_(wants_x)
+        w = weights.split(experts)[rank].clone().requires_grad_(wants_w)
+        y = weft.all_to_all_matmul(x, w, torch.tensor(splits[rank], device=device()), group=group, capacity=60)
+        (y**2).sum().backward()
+        grads.append((x.grad, w.grad))
+    assert grads[1][1] is grads[2][0] is None
+    torch.testing.assert_close(grads[0][0], grads[1][0])
+    torch.testing.assert_close(grads[0][1], grads[2][1])
+
+
+def compiled_forward(group: dist.ProcessGroup) -> None:
+    """Without gradients, y of a size that only the run knows: one graph for several numbers of tokens."""
+    rank, world, experts = group.rank(), group.size(), 2
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
+    def act(x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        y = weft.all_to_all_matmul(x * 2, w, splits, capacity=60)  # of the world
+        return torch.relu(y)
+
+    compiled = torch.compile(act, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seed in range(4):
+        splits = traffic("uneven", world, experts, seed)
+        tokens, weights = data(splits, experts, 8, 8, torch.float32, seed)
+        y, _ = expected(rank, splits, tokens, weights)
+        found = compiled(tokens[rank], weights.split(experts)[rank], torch.tensor(splits[rank]))
+        torch.testing.assert_close(found, (2 * y).relu().float(), rtol=1e-4, atol=1e-4)
+
+
+def checked_as_op(group: dist.ProcessGroup) -> None:
+    x, w = torch.randn(7, 8, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)
+    for max_rows in (7, None):
+        arguments = (x, w, torch.tensor([5, 2]), group.group_name, max_rows, None, "", 0.0)
+        torch.library.opcheck(torch.ops.weft.all_to_all_matmul.default, arguments)
+
+
+def call(
+    group: dist.ProcessGroup, *, rows: int = 4, k: int = 8, n: int = 3, experts: int = 2, **options: Any
+) -> torch.Tensor:
+    """`rows` tokens of ones, all for the first expert of all, by weights of ones."""
+    splits = torch.zeros(group.size() * experts, dtype=torch.int64, device=device())
+    splits[0] = rows
+    x, w = torch.ones(rows, k, device=device()), torch.ones(experts, k, n, device=device())
+    return weft.all_to_all_matmul(x, w, splits, group=group, **options)
+
+
+def errors(group: dist.ProcessGroup) -> dict[str, str]:
+    """What bad arguments are told at a first call, on every rank before anything is sent."""
+    x, w = torch.randn(4, 8, device=device()), torch.randn(2, 8, 3, device=device())
+    splits = torch.tensor([4] + [0] * (2 * group.size() - 1), device=device())
+    dispatch = weft.all_to_all_matmul
+    calls: dict[str, Any] = {
+        "one dimension": lambda: dispatch(x[0], w, splits, group=group),
+        "three dimensions": lambda: dispatch(x[None], w, splits, group=group),
+        "no tensor": lambda: dispatch([1.0], w, splits, group=group),
+        "strange dtype": lambda: dispatch(x.double(), w.double(), splits, group=group),
+        "other K": lambda: dispatch(x, w[:, :5], splits, group=group),
+        "one expert, no dimension": lambda: dispatch(x, w[0], splits, group=group),
+        "list of experts": lambda: dispatch(x, list(w), splits, group=group),
+        "other dtype": lambda: dispatch(x, w.half(), splits, group=group),
+        "splits of floats": lambda: dispatch(x, w, splits.float(), group=group),
+        "splits of a rank": lambda: dispatch(x, w, splits[:2], group=group),
+        "splits elsewhere": lambda: dispatch(x, w, splits.to("meta"), group=group),
+        "max_rows": lambda: dispatch(x, w, splits, group=group, max_rows=-1),
+        "capacity": lambda: dispatch(x, w, splits, group=group, capacity=3),
+        "schedule": lambda: dispatch(x, w, splits, group=group, schedule="dispach"),
+        "cannot": lambda: dispatch(x, w, splits, group=group, max_rows=9, schedule="dispatch[by=dma,rest=each]"),
+        "deadline": lambda: dispatch(x, w, splits, group=group, deadline_s=-1),
+    }
+    found = {name: told(call) for name, call in calls.items()}
+    torch.testing.assert_close(call(group).sum().item(), 4.0 * 8 * 3 * group.size() * (group.rank() == 0))
+    return found
+
+
+def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
+    """Splits that rank 1 gets wrong, in a first call and later: every rank hears of it, and the group lives on."""
+    found, bad = {}, group.rank() == 1
+    x, w = torch.ones(4, 8), torch.ones(2, 8, 3)
+    right = [4] + [0] * (2 * group.size() - 1)
+    for when in ("first", "later"):
+        for name, wrong in {"sum": [5, *right[1:]], "negative": [5, -1, *right[2:]]}.items():
+            splits = torch.tensor(wrong if bad else right)
+            found[f"{name}, {when}"] = told(
+                lambda splits=splits: weft.all_to_all_matmul(x, w, splits, group=group, schedule=schedule)
+            )
+        call(group, schedule=schedule)
+    call(group, rows=64, schedule=schedule)
+    found["capacity"] = told(lambda: call(group, rows=65 if bad else 4, schedule=schedule))
+    y = call(group, rows=65 if bad else 4, schedule=schedule, capacity=65)
+    assert y.sum() == (65 + 4 * (group.size() - 1)) * 8 * 3 * (group.rank() == 0)
+    return found
+
+
+def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
+    """All send 4 rows to rank 0, which has no room for 1; what it is told, and a call after it."""
+    world = group.size()
+    text = told(lambda: call(group, max_rows=4 * world - 1, schedule=schedule))
+    return text, float(call(group, max_rows=4 * world, schedule=schedule)[: 4 * world * (group.rank() == 0)].sum())
+
+
+def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told when rank 0 does something else; the group lives on each time."""
+    first = group.rank() == 0
+    calls: dict[str, Any] = {
+        "K": lambda: call(group, k=8 if first else 9),
+        "N": lambda: call(group, n=3 if first else 4),
+        "max_rows": lambda: call(group, max_rows=20 if first else None),
+        "capacity": lambda: call(group, capacity=20 if first else 21),
+        "schedule": lambda: call(group, schedule="serial" if first else "dispatch[by=kernel,rest=each]"),
+        "experts": lambda: call(group, experts=2 if first else 3),
+        "refuses": lambda: call(group, capacity=3, rows=4 if first else 2),
+    }
+    found = {name: told(one) for name, one in calls.items()}
+    call(group)
+    return found
+
+
+def never_comes(group: dist.ProcessGroup) -> str:
+    """Rank 0 calls twice and the others once."""
+    call(group)
+    if group.rank() == 0:
+        return told(lambda: call(group, deadline_s=1))
+    time.sleep(3)
+    return ""
+
+
+def pinned_by_a_block(group: dist.ProcessGroup) -> dict[str, set[str]]:
+    """What ran, by schedule: names of steps in the timeline."""
+    found = {}
+    for name in ("serial", "dispatch[by=dma,rest=each]", "dispatch[by=kernel,rest=together]"):
+        timeline = weft.Timeline()
+        with weft.plan.use(name):
+            call(group, timeline=timeline)
+        found[name] = {span.name for span in timeline.spans}
+    found["nobody says"] = set()
+    for _ in range(2):
+        timeline = weft.Timeline()
+        call(group, timeline=timeline)
+        found["nobody says"] |= {span.name for span in timeline.spans}
+    return found
+
+
+def copies(group: dist.ProcessGroup) -> list[str]:
+    """The warnings of calls whose layouts cost a copy, made twice each; splits of int32, a view of a larger tensor."""
+    world, rank = group.size(), group.rank()
+    x, w = torch.randn(8, 6).t(), torch.randn(2, 5, 8).mT
+    splits = torch.tensor([[3, 3] + [0] * (2 * world - 2)] * 2, dtype=torch.int32).t()[:, 0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            y = weft.all_to_all_matmul(x, w, splits, group=group)
+    if rank == 0:
+        torch.testing.assert_close(y[:3], x[:3] @ w[0])
+    return [str(w.message) for w in caught]
+
+
+def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
+    """Uses that work, or say why not."""
+    found = {}
+    for schedule in ("serial", "dispatch[by=dma,rest=each]"):
+        x, w = torch.ones(4, 8, requires_grad=True), torch.ones(2, 8, 3, requires_grad=True)
+        splits = torch.tensor([4] + [0] * (2 * group.size() - 1))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = weft.all_to_all_matmul(x, w, splits, group=group, schedule=schedule)
+            y.sum().backward()
+        found[f"autocast {schedule}"] = f"{y.dtype} {x.grad.dtype}"  # type: ignore[union-attr]
+    y = weft.all_to_all_matmul(x, w, splits, group=group)
+    (grad,) = torch.autograd.grad((y**2).sum(), [x], create_graph=True)
+    found["twice"] = told(lambda: torch.autograd.grad((grad**2).sum(), [x]))
+    y, received = weft.all_to_all_matmul(x, w, splits, group=group, return_received=True)
+    received += 1
+    found["received changed"] = told(lambda: y.sum().backward())
+    with torch.inference_mode():
+        found["inference"] = str(tuple(weft.all_to_all_matmul(x, w, splits).shape))  # of the world
+    timeline = weft.Timeline()
+    compiled = torch.compile(
+        lambda x: weft.all_to_all_matmul(x, w, splits, timeline=timeline), backend="eager", fullgraph=True
+    )
+    found["compiled timeline"] = told(lambda: compiled(x))
+    return found
