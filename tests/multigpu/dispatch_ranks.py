@@ -62,7 +62,7 @@ class Case:
 def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool) -> int:
     """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were."""
     domain, count = symm.domain(group, device()), 0
-    for candidate in candidates(p, ("dispatch",)):
+    for candidate in candidates(p, ("dispatch", "dispatch_by_expert")):
         try:
             schedule = candidate.build()
         except NotApplicableError:
@@ -83,10 +83,10 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
     return count
 
 
-def replays(group: dist.ProcessGroup, p: AllToAllMatmul, count: int) -> None:
+def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
     """A captured graph with other sizes at every replay; one rank late now and then."""
     domain, rank = symm.domain(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p, ("dispatch",)) if "kernel" in c.name).build(), domain)
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
     held = Case(p, rank, 0, sum(p.rows))
     executor.run(held.tensors)
     torch.cuda.synchronize()

@@ -32,11 +32,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_schedule_is_right(pair: Pool, name: str) -> None:
     counts = pair.run(ranks.every_candidate, *CASES[name], timeout_s=90)
-    assert counts == [2, 2] if CASES[name][0].exact else counts == [1, 1]
+    assert min(counts) >= (6 if CASES[name][0].exact else 3)
 
 
-def test_a_graph_is_replayed_with_other_sizes(pair: Pool) -> None:
-    pair.run(ranks.replays, problem((256, 256), 4, 128, 192, exact=False), 100, timeout_s=60)
+@pytest.mark.parametrize("name", ["dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]"])
+def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str) -> None:
+    pair.run(ranks.replays, problem((256, 256), 4, 128, 192, exact=False), name, 100, timeout_s=60)
 
 
 @pytest.mark.parametrize("by", ["dma", "kernel"])

@@ -23,6 +23,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
+    AllToAllMatmul,
     Candidate,
     Draft,
     NotApplicableError,
@@ -39,7 +40,9 @@ def domain_of(group: dist.ProcessGroup) -> Domain:
     return symm.domain(group, "cpu")
 
 
-def applicable(p: AllGatherMatmul, builders: tuple[str, ...] | None = None) -> Iterator[tuple[Candidate, Schedule]]:
+def applicable(
+    p: AllGatherMatmul | AllToAllMatmul, builders: tuple[str, ...] | None = None
+) -> Iterator[tuple[Candidate, Schedule]]:
     for candidate in candidates(p, builders):
         with contextlib.suppress(NotApplicableError):
             yield candidate, candidate.build()

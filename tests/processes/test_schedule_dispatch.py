@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dispatch_ranks as ranks
 import pytest
+from schedule_cpu_ranks import applicable
 
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul
@@ -26,8 +27,9 @@ def problem(world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32"
     ids=["one rank", "two", "two, room to spare", "three", "four, room to spare", "eight"],
 )
 def test_every_candidate_is_right_on_other_splits_than_expected(pool: Pool, p: AllToAllMatmul) -> None:
-    counts = pool.run(ranks.every_candidate, p, 10, 6, ranks=p.world_size)
-    assert set(counts) == {1 if p.world_size == 1 else (3 if p.world_size == 2 else 5) if p.exact else counts[0]}
+    counts = pool.run(ranks.every_candidate, p, 10, 3, ranks=p.world_size)
+    assert set(counts) == {sum(1 for _ in applicable(p))}
+    assert counts[0] >= (1 if p.world_size == 1 else 4)
 
 
 def test_splits_that_do_not_fit_are_named(pool: Pool) -> None:

@@ -433,9 +433,11 @@ class _Compiler:
         values = owner.schedule.values(owner.rank)[segments.counts]
         assert not isinstance(values, int)
         # Of all ranks, for this one's experts and others': on the average alike.
-        # Beside the own rows' GEMMs the others' are on their way: by kernel, if one of them is on another lane.
-        sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for _, s in owner.order)
-        spare = LATE_PROGRAMS // 2 if sending and segments.first_source == 0 else 0
+        # What is sent by kernel finds room beside all but the last GEMMs.
+        name = owner.lanes[lane]
+        sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in owner.order if at != name)
+        last = [s for at, s in owner.order if at == name and isinstance(s, Tiles)][-1]
+        spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
         call = GroupedMatmul(owner, segments, sum(values) / max(1, len(values)), spare)
         self.result.prepares.append(call.prepare)
         self._late(lane, call)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from weft import _core
@@ -120,7 +121,8 @@ class LateCopy:
 
 
 class Segments(NamedTuple):
-    """What `weft.runtime.grouped_matmul` must be told of a step. first_source, n_sources: ranks from this one on."""
+    """What `weft.runtime.grouped_matmul` must be told of a step: buffers, and which sources, counted from this rank on, and
+    experts."""
 
     counts: str
     tokens: str
@@ -131,6 +133,8 @@ class Segments(NamedTuple):
     slot_rows: int
     first_source: int
     n_sources: int
+    first_expert: int
+    n_experts: int
 
 
 def segments_of(step: Tiles, schedule: Schedule, rank: int) -> Segments:
@@ -139,44 +143,62 @@ def segments_of(step: Tiles, schedule: Schedule, rank: int) -> Segments:
         f"schedule {schedule.name}: streams cannot run tiles of {step.kernel} as they are: {step}; they know GEMMs of "
         f"segments, as `weft.schedule.dispatch` writes them"
     )
-    world = schedule.world_size
-    if len(step.body) != 1 or not isinstance(step.body[0], Compute) or step.body[0].op != "matmul":
+    world, names = schedule.world_size, variables_of(step)
+    gemms = [
+        inner for inner in step.body if isinstance(inner, Compute) and inner.op == "matmul" and not inner.accumulate
+    ]
+    if len(gemms) != len(step.body) or len(names) != 1:
         raise trouble
-    out, (x, w) = step.body[0].out, step.body[0].inputs
-    names = variables_of(step)
-    extent = int(step.extent)
-    k = schedule.buffer(x.buffer).cols
-    all_rows = schedule.buffer(w.buffer).rows
-    if len(names) != 1 or not isinstance(all_rows, int) or not isinstance(w.rows, int) or w.rows != k or not extent:
+    out, (_, w) = gemms[0].out, gemms[0].inputs
+    weights, counts = schedule.buffer(w.buffer), names.pop()
+    if not isinstance(weights.rows, int) or not isinstance(w.rows, int) or not w.rows or weights.rows % w.rows:
         raise trouble
-    counts, experts = names.pop(), all_rows // k
-    if extent % experts or schedule.buffer(counts).cols != world * experts:
+    experts = weights.rows // w.rows
+    inbox = next((b.name for b in schedule.buffers if b.role == "symmetric" and b.name != counts), None)
+    tokens = next((b.name for b in schedule.buffers if b.role == "input" and isinstance(b.rows, Expr)), None)
+    if schedule.buffer(counts).cols != world * experts or tokens is None:
         raise trouble
-    symmetric = schedule.buffer(x.buffer).role == "symmetric"
-    slots = schedule.buffer(x.buffer).rows if symmetric else 0
-    slot_rows = int(slots) // max(1, world - 1)
-    choose = random.Random(extent)
+    slot_rows = int(schedule.buffer(inbox).rows) // (world - 1) if inbox else 0
+    # Which sources they are is not written anywhere: those whose numbers fit made-up contents, in whatever order.
+    choose = random.Random(len(gemms))
     sample = [[choose.randint(0, 9) for _ in range(world * experts)] for _ in range(world)]
-    values = {counts: tuple(n for row in sample for n in row)}
-    # Which sources they are is not written anywhere: those whose numbers fit, in whatever order, for tiles have none.
-    numbered: Tiles = put_in(step, values)
-    tiles = [numbered.tile(t)[0] for t in range(extent)]
-    said = sorted((int(c.out.row), int(c.out.rows), int(c.inputs[0].row), int(c.inputs[1].row) // k) for c in tiles)
+    values: dict[str, Any] = {counts: tuple(n for row in sample for n in row), step.index: np.arange(int(step.extent))}
+    said = []
+    for gemm in gemms:
+        x, w = gemm.inputs
+        numbers = (gemm.out.row, gemm.out.rows, x.row, w.row)
+        columns = [n.over(values) if isinstance(n, Expr) else n for n in numbers]
+        rows = np.stack(np.broadcast_arrays(values[step.index], *columns)[1:], axis=1).tolist()
+        said += [(y, count, first, place // w.rows, x.buffer) for y, count, first, place in rows]
+    said.sort()
+    first_expert, n_sources = min(one[3] for one in said), len(gemms)
+    n_experts = max(one[3] for one in said) - first_expert + 1
     for first in range(world):
-        found = [_segment(sample, rank, first + t // experts, t % experts, experts, slot_rows) for t in range(extent)]
-        if sorted(found) == said:
-            others = next((b.name for b in schedule.buffers if b.role == "symmetric" and b.name != counts), None)
-            tokens = next(b.name for b in schedule.buffers if b.role == "input" and isinstance(b.rows, Expr))
-            inbox = x.buffer if symmetric else others
-            return Segments(counts, tokens, inbox, w.buffer, out.buffer, experts, slot_rows, first, extent // experts)
+        wanted = [
+            (*_segment(sample, rank, turn, expert, slot_rows), inbox if turn % world else tokens)
+            for turn in range(first, first + n_sources) for expert in range(first_expert, first_expert + n_experts)
+        ]  # fmt: skip
+        if sorted(wanted) == said:
+            return Segments(
+                counts,
+                tokens,
+                inbox,
+                w.buffer,
+                out.buffer,
+                experts,
+                slot_rows,
+                first,
+                n_sources,
+                first_expert,
+                n_experts,
+            )
     raise trouble
 
 
-def _segment(
-    counts: list[list[int]], rank: int, turn: int, expert: int, experts: int, slot_rows: int
-) -> tuple[int, int, int, int]:
+def _segment(counts: list[list[int]], rank: int, turn: int, expert: int, slot_rows: int) -> tuple[int, int, int, int]:
     """(row of y, rows, row of x, expert) of the source `turn` ranks on."""
-    world, mine = len(counts), rank * experts
+    world = len(counts)
+    mine = rank * (len(counts[0]) // world)
     source = (rank + turn) % world
     y = sum(counts[s][mine + e] for s in range(world) for e in range(expert))
     y += sum(counts[s][mine + expert] for s in range(source))
@@ -209,7 +231,7 @@ class GroupedMatmul:
         self._library.launch(
             tokens, inbox, self._weights(tensors), tensors[s.y], counts[:, mine : mine + s.experts], counts[owner.rank],
             rank=owner.rank, slot_rows=s.slot_rows, config=self._config, first_source=s.first_source, n_sources=s.n_sources,
-            spare=self._spare,
+            first_expert=s.first_expert, n_experts=s.n_experts, spare=self._spare,
         )  # fmt: skip
 
     def _weights(self, tensors: Tensors) -> torch.Tensor:

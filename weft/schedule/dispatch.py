@@ -7,8 +7,12 @@
     to peers: read splits; to each peer its tokens, in one piece, into the slot there; raise `arrived`
     compute:  exchange splits; read counts; the own tokens, in place; then, as they arrive, those of the others
 
-The GEMMs are one kernel for all experts of a source. It puts rows where they belong in the result: by expert, and for one
-expert by the rank that they come from. So nothing is put in order before or after, and only what leaves the rank is copied.
+The GEMMs of many (source, expert) segments are one kernel. It puts rows where they belong in the result: by expert, and for
+one expert by the rank that they come from. So nothing is put in order before or after, and only what leaves the rank is
+copied. What is there first can be multiplied first in two ways:
+
+    dispatch            source by source, the own tokens first: while they are multiplied all others travel
+    dispatch_by_expert  expert by expert, a few at a time from all sources: every weight is read once
 
 Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they
 are computed: while it waits nothing can be queued behind. Where the result has exactly the rows that arrive (`exact`) the
@@ -22,14 +26,15 @@ Collectives", 7.4 (all-to-all of experts).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from weft.schedule.expr import RANK, Expr, Index, total
-from weft.schedule.operands import peer
+from weft.schedule.operands import cut, peer
 from weft.schedule.problem import AllToAllMatmul, NotApplicableError, builder
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, Region
 
+Transport: TypeAlias = Literal["dma", "kernel"]
 _TILE = "t"
 
 
@@ -58,62 +63,34 @@ def serial(p: AllToAllMatmul) -> Schedule:
 
 
 @builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"))
-def dispatch(p: AllToAllMatmul, *, by: Literal["dma", "kernel"], rest: Literal["each", "together"]) -> Schedule:
-    """rest: a GEMM for the tokens of each other rank when they are there, or one when all are."""
-    world, experts = p.world_size, p.experts
-    if world == 1:
-        raise NotApplicableError("one rank has nobody to send to")
-    if rest == "together" and world == 2:
+def dispatch(p: AllToAllMatmul, *, by: Transport, rest: Literal["each", "together"]) -> Schedule:
+    """rest: a launch for the tokens of each other rank when they are there, or one when all are."""
+    if rest == "together" and p.world_size == 2:
         raise NotApplicableError("the rest comes from one rank")
-    if by == "dma" and not p.exact:
-        raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
-    d = _Dispatch("dispatch", p, "symmetric")
-    inbox = d.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
-    known, arrived, free = (d.signals(name, world) for name in ("known", "arrived", "free"))
-    told = d.signals("told", 1)
-    compute, sender = d.lane("compute"), d.lane("to peers", "copy")
-    own_row = (RANK, 1)
+    d, world, experts = _Sending("dispatch", p, by), p.world_size, p.experts
+    d.send(0, experts)
+    d.multiply([0], 0, experts)
     for distance in range(1, world):
-        to = peer(world, distance)
-        compute.wait(free, to, previous=True)
-        compute.copy(d.splits.part(), d.counts.part(rows=own_row, at=to), "kernel").set(known, RANK, at=to)
-    compute.copy(d.splits.part(), d.counts.part(rows=own_row), "kernel")
-    for distance in range(1, world):
-        compute.wait(known, peer(world, -distance))
-    compute.set(told)
+        d.wait_for(distance)
+        if rest == "each":
+            d.multiply([distance], 0, experts)
+    if rest == "together":
+        d.multiply(list(range(1, world)), 0, experts)
+    return d.done()
 
-    sender.wait(told).read(d.counts, "host" if by == "dma" else "device")
-    for distance in range(1, world):
-        to = peer(world, distance)
-        mine = d.tokens.part(rows=(d.first_sent(to), d.sent(RANK, to)))
-        slot = inbox.part(rows=((world - 1 - distance) * p.most, d.sent(RANK, to)), at=to)
-        sender.copy(mine, slot, by).set(arrived, RANK, at=to)
 
-    compute.read(d.counts, "host" if p.exact else "device")
-    d.tell(compute)
-    expert = Expr(_TILE)
-    own = (d.first_sent(RANK) + d.first_of_block(RANK, expert), d.rows(RANK, expert))
-    result = (d.first_of_result(RANK, expert), own[1])
-    compute.tiles("grouped_matmul", _TILE, experts, d.matmul(result, d.tokens.part(rows=own), expert))
-
-    def of_source(distance: Index, expert: Index) -> Compute:
-        source = (RANK + (world - distance)) % world
-        rows = d.rows(source, expert)
-        theirs = inbox.part(rows=((world - 1 - distance) * p.most + d.first_of_block(source, expert), rows))
-        return d.matmul((d.first_of_result(source, expert), rows), theirs, expert)
-
-    if rest == "each":
+@builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8))
+def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int) -> Schedule:
+    """chunks: in how many parts the experts are taken. 1: everything arrives, then everything is multiplied at once."""
+    pieces = cut(p.experts, chunks, what="experts of a rank")
+    d, world = _Sending("dispatch_by_expert", p, by, chunks), p.world_size
+    for c, piece in enumerate(pieces):
+        d.send(*piece, c)
+    for c, piece in enumerate(pieces):
         for distance in range(1, world):
-            compute.wait(arrived, peer(world, -distance))
-            compute.tiles("grouped_matmul", _TILE, experts, of_source(distance, expert))
-    else:
-        for distance in range(1, world):
-            compute.wait(arrived, peer(world, -distance))
-        one_of = of_source(Expr(_TILE) // experts + 1, Expr(_TILE) % experts)
-        compute.tiles("grouped_matmul", _TILE, (world - 1) * experts, one_of)
-    for distance in range(1, world):
-        compute.set(free, RANK, at=peer(world, -distance))
-    return d.schedule()
+            d.wait_for(distance, c)
+        d.multiply(list(range(world)), *piece)
+    return d.done()
 
 
 class _Dispatch(Draft):
@@ -143,10 +120,6 @@ class _Dispatch(Draft):
 
     def sent(self, source: Index, to: Index) -> Index:
         return self._between(source, to * self.p.experts, (to + 1) * self.p.experts)
-
-    def first_sent(self, to: Index) -> Index:
-        """Where in this rank's tokens those for rank `to` begin."""
-        return self._between(RANK, 0, to * self.p.experts)
 
     def first_of_block(self, source: Index, expert: Index) -> Index:
         """Where in what `source` sends here a local expert's rows begin."""
@@ -181,3 +154,69 @@ class _Dispatch(Draft):
     def _mine(self, source: Index) -> Index:
         """Of the row of `source` in counts, where this rank's experts begin."""
         return source * self._all + RANK * self.p.experts
+
+
+class _Sending(_Dispatch):
+    """Two lanes: sizes are exchanged, and tokens sent to the inbox of others, in `chunks` parts with a signal each."""
+
+    def __init__(self, name: str, p: AllToAllMatmul, by: Transport, chunks: int = 1) -> None:
+        super().__init__(name, p, "symmetric")
+        world = p.world_size
+        if world == 1:
+            raise NotApplicableError("one rank has nobody to send to")
+        if by == "dma" and not p.exact:
+            raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
+        self._by, self._chunks = by, chunks
+        self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
+        known, self._free = self.signals("known", world), self.signals("free", world)
+        self._arrived = self.signals("arrived", world * chunks)
+        self.compute, self._sender = self.lane("compute"), self.lane("to peers", "copy")
+        told, own_row = self.signals("told", 1), (RANK, 1)
+        for distance in range(1, world):
+            to = peer(world, distance)
+            self.compute.wait(self._free, to, previous=True)
+            self.compute.copy(self.splits.part(), self.counts.part(rows=own_row, at=to), "kernel")
+            self.compute.set(known, RANK, at=to)
+        self.compute.copy(self.splits.part(), self.counts.part(rows=own_row), "kernel")
+        for distance in range(1, world):
+            self.compute.wait(known, peer(world, -distance))
+        self.compute.set(told).read(self.counts, "host" if p.exact else "device")
+        self._sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
+        self.tell(self.compute)
+
+    def send(self, first: int, count: int, chunk: int = 0) -> None:
+        """To every other rank the tokens of so many of its experts."""
+        for distance in range(1, self.world_size):
+            to = peer(self.world_size, distance)
+            begin = to * self.p.experts
+            rows = self._between(RANK, begin + first, begin + first + count)
+            mine = self.tokens.part(rows=(self._between(RANK, 0, begin + first), rows))
+            slot = self._slot(distance) + self._between(RANK, begin, begin + first)
+            self._sender.copy(mine, self._inbox.part(rows=(slot, rows), at=to), self._by)
+            self._sender.set(self._arrived, RANK * self._chunks + chunk, at=to)
+
+    def wait_for(self, distance: int, chunk: int = 0) -> None:
+        self.compute.wait(self._arrived, peer(self.world_size, -distance) * self._chunks + chunk)
+
+    def multiply(self, distances: list[int], first: int, count: int) -> None:
+        """The tokens of the ranks so far back, 0 for the own, for so many experts."""
+        expert = Expr(_TILE) + first
+        self.compute.tiles("grouped_matmul", _TILE, count, *(self._segment(d, expert) for d in distances))
+
+    def done(self) -> Schedule:
+        for distance in range(1, self.world_size):
+            self.compute.set(self._free, RANK, at=peer(self.world_size, -distance))
+        return self.schedule()
+
+    def _segment(self, distance: int, expert: Index) -> Compute:
+        source = peer(self.world_size, -distance) if distance else RANK
+        rows, first = self.rows(source, expert), self.first_of_block(source, expert)
+        if distance:
+            x = self._inbox.part(rows=(self._slot(distance) + first, rows))
+        else:
+            x = self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows))
+        return self.matmul((self.first_of_result(source, expert), rows), x, expert)
+
+    def _slot(self, distance: int) -> int:
+        """Where in the inbox of a rank the tokens of the one so many places before it begin."""
+        return (self.world_size - 1 - distance) * self.p.most

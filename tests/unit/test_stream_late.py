@@ -1,0 +1,62 @@
+"""Which steps of a schedule the kernel of grouped GEMMs takes, and with which sources and experts."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from weft.errors import ScheduleError
+from weft.runtime.stream_late import reads_on_host, segments_of
+from weft.schedule import AllToAllMatmul, Compute, NotApplicableError, Schedule, Tiles, candidates
+
+EVERYTHING = ("dispatch", "dispatch_by_expert")
+
+
+def schedules(world: int, experts: int, *, exact: bool = True) -> list[tuple[str, Schedule]]:
+    found = []
+    p = AllToAllMatmul(world, experts, (12,) * world, 16, 8, "bf16", most=20, exact=exact)
+    for candidate in candidates(p, EVERYTHING):
+        with contextlib.suppress(NotApplicableError):
+            found.append((candidate.name, candidate.build()))
+    return found
+
+
+def tiles_of(schedule: Schedule, rank: int) -> list[Tiles]:
+    return [s for lane in schedule.of_rank(rank, expected=False) for s in lane.steps if isinstance(s, Tiles)]
+
+
+@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), (4, 3), (8, 4)])
+def test_every_source_and_expert_is_in_one_launch(world: int, experts: int) -> None:
+    for name, schedule in schedules(world, experts):
+        for rank in (0, world - 1):
+            done: list[tuple[int, int]] = []
+            for step in tiles_of(schedule, rank):
+                s = segments_of(step, schedule, rank)
+                assert (s.tokens, s.inbox, s.slot_rows, s.experts) == ("tokens", "inbox", 20, experts), name
+                turns = range(s.first_source, s.first_source + s.n_sources)
+                done += [(t % world, e) for t in turns for e in range(s.first_expert, s.first_expert + s.n_experts)]
+            assert sorted(done) == [(t, e) for t in range(world) for e in range(experts)], name
+
+
+def test_other_tiles_are_refused() -> None:
+    _, schedule = schedules(2, 2)[0]
+    step = tiles_of(schedule, 0)[0]
+    gemm = step.body[0]
+    assert isinstance(gemm, Compute)
+    elsewhere = replace(step, body=(replace(gemm, out=replace(gemm.out, row=gemm.out.row + 1)),))
+    adding = replace(step, body=(replace(gemm, accumulate=True),))
+    for wrong in (elsewhere, adding):
+        with pytest.raises(ScheduleError, match="streams cannot run tiles of grouped_matmul as they are"):
+            segments_of(wrong, schedule, 0)
+
+
+def test_only_copies_by_kernel_leave_the_host_out() -> None:
+    assert all(reads_on_host(schedule) for _, schedule in schedules(2, 4))
+    bounded = schedules(2, 4, exact=False)
+    assert bounded
+    assert not any(reads_on_host(schedule) for _, schedule in bounded)
+    assert all("by=kernel" in name for name, _ in bounded)
