@@ -46,6 +46,39 @@ def test_dlrm_agrees_with_the_unsharded_model() -> None:
     assert "samples/s on 2 ranks" in printed
 
 
+# -- a mixture-of-experts layer
+
+
+@pytest.mark.parametrize("preset", ["mixtral", "deepseek"])
+def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
+    small = ["--preset", preset, "--shrink", "128", "--tokens", "32", "--repetitions", "1"]
+    printed = run(EXAMPLES / "moe.py", *small, "--schedule", "dispatch[by=kernel,rest=each]")
+    errors = re.findall(r"(\S.*): error (\S+) against float64; the library's calls in turn: (\S+)", printed)
+    assert [what for what, _, _ in errors] == ["y", "x grad", "router grad", "gate_up grad", "down grad"]
+    assert all(0 < float(ours) <= 2 * float(usual) < 1e-5 for _, ours, usual in errors)
+    assert "to peers: copy tokens -> inbox@1" in printed
+    assert "forward and backward: " in printed
+
+
+def test_experts_under_torchrun_with_the_librarys_calls() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    small = ["--shrink", "128", "--tokens", "32", "--repetitions", "1", "--schedule", "serial"]
+    printed = run(*launcher, EXAMPLES / "moe.py", *small)
+    assert "the library's calls, one after the other" in printed
+    assert printed.count("against float64") == 5
+
+
+def test_the_help_of_moe_teaches() -> None:
+    text = run(EXAMPLES / "moe.py", "--help")
+    for words in (
+        "top_k(softmax(x @ router))",
+        "--preset deepseek --ranks 4",
+        "torchrun --nproc-per-node 2",
+        "{mixtral,deepseek}",
+    ):
+        assert words in text
+
+
 # -- a chain of GEMMs as one schedule
 
 

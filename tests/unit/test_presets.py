@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.bench import dispatch_shapes
+from weft.bench.dispatch_shapes import MoeShape
 from weft.bench.embedding_inputs import Fixed, UniformBags, UniformRows, Zipf, jagged_input
 from weft.bench.embedding_presets import (
     META_2021_DISTINCT,
@@ -187,3 +189,42 @@ def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
         find_shapes(tmp_path / "none.toml", "cpu", "cpu")
     with pytest.raises(ValueError, match=r"no preset '8x0x2'.*or a shape MxNxK"):
         find_shapes(file, "8x0x2", "cpu")
+
+
+def test_layers_of_all_to_all_matmul_follow_from_the_models() -> None:
+    file = shapes_file("all_to_all_matmul")
+    models = {  # hidden, MLP of an expert, experts, of a token
+        "mixtral-8x7b": (4096, 14336, 8, 2),
+        "deepseek-v3": (7168, 2048, 256, 8),
+        "qwen3-30b-a3b": (2048, 768, 128, 8),
+    }
+    for group, (hidden, mlp, experts, top_k) in models.items():
+        shapes = dispatch_shapes.find_shapes(file, group, "cpu")
+        assert {(s.k, s.experts, s.top_k) for s in shapes} == {(hidden, experts, top_k)}
+        assert {s.n for s in shapes if s.sources == (f"{group} gate_up",)} == {2 * mlp}
+        for tokens in {s.tokens for s in shapes}:
+            assert [s.skew > 0 for s in shapes if s.tokens == tokens and s.n == 2 * mlp] == [False, True]
+    everything = dispatch_shapes.find_shapes(file, None, "cuda")
+    assert len({s.name for s in everything}) == len(everything) >= 20
+    small = dispatch_shapes.find_shapes(file, None, "cpu")
+    assert small == dispatch_shapes.find_shapes(file, CPU_GROUP, "cuda")
+    assert all(s.experts % ranks == 0 for s in small for ranks in (2, 3, 4))
+    typed = dispatch_shapes.find_shapes(file, "8x4x2-e4-top2,8x4x2-e4-top2-zipf0.5", "cpu")
+    assert typed == (MoeShape(8, 4, 2, 4, 2), MoeShape(8, 4, 2, 4, 2, 0.5))
+    assert [s.name for s in typed] == ["8x4x2-e4-top2", "8x4x2-e4-top2-zipf0.5"]
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.5])
+def test_a_router_draws_different_experts_in_proportion_to_their_popularity(skew: float) -> None:
+    one = MoeShape(20_000, 1, 1, experts=8, top_k=1, skew=skew)
+    popularity = torch.arange(1, 9).double() ** -skew
+    shares = one.splits(2, which=0).double() / 20_000
+    assert shares[0].tolist() == pytest.approx((popularity / popularity.sum()).tolist(), abs=0.012)
+    assert not torch.equal(shares[0], shares[1])
+    assert torch.equal(one.splits(2, 0), one.splits(4, 0)[:2]), (
+        "a rank's tokens do not depend on how many ranks there are"
+    )
+    assert MoeShape(5, 1, 1, experts=3, top_k=3, skew=skew).splits(1, 0).tolist() == [[5, 5, 5]]
+    most = MoeShape(500, 1, 1, experts=4, top_k=3, skew=5.0).splits(1, 0)[0]
+    assert most[0] == 500, "nobody gets a token twice"
+    assert most.sum() == 1500

@@ -258,6 +258,8 @@ class _AllToAllMatmul(Operator[MoeShape]):
         alone = Alone(work)
         arms, notes = _arms(work, options)
         beside: dict[str, Call] = {GEMM: alone.gemm, GEMM_EACH: alone.gemm_each, EXCHANGE: alone.exchange}
+        if any(size * work.dtype.itemsize % 16 for size in (preset.n, preset.k)):
+            del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes
         work.waiting = [name for name in arms if name != PADDED and not name.endswith(BOUNDED)]
         results = measure_arms(
             work,

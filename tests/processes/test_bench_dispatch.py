@@ -1,0 +1,226 @@
+"""The benchmark of all_to_all_matmul: what it names and refuses, its inputs, its arms, what it records, graphs without a GPU.
+
+Cheapest first: names without processes, then two ranks.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatch import expected
+
+from weft.bench import all_to_all_matmul, measure
+from weft.bench.all_to_all_matmul import OPERATOR, DispatchWorkload, Padded, Serial, Weft
+from weft.bench.dispatch_shapes import MoeShape
+from weft.bench.harness import Ranks
+from weft.bench.measure import check, measure_arms
+from weft.bench.options import BenchOptions
+from weft.bench.report import markdown
+from weft.bench.run import ceilings_for, run_rank
+from weft.launch import Pool
+from weft.schedule import AllToAllMatmul, candidates
+
+SHAPE = MoeShape(tokens=24, n=40, k=16, experts=6, top_k=2, skew=0.7, sources=("by hand",))
+ODD = "24x10x16-e6-top2"
+KERNEL = "dispatch[by=kernel,rest=each]"
+DMA = "dispatch[by=dma,rest=each]"
+
+
+def _options(**given) -> BenchOptions:
+    return BenchOptions(OPERATOR.name, **({"preset": SHAPE.name, "quick": True, "seconds": 0.01} | given))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"variants": ("fast",)}, r"no variant 'fast': give serial, padded, weft, weft-bounded, weft-serial, all, .*dispatch, "),
+        ({"variants": ("dispatch-bounded",)}, "no variant 'dispatch-bounded'"),
+        ({"modes": ("graph",)}, "modes=.*all_to_all_matmul on cpu has no other"),
+        ({"scale": 0.5}, r"scale=0\.5 is for tables: name a smaller shape"),
+        ({"ranks": 4}, "6 experts cannot be spread evenly over 4 ranks: use one of 1, 2, 3, 6"),
+        ({"preset": "8x8x8-e2-top3"}, "a token goes to at most experts=2, not to top_k=3"),
+        ({"preset": "mixtral"}, "no preset 'mixtral': give one of mixtral-8x7b, .*, or a shape TOKENSxNxK-eEXPERTS-topK"),
+    ],
+)  # fmt: skip
+def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _options(**wrong)
+
+
+def test_variants_that_are_named() -> None:
+    for variant in ("padded", "weft-bounded", "dispatch", DMA, KERNEL + "-bounded", "all"):
+        assert _options(variants=(variant,)).variants == (variant,)
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    return Ranks(group, group, torch.device("cpu"))
+
+
+def _workload(group: dist.ProcessGroup) -> DispatchWorkload:
+    return DispatchWorkload(SHAPE, _ranks(group), torch.float32, input_sets=2)
+
+
+def _facts(group: dist.ProcessGroup) -> dict:
+    """Inputs, and what the arms make of them, beside what the tests' own reference says."""
+    work, world = _workload(group), group.size()
+    tokens, weights = ([torch.empty_like(t) for _ in range(world)] for t in (work.tokens[1], work.w))
+    dist.all_gather(tokens, work.tokens[1], group=group)
+    dist.all_gather(weights, work.w, group=group)
+    splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
+    y, received = expected(group.rank(), splits, tokens, torch.cat(weights))
+    arms = {"serial": Serial(work), "padded": Padded(work)}
+    arms |= {"weft": Weft(work, None, bounded=False), "weft-bounded": Weft(work, None, bounded=True)}
+    outputs = {name: arm(1) for name, arm in arms.items()}
+    return {
+        "counts": torch.equal(work.counts(1), received),
+        "reference": float((work.reference(1) - y).abs().max()),
+        "errors": {name: float((work.rows_of(name, out, 1) - y).abs().max()) for name, out in outputs.items()},
+        "rows": {name: out.shape[0] for name, out in outputs.items()},
+        "came": len(y),
+        "fresh": not torch.equal(work.tokens[0], work.tokens[1]) and not torch.equal(*work.all_splits),
+        "load": dataclasses.asdict(work.load),
+        "splits": [splits.tolist() for splits in work.all_splits],
+    }
+
+
+def test_inputs_arms_and_load_by_hand(pool: Pool) -> None:
+    found = pool.run(_facts, ranks=2)
+    splits = torch.tensor(found[0]["splits"])  # [input set, rank, expert]
+    between = splits.view(2, 2, 2, 3).sum(3)
+    for one in found:
+        load = one["load"]
+        assert one["counts"]
+        assert one["fresh"]
+        assert one["reference"] == 0
+        assert max(one["errors"].values()) < 1e-5
+        assert one["rows"] == {
+            "serial": one["came"],
+            "weft": one["came"],
+            "weft-bounded": 128,
+            "padded": 6 * load["capacity"],
+        }
+        assert load["max_rows"] == 128
+        assert load["capacity"] == -(-int(splits.max()) // 8) * 8
+        assert load["rows"] == 48 == int(splits[0, 0].sum())
+        assert load["rank_skew"] == pytest.approx(float((between.sum(1).amax(1) / 48).mean()))
+        assert load["expert_skew"] == pytest.approx(float((splits.sum(1).amax(1) / 16).mean()))
+        # With two ranks what leaves one comes to the other.
+        busiest = torch.stack([between[:, 0, 1], between[:, 1, 0]]).amax(0).double().mean()
+        assert load["busiest_bytes"] == pytest.approx(float(busiest) * 16 * 4)
+
+
+def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
+    ranks, options = _ranks(group), _options(variants=("weft", "weft-serial", "dispatch["), dtype=dtype)
+    found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
+    assert not found.wrong
+    return found.records(options, "run")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: str) -> None:
+    rows = pool.run(_measured, dtype, ranks=2)[0]
+    for mode in ("single", "queued"):
+        of_mode = [r for r in rows if r["mode"] == mode]
+        base, padded, *_ = of_mode
+        names = [r["variant"] for r in of_mode]
+        assert names[:4] == ["serial", "padded", "weft", "weft-bounded"]
+        assert set(names[4:]) == {"weft-serial", DMA, KERNEL, KERNEL + "-bounded"}, "DMA needs sizes on the host"
+        wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms floor_ratio "
+        wanted += (
+            "error versions commit date host_us first_call_ms added_us chosen sources gemm_ms gemm_each_ms exchange_ms "
+        )
+        wanted += "tokens top_k experts n k skew rows max_rows capacity rank_skew expert_skew busiest_bytes"
+        for row in of_mode:
+            assert set(wanted.split()) <= set(row)
+            assert (row["config"], row["sources"], row["baseline"]) == (
+                SHAPE.name,
+                ["by hand"],
+                "serial",
+            )
+            assert row["speedup"] == row["speedup_over"]["serial"] == pytest.approx(base["p50_ms"] / row["p50_ms"])
+            assert row["speedup_over"]["padded"] == pytest.approx(padded["p50_ms"] / row["p50_ms"])
+            link = min(c["link_gbps"] for c in row["ceilings"])
+            wire_ms = 1e3 * row["busiest_bytes"] / (1e9 * link)
+            assert row["floor_ms"] == pytest.approx(max(min(row["gemm_ms"], row["gemm_each_ms"]), wire_ms))
+            added = None if mode == "queued" else pytest.approx(1e3 * (row["p50_ms"] - base["p50_ms"]))
+            assert row["added_us"] == added
+    known = {c.name for c in candidates(AllToAllMatmul.even(48, 40, 16, 3, 2))}
+    chosen = {r["variant"]: r["chosen"] for r in rows if r["chosen"]}
+    assert set(chosen) == {"weft", "weft-bounded"}
+    assert set(chosen.values()) <= known
+    json.dumps(rows, allow_nan=False)
+    assert f"| {SHAPE.name} |" in markdown(rows)
+
+
+def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
+    """A run in which one variant has a wrong row on one of two ranks; rows that torch's grouped GEMM does not take."""
+    correct = Weft.__call__
+
+    def spoiled(self: Weft, which: int) -> torch.Tensor:
+        y = correct(self, which)
+        if self.schedule == KERNEL and self.max_rows is not None and self.work.ranks.rank == 1:
+            y[int(self.work.counts(which).sum()) - 1] += 1
+        return y
+
+    all_to_all_matmul.Weft.__call__ = spoiled  # type: ignore[method-assign]
+    try:
+        options = _options(preset=ODD, variants=("weft", "dispatch[by=kernel"), modes=("queued",), json=path)
+        run_rank(group.rank(), group.size(), options)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        all_to_all_matmul.Weft.__call__ = correct  # type: ignore[method-assign]
+    return "nothing"
+
+
+def test_a_wrong_variant_is_not_timed(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(_with_one_wrong, tmp_path / "results.jsonl", ranks=2):
+        assert f"{KERNEL}-bounded differs from the float64 reference" in found
+        assert found.count("differs") == 1
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {r["variant"] for r in rows} == {"serial", "padded", "weft", "weft-bounded", KERNEL}
+    assert {(r["config"], r["gemm_ms"]) for r in rows} == {(ODD, None)}
+
+
+class _Recorder:
+    """What a CUDA graph does, without one: the same call again, into the same memory."""
+
+    def __init__(self, ranks: Ranks) -> None: ...
+
+    def capture(self, call, which: int):
+        output = call(which)
+
+        class Graph:
+            def replay(self) -> None:
+                found = call(which)
+                if isinstance(output, torch.Tensor):
+                    output.copy_(found)
+
+        return Graph(), output
+
+
+def _captured(group: dist.ProcessGroup) -> dict:
+    work = _workload(group)
+    arms = {"serial": Serial(work), "padded": Padded(work), "weft-bounded": Weft(work, None, bounded=True)}
+    work.waiting = ["serial"]
+    original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
+    try:
+        results = measure_arms(
+            work, arms, {}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3), step=lambda what, share: None
+        )
+    finally:
+        measure.Recorder = original  # type: ignore[misc]
+    errors = check(arms, work).errors
+    return {"timed": sorted(results.timings), "wrong": results.wrong, "not": results.not_captured, "errors": errors}
+
+
+def test_what_waits_for_the_device_is_not_captured(pool: Pool) -> None:
+    for found in pool.run(_captured, ranks=2):
+        queued = [("queued", name) for name in ("padded", "serial", "weft-bounded")]
+        assert found["timed"] == [("graph", "padded"), ("graph", "weft-bounded"), *queued]
+        assert not found["wrong"]
+        assert not found["not"]
+        assert all(0 < error < 1e-5 for error in found["errors"].values())
