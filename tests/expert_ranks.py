@@ -135,7 +135,12 @@ def backward(
 
 
 def one_gradient(group: dist.ProcessGroup) -> None:
-    """Only tokens', only weights': the same as when both are wanted."""
+    """Only tokens', only weights': the same as when both are wanted, and with the same memory, as without any."""
+    from weft import symm
+    from weft.ops.all_to_all_matmul import _table
+
+    symm.domain(group, device()).close()
+    _table._of_group.pop(group, None)
     rank, world, experts = group.rank(), group.size(), 2
     splits = traffic("uneven", world, experts, 3)
     tokens, weights = data(splits, experts, 8, 8, torch.float32, 3)
@@ -146,6 +151,10 @@ def one_gradient(group: dist.ProcessGroup) -> None:
         y = weft.all_to_all_matmul(x, w, torch.tensor(splits[rank], device=device()), group=group, capacity=60)
         (y**2).sum().backward()
         grads.append((x.grad, w.grad))
+    with torch.no_grad():
+        again = weft.all_to_all_matmul(x, w, torch.tensor(splits[rank], device=device()), group=group, capacity=60)
+    assert torch.equal(again, y)
+    assert len(_table._of_group[group]) == 1
     assert grads[1][1] is grads[2][0] is None
     torch.testing.assert_close(grads[0][0], grads[1][0])
     torch.testing.assert_close(grads[0][1], grads[2][1])
@@ -250,6 +259,12 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
         "capacity": lambda: call(group, capacity=20 if first else 21),
         "schedule": lambda: call(group, schedule="serial" if first else "dispatch[by=kernel,rest=each]"),
         "experts": lambda: call(group, experts=2 if first else 3),
+        "gradients": lambda: weft.all_to_all_matmul(
+            torch.ones(1, 8, requires_grad=first),
+            torch.ones(1, 8, 3),
+            torch.tensor([1] + [0] * (group.size() - 1)),
+            group=group,
+        ),
         "refuses": lambda: call(group, capacity=3, rows=4 if first else 2),
     }
     found = {name: told(one) for name, one in calls.items()}

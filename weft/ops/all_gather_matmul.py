@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from weft import plan
 from weft.ops import choosing
 from weft.ops.gathered import gathered_by_library, gradients
-from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
+from weft.ops.prepared import SCATTERED, Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
@@ -212,7 +212,7 @@ def _prepared_for(
     p = agree(_Prepared.operator, group, A_shard.device, check, deadline_s)[0]
     copied = frozenset(i for i, B in enumerate(Bs) if is_scattered(B))
     for i in copied:
-        warn_of_copy(f"Bs[{i}]", Bs[i], "neither its rows nor its columns are in one piece each; pass a contiguous one")
+        warn_of_copy(f"Bs[{i}]", Bs[i], SCATTERED)
     return _table.keep(group, key, _Prepared(p, group, A_shard.device, pinned, copied, wanted))
 
 

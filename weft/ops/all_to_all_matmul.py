@@ -20,7 +20,7 @@ from weft import plan
 from weft.errors import RefusedError, TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
-from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, strided, warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
@@ -93,9 +93,7 @@ def all_to_all_matmul(
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
     if max_rows is not None and max_rows < 0:
-        raise ValueError(
-            f"max_rows={max_rows} must not be negative: it is how many rows y has; None for as many as come"
-        )
+        raise ValueError(f"max_rows={max_rows} must not be negative: it is how many rows y has")
     if not isinstance(tokens, torch.Tensor):
         raise ValueError(f"tokens is a {type(tokens).__name__}: pass a torch tensor [T, K]")
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
@@ -105,8 +103,9 @@ def all_to_all_matmul(
         options = name, max_rows, capacity, schedule or "", deadline_s or 0.0
         y, received = torch.ops.weft.all_to_all_matmul(tokens, w_experts, splits, *options)
     else:
-        prepared = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
-        if prepared.differentiated:
+        found = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
+        prepared, differentiated = found
+        if differentiated:
             y, received = _Function.apply(prepared, max_rows, deadline_s, timeline, splits, tokens, w_experts)
         else:
             y, received, _ = prepared(tokens, w_experts, splits, max_rows, deadline_s, timeline)
@@ -116,11 +115,11 @@ def all_to_all_matmul(
 class _Prepared(Prepared):
     operator = "all_to_all_matmul"
 
-    def __init__(
-        self, p: AllToAllMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None, *, differentiated: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, p: AllToAllMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
         super().__init__(p, group, device, pinned or _usual_schedule(p))
-        self.differentiated = differentiated
+        self.agreed: set[tuple[bool, bool]] = (
+            set()
+        )  # which gradients ranks have agreed to want: of tokens, of w_experts
 
     def __call__(
         self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
@@ -156,7 +155,7 @@ class _Prepared(Prepared):
         def make_y(rows: int) -> torch.Tensor:
             # Rows for which there is no room are still written here: peers do not wait for one that gives up.
             made.append(tokens.new_empty(rows if max_rows is None else max(rows, max_rows), p.n))
-            return made[0]
+            return made[-1]
 
         received = splits.new_empty(p.world_size, p.experts)
         tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received}
@@ -164,7 +163,7 @@ class _Prepared(Prepared):
             tensors["y"] = make_y  # type: ignore[assignment]
         else:
             made.append(tokens.new_empty(max_rows, p.n))
-            tensors["y"] = made[0]
+            tensors["y"] = made[-1]
         executor = self.executor(tensors, capturing, deadline_s)
         if executor is None:
             return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
@@ -176,7 +175,7 @@ class _Prepared(Prepared):
             raise RefusedError(refusal)
         else:
             executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
-        return made[0], Sizes(splits, received)
+        return made[-1], Sizes(splits, received)
 
     def _in_turn(
         self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
@@ -194,18 +193,11 @@ class _Prepared(Prepared):
 
     def _weights(self, w: torch.Tensor) -> torch.Tensor:
         """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
-        if self.device.type == "cpu":
-            if not w.is_contiguous():
-                warn_of_copy(
-                    "w_experts", w, "and on CPU each expert's rows must follow each other; pass a contiguous one"
-                )
-            return w.flatten(0, 1)
-        if is_scattered(w[0]):
-            warn_of_copy(
-                "w_experts", w, "neither its rows nor its columns are in one piece each; pass a contiguous one"
-            )
-            return w.contiguous()
-        return w
+        if self.device.type != "cpu":
+            return strided(w, "w_experts")
+        if not w.is_contiguous():
+            warn_of_copy("w_experts", w, "and on CPU an expert's rows must follow each other; pass a contiguous one")
+        return w.flatten(0, 1)
 
     def _require_room(self, sizes: Sizes, max_rows: int) -> None:
         came = sum(sizes.host.came)
@@ -232,9 +224,7 @@ class _Function(torch.autograd.Function):
         y, received, sizes = prepared(tokens, w, splits, max_rows, deadline_s, timeline)
         sizes.fetch()  # so that backward finds them on the host
         ctx.prepared, ctx.sizes = prepared, sizes
-        ctx.save_for_backward(
-            tokens, w, received
-        )  # received, which the caller has too, so that a change of it is noticed
+        ctx.save_for_backward(tokens, w, received)  # the last, which the caller has too, so that changing it is noticed
         ctx.mark_non_differentiable(received)
         return y, received
 
@@ -243,14 +233,8 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         tokens, w, _ = ctx.saved_tensors
         wanted = ctx.needs_input_grad[5:]
-        return (
-            None,
-            None,
-            None,
-            None,
-            None,
-            *gradients(tokens.contiguous(), w, ctx.sizes, ctx.prepared.group, grad_y, wanted),
-        )
+        grads = gradients(tokens.contiguous(), w, ctx.sizes, ctx.prepared.group, grad_y, wanted)
+        return None, None, None, None, None, *grads
 
 
 # --- what was prepared ---
@@ -261,17 +245,18 @@ _table: Table[_Prepared] = Table()
 def _prepared_for(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup | str | None, exact: bool,
     capacity: int | None, schedule: str | None, deadline_s: float | None,
-) -> _Prepared:  # fmt: skip
+) -> tuple[_Prepared, bool]:  # fmt: skip
+    """And whether the call is differentiated. What is prepared does not depend on it, but all ranks must do it."""
     group = group_of(group)
     pinned = plan.pinned() if schedule is None else schedule
     wanted = (False, False)
     if torch.is_grad_enabled():
         wanted = (tokens.requires_grad, getattr(w, "requires_grad", False))
     likes = tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in (w, splits))
-    key = (tokens.shape[1:], tokens.dtype, tokens.device, likes, exact, capacity, pinned, wanted)
+    key = (tokens.shape[1:], tokens.dtype, tokens.device, likes, exact, capacity, pinned)
     prepared = _table.find(group, key)
-    if prepared is not None:
-        return prepared
+    if prepared is not None and wanted in prepared.agreed:
+        return prepared, any(wanted)
     world, k = group.size(), tokens.shape[-1] if tokens.dim() else 0
 
     def describe(most: int) -> AllToAllMatmul:
@@ -295,8 +280,11 @@ def _prepared_for(
         return tokens.shape[0], text
 
     most = max(agree(_Prepared.operator, group, tokens.device, check, deadline_s))
-    p = describe(_rounded_up(most) if capacity is None else capacity)
-    return _table.keep(group, key, _Prepared(p, group, tokens.device, pinned, differentiated=any(wanted)))
+    if prepared is None:
+        p = describe(_rounded_up(most) if capacity is None else capacity)
+        prepared = _table.keep(group, key, _Prepared(p, group, tokens.device, pinned))
+    prepared.agreed.add(wanted)
+    return prepared, any(wanted)
 
 
 def _rounded_up(rows: int) -> int:
@@ -360,7 +348,8 @@ def _run(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
     schedule: str, deadline_s: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    prepared = _prepared_for(tokens, w, splits, group, max_rows is None, capacity, schedule or None, deadline_s or None)
+    exact = max_rows is None
+    prepared, _ = _prepared_for(tokens, w, splits, group, exact, capacity, schedule or None, deadline_s or None)
     y, received, _ = prepared(tokens, w, splits, max_rows, deadline_s or None, None)
     return y, received
 

@@ -137,6 +137,7 @@ class Table(Generic[P]):
         return prepared
 
 
+SCATTERED = "neither its rows nor its columns are in one piece each; pass a contiguous one"
 _warned: set[tuple[str, tuple[int, ...]]] = set()
 
 
@@ -154,9 +155,17 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
     return x.contiguous()
 
 
+def strided(w: torch.Tensor, name: str) -> torch.Tensor:
+    """Matrices as GEMMs take them."""
+    if not is_scattered(w):
+        return w
+    warn_of_copy(name, w, SCATTERED)
+    return w.contiguous()
+
+
 def is_scattered(matrix: torch.Tensor) -> bool:
-    """Whether a library's GEMM would have to copy it: neither rows nor columns are in one piece each."""
-    (k, n), (row, col) = matrix.shape, matrix.stride()
+    """Whether a library's GEMM would have to copy it (or them): neither rows nor columns are in one piece each."""
+    (k, n), (row, col) = matrix.shape[-2:], matrix.stride()[-2:]
     by_rows = (col == 1 or n <= 1) and (row >= n or k <= 1)
     by_columns = (row == 1 or k <= 1) and (col >= k or n <= 1)
     return matrix.numel() > 0 and not (by_rows or by_columns)
