@@ -94,13 +94,9 @@ def forward(
         close(y[: len(exact_y)], exact_y.to(device()), usual_y)
 
 
-def backward(
-    group: dist.ProcessGroup, experts: int, exact: bool, schedule: str | None, compiled: bool, rows: int | None = None
-) -> None:
-    """Gradients of a random weighing of y, against autograd through all ranks' tokens in float64.
-
-    rows: what y has, if less than what comes on GPUs."""
-    rank, world, k, n = group.rank(), group.size(), 12, 6
+def backward(group: dist.ProcessGroup, experts: int, exact: bool, schedule: str | None, compiled: bool) -> None:
+    """Gradients of a random weighing of y, against autograd through all ranks' tokens in float64."""
+    rank, world, k, n = group.rank(), group.size(), 12, 8
     options: dict[str, Any] = {"group": group.group_name, "schedule": schedule, "capacity": 60}
 
     def loss(x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, weighing: torch.Tensor) -> torch.Tensor:
@@ -132,6 +128,42 @@ def backward(
         assert exact_w.grad is not None
         torch.testing.assert_close(x.grad.cpu().double(), exact_tokens[rank].grad, rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(w.grad.cpu().double(), exact_w.grad.split(experts)[rank], rtol=2e-4, atol=2e-4)
+
+
+def torchs_grouped_gemm(group: dist.ProcessGroup) -> None:
+    """The library's way with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
+    from weft.ops import exchanged
+
+    original = exchanged._has_grouped_gemm
+    exchanged._has_grouped_gemm = lambda x, w: x.numel() > 0 and exchanged._is_aligned(x) and exchanged._is_aligned(w)
+    try:
+        for exact in (True, False):
+            forward(group, 3, torch.float32, "uneven", exact, "serial", exact, 4)
+            backward(group, 2, exact, "serial", False)
+        left_out(group)
+    finally:
+        exchanged._has_grouped_gemm = original
+
+
+def left_out(group: dist.ProcessGroup) -> None:
+    """The library's way where more rows come than there is room for, which on GPUs is no error: the first ones are right, and
+    their gradients."""
+    from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+
+    rank, world, experts = group.rank(), group.size(), 2
+    splits = traffic("uneven", world, experts, 2)
+    tokens, weights = data(splits, experts, 8, 8, torch.float32, 2)
+    exact_tokens, exact_w = [t.double().cpu().requires_grad_() for t in tokens], weights.double().cpu().requires_grad_()
+    ys = [expected(r, splits, exact_tokens, exact_w)[0] for r in range(world)]
+    room = [len(y) * 2 // 3 for y in ys]
+    torch.stack([y[:rows].sum() for y, rows in zip(ys, room, strict=True)]).sum().backward()
+    w, mine = weights.split(experts)[rank], torch.tensor(splits[rank], device=device())
+    sizes = Sizes(mine, exchange_counts(mine, group))
+    y = multiplied_by_library(tokens[rank], w, sizes, group, room[rank])
+    torch.testing.assert_close(y.cpu().double(), ys[rank][: room[rank]], rtol=1e-4, atol=1e-4)
+    grad_x, grad_w = gradients(tokens[rank], w, sizes, group, torch.ones_like(y), (True, True))
+    torch.testing.assert_close(grad_x.cpu().double(), exact_tokens[rank].grad, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(grad_w.cpu().double(), exact_w.grad.split(experts)[rank], rtol=2e-4, atol=2e-4)
 
 
 def one_gradient(group: dist.ProcessGroup) -> None:

@@ -61,6 +61,16 @@ def test_gradients(pool: Pool, world: int, exact: bool, schedule: str | None) ->
     pool.run(ranks.backward, 1 if world == 3 and exact else 2, exact, schedule, False, ranks=world, timeout_s=60)
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_librarys_way_as_on_gpus(pool: Pool, world: int) -> None:
+    pool.run(ranks.torchs_grouped_gemm, ranks=world, timeout_s=60)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rows_left_out_have_no_gradients(pool: Pool, world: int) -> None:
+    pool.run(ranks.left_out, ranks=world, timeout_s=60)
+
+
 def test_of_two_gradients_one(pool: Pool) -> None:
     pool.run(ranks.one_gradient, ranks=2, timeout_s=60)
 
