@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Build, test and measure weft on a machine with GPUs: bash benchmarks/gpu_check.sh OUT [--op NAME] [--tests-only|--bench-only]
 #
-# --op embedding_all_to_all (the default), all_gather_matmul: whose tests and benchmark. A call takes less than 590 s.
+# --op embedding_all_to_all (the default), all_gather_matmul, all_to_all_matmul: whose tests and benchmark. A call takes less
+# than 590 s.
 #
 # Needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. No
 # network, no .venv. Writes OUT/doctor.txt, OUT/tests-NAME.txt, OUT/bench-NAME.txt and OUT/*.jsonl; goes on after a failure and
 # exits with 1 if there was one. WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
-# WEFT_BENCH_S (default 110; all_gather_matmul: 165): seconds that each piece of the benchmark may take at most; records of
+# WEFT_BENCH_S (default 110; operators with a GEMM: 165): seconds that each piece of the benchmark may take at most; records of
 # what it has finished stay.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
-usage="usage: gpu_check.sh OUT [--op embedding_all_to_all|all_gather_matmul] [--tests-only|--bench-only]"
+usage="usage: gpu_check.sh OUT [--op embedding_all_to_all|all_gather_matmul|all_to_all_matmul] [--tests-only|--bench-only]"
 out=${1:?$usage}
 shift
 op=embedding_all_to_all
@@ -25,7 +26,7 @@ while [ $# -gt 0 ]; do
 done
 case $op in
   embedding_all_to_all) piece_s=110 ;;
-  all_gather_matmul) piece_s=165 ;;
+  all_gather_matmul | all_to_all_matmul) piece_s=165 ;;
   *) echo "no operator $op; $usage" >&2; exit 2 ;;
 esac
 piece_s=${WEFT_BENCH_S:-$piece_s}
@@ -64,7 +65,11 @@ at_most() {
 tests() {
   local files=() file of
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
-    case $file in *schedule* | *matmul* | *plan*) of=all_gather_matmul ;; *) of=embedding_all_to_all ;; esac
+    case $file in
+      *dispatch* | *all_to_all_matmul*) of=all_to_all_matmul ;;
+      *schedule* | *matmul* | *plan*) of=all_gather_matmul ;;
+      *) of=embedding_all_to_all ;;
+    esac
     [ $of = "$op" ] && files+=("$file")
   done
   timeout -k 10 "$(at_most 240)" "$python" -m pytest -p no:cacheprovider -q --durations=8 "${files[@]}" 2>&1 |
@@ -108,6 +113,12 @@ bench_embedding_all_to_all() {
 bench_all_gather_matmul() {
   bench matmul-bf16.jsonl --ranks "$ranks" --preset measured,llama-3-8b,mixtral-8x7b --seconds 0.15
   bench matmul-bf16.jsonl --ranks "$ranks" --preset llama-3-70b,llama-3-405b --seconds 0.1
+}
+
+# The host waits for sizes in every call of most variants: short rows of calls say as much as long ones.
+bench_all_to_all_matmul() {
+  bench dispatch-bf16.jsonl --ranks "$ranks" --preset mixtral-8x7b --seconds 0.15
+  bench dispatch-bf16.jsonl --ranks "$ranks" --preset deepseek-v3,qwen3-30b-a3b --seconds 0.15
 }
 
 build

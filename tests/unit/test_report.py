@@ -81,6 +81,49 @@ def test_what_the_shapes_say_together() -> None:
     assert Summary.of(rows[:2]) is None
 
 
+def _layer(config: str, ms: dict[str, float], mode: str) -> list[dict]:
+    base = "padded" if mode == "graph" else "serial"
+    return [
+        {
+            "op": "all_to_all_matmul", "config": config, "variant": variant, "mode": mode, "dtype": "bf16", "run": "a", "ranks": 2,
+            "p50_ms": of, "baseline": base, "speedup": ms[base] / of, "floor_ms": 0.5, "floor_ratio": of / 0.5,
+            "speedup_over": {o: ms[o] / of for o in ("serial", "padded") if o in ms},
+            "rank_skew": 1.234, "capacity": 24, "experts": 8, "rows": 96,
+            "machine": "an abacus", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
+        }
+        for variant, of in ms.items()
+    ]  # fmt: skip
+
+
+def test_experts_have_baselines_by_mode() -> None:
+    queued = {
+        "serial": 2.0,
+        "padded": 4.0,
+        "weft": 1.0,
+        "weft-bounded": 0.8,
+        "dispatch[x]": 0.9,
+        "dispatch[x]-bounded": 0.5,
+    }
+    rows = [*_layer("one", queued, "queued"), *_layer("two", {"serial": 2.0, "weft": 4.0}, "queued")]
+    text = markdown([*rows, *_layer("one", {"padded": 3.0, "weft-bounded": 1.5}, "graph")])
+    assert "| one | 1.23 | 2.00x | 2 | 4 | 1 | 0.8 | 2.00x | 2.50x | 5.00x | 0.5 | 0.5 | dispatch[x]-bounded |" in text
+    assert "| two | 1.23 | 2.00x | 2 |  | 4 |  | 0.50x |  |  | 0.5 |  |  |" in text, (
+        "what was not measured is left empty"
+    )
+    assert (
+        "weft over 2 shapes: 1.00x serial in the geometric mean, at worst 0.50x serial (two), at least 0.98x on 50% of"
+        in text
+    )
+    assert "4.00 times the floor; within 3% of the best measured schedule of its kind on 0%." in text
+    assert (
+        "weft-bounded over 1 shapes: 2.50x serial and 5.00x padded in the geometric mean, at worst 2.50x serial (one)"
+        in text
+    )
+    graph = text[text.index("**graph**") :]
+    assert "| one | 1.23 | 2.00x | 3 | 1.5 | 2.00x | 0.5 |" in graph
+    assert "weft-bounded over 1 shapes: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
+
+
 def test_one_file_may_hold_several_operators() -> None:
     common = {"op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus"}
     common |= {"versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
