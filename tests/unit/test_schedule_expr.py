@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.schedule import RANK, Expr, Index, lookup, value
+from weft.schedule import RANK, Expr, Index, lookup, total, value
+from weft.schedule.expr import Held
 
 numbers = st.integers(-20, 20)
 
@@ -74,6 +76,23 @@ def test_a_table_of_numbers() -> None:
     assert lookup((5, 3), 1) == 3
     with pytest.raises(ValueError, match=r"\(5, 3, 8\)\[rank\] has no value for \{'rank': 3\}"):
         value(lookup((5, 3, 8), RANK), rank=3)
+
+
+@given(
+    contents=st.lists(numbers, max_size=9),
+    bounds=st.lists(st.tuples(numbers, numbers), min_size=1),
+    step=st.integers(1, 4),
+)
+def test_sums_of_what_a_buffer_holds(contents: list[int], bounds: list[tuple[int, int]], step: int) -> None:
+    """One by one and many at once, of numbers and of what keeps its sums."""
+    part = total("held", Expr("first"), Expr("end"), step)
+    assert isinstance(part, Expr)
+    wanted = [sum(contents[first:end:step]) for first, end in bounds]
+    for held in (contents, Held(contents)):
+        assert [part.evaluate({"held": held, "first": first, "end": end}) for first, end in bounds] == wanted
+        first, end = np.array(bounds).T
+        assert part.over({"held": held, "first": first, "end": end}).tolist() == wanted
+    assert part.partly({"held": Held(contents), "first": bounds[0][0], "end": bounds[0][1]}) == wanted[0]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Expr:
         if missing:
             raise ValueError(f"{self.text} needs a value for {', '.join(sorted(missing))}; given: {values}")
         try:
-            return int(eval(self._code, {"__builtins__": {}, "sum": sum}, dict(values)))
+            return int(eval(self._code, {"__builtins__": {}, "sum": _sum}, dict(values)))
         except (ZeroDivisionError, IndexError) as error:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
@@ -116,8 +116,41 @@ class Expr:
         return Expr, (self.text,)  # code objects cannot be pickled, and schedules travel to other processes
 
 
+class Held:
+    """What a buffer holds, row by row, to be summed up many times: sums from each element to the end are kept."""
+
+    def __init__(self, contents: Sequence[int]) -> None:
+        self.contents = np.asarray(contents, np.int64)
+        self._sums: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, part: slice) -> int:
+        """The sum of the elements there: of a `Held`, `sum` has nothing left to do."""
+        first, end, step = part.indices(len(self.contents))
+        sums = self._to_the_end(step)
+        return int(sums[first] - sums[first + len(range(first, end, step)) * step])
+
+    def over(self, first: Any, end: Any, step: int) -> np.ndarray:
+        """For many parts at once."""
+        first, end = (self._within(bound) for bound in (first, end))
+        sums = self._to_the_end(step)
+        last: np.ndarray = first + np.maximum(0, -((first - end) // step)) * step
+        return sums[first] - sums[last]
+
+    def _within(self, bound: Any) -> np.ndarray:
+        """As a slice takes it."""
+        n = len(self.contents)
+        return np.clip(np.where(np.less(bound, 0), bound + n, bound), 0, n)
+
+    def _to_the_end(self, step: int) -> np.ndarray:
+        if step not in self._sums:
+            whole = np.zeros((len(self.contents) // step + 2) * step, np.int64)
+            whole[: len(self.contents)] = self.contents
+            self._sums[step] = whole.reshape(-1, step)[::-1].cumsum(0)[::-1].ravel()
+        return self._sums[step]
+
+
 Index: TypeAlias = int | Expr
-Values: TypeAlias = Mapping[str, int | Sequence[int]]
+Values: TypeAlias = Mapping[str, int | Sequence[int] | Held]
 """Of variables by name: numbers, and for buffers what they hold, row by row."""
 
 
@@ -184,11 +217,15 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
             known: Any = values if isinstance(held, ast.Name) else {}
             contents = [_over(e, values) for e in held.elts] if isinstance(held, ast.Tuple) else known[_name(held)]
             stride = 1 if step is None else int(_over(step, values))
-            sums = np.vectorize(lambda first, end: sum(contents[first:end:stride]), otypes=[np.int64])
-            return sums(_over(_bound(lower), values), _over(_bound(upper), values))
+            summed = contents if isinstance(contents, Held) else Held(contents)
+            return summed.over(_over(_bound(lower), values), _over(_bound(upper), values), stride)
         case ast.Constant(value=value):
             return value
     raise AssertionError(f"_check lets no {ast.unparse(node)} in")
+
+
+def _sum(part: int | Sequence[int]) -> int:
+    return part if isinstance(part, int) else sum(part)
 
 
 def _name(node: ast.expr) -> str:
@@ -232,7 +269,11 @@ def _partly(node: ast.expr, values: Values) -> ast.expr:
     match node:
         case ast.Name(id=name) if name in values:
             found = values[name]
-            return ast.Constant(found) if isinstance(found, int) else _tuple(found)
+            return (
+                ast.Constant(found)
+                if isinstance(found, int)
+                else _tuple(found.contents.tolist() if isinstance(found, Held) else found)
+            )
         case ast.BinOp(left=left, op=sign, right=right):
             a, b = _partly(left, values), _partly(right, values)
             whole: ast.expr = ast.BinOp(a, sign, b)

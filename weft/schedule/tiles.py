@@ -17,15 +17,16 @@ from typing import cast
 
 import numpy as np
 
-from weft.schedule.expr import Expr, Index
+from weft.schedule.expr import Expr, Index, Values
 from weft.schedule.schedule import Schedule, is_empty
 from weft.schedule.steps import Compute, Copy, Lane, Set, Signals, Step, Tiles, Wait
 
 _BEGIN, _END = "begin of tiles ", "end of tiles "  # how the signals of forked lanes are named
 
 
-def counted(tiles: Tiles, *numbers: Index) -> list[tuple[tuple[int, ...], int]]:
-    """(values of `numbers`, in how many of `tiles` they have them), for tiles in numbers; by rising values."""
+def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
+    """(values of `numbers`, in how many of `tiles` they have them), by rising values, for tiles of an extent in numbers.
+    values: of variables beside the tile's own, where the body is not in numbers."""
     extent = cast(int, tiles.extent)
     if extent == 0:
         return []
@@ -35,7 +36,7 @@ def counted(tiles: Tiles, *numbers: Index) -> list[tuple[tuple[int, ...], int]]:
     period = math.lcm(*(n.period(tiles.index) for n in numbers if isinstance(n, Expr)))
     at = np.arange(min(period, extent) or extent)
     turns = extent // len(at) + (at < extent % len(at))
-    columns = [n.over({tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
+    columns = [n.over({**(values or {}), tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
     table = np.stack([np.broadcast_to(column, at.shape) for column in columns])
     order = np.lexsort(table[::-1])
     table = table[:, order]

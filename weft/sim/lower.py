@@ -9,7 +9,7 @@ times faster as there are ranks. Where sizes or signals do not turn around like 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.schedule import (
@@ -29,6 +29,7 @@ from weft.schedule import (
     Wait,
     value,
 )
+from weft.schedule.expr import Held, Values
 from weft.schedule.steps import put_in
 from weft.schedule.tiles import counted
 from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles
@@ -134,6 +135,7 @@ class _Lowering:
         self.schedule, self.model, self.world = schedule, model, schedule.world_size
         self._vectors: dict[tuple[str, Turn, ByRank], ByRank] = {}
         self._buffers = {b.name: b for b in schedule.buffers}
+        self._values = _values_of_ranks(schedule)
         self._costs: dict[object, Cost] = {}
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
@@ -164,7 +166,7 @@ class _Lowering:
             return index
         key = (index.text, turn, there)
         if key not in self._vectors:
-            values = [{**dict(turn), **self.schedule.values(rank)} for rank in range(self.world)]
+            values = ({**dict(turn), **of_rank} for of_rank in self._values)
             self._vectors[key] = _collapse([index.evaluate(v) if _at(there, r) else 0 for r, v in enumerate(values)])
         return self._vectors[key]
 
@@ -234,16 +236,17 @@ class _Lowering:
         return _Item(origin, there, tuple(numbers))
 
     def _tiled(self, step: Tiles, turn: Turn, rank: int) -> _Tiled:
-        here: Tiles = put_in(step, {**dict(turn), **self.schedule.values(rank)})
+        values = {**dict(turn), **self._values[rank]}
+        here = replace(step, extent=put_in(step.extent, values))
         parts: list[tuple[int, tuple[int, ...], int]] = []
         sets: list[_SetBy] = []
         for place, inner in enumerate(here.body):
             if isinstance(inner, Set):
-                for (at, index), times in counted(here, inner.at, inner.index):
+                for (at, index), times in counted(here, *_known((inner.at, inner.index), values), values=values):
                     sets.append(_SetBy(inner.signal, (at - rank) % self.world, index, times))
                 continue
             extents = [n for region in _regions(inner) for n in (region.rows, region.cols, region.at)]
-            for numbers, times in counted(here, *extents):
+            for numbers, times in counted(here, *_known(extents, values), values=values):
                 placed = (n if i % 3 < 2 else (n - rank) % self.world for i, n in enumerate(numbers))
                 parts.append((place, tuple(placed), times))
         return _Tiled(tuple(parts), tuple(sorted(sets)))
@@ -367,6 +370,21 @@ class _Lowering:
 
 
 _NO_TILES = _Tiled((), ())
+
+
+def _values_of_ranks(schedule: Schedule) -> list[Values]:
+    """What expressions may name at each rank; ranks that hold the same share its sums."""
+    held: dict[tuple[int, ...], Held] = {}
+    return [
+        {"rank": rank}
+        | {c.buffer: held.setdefault(c.expected[rank], Held(c.expected[rank])) for c in schedule.contents}
+        for rank in range(schedule.world_size)
+    ]
+
+
+def _known(numbers: Sequence[Index], values: Values) -> list[Index]:
+    """Numbers in place of what has a value, whatever tile it is."""
+    return [n.evaluate(values) if isinstance(n, Expr) and n.variables() <= values.keys() else n for n in numbers]
 
 
 def _name(origin: Origin, rank: int) -> str:
