@@ -10,9 +10,10 @@ wants the rows of an expert together, so the blocks would be copied once more, t
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
 x_s is the inbox, with the block of the source that comes n-th after this rank at row (n - 1) * slot_rows, or for the own
-rank the tokens themselves, whose block begins at sum(splits[: rank * experts]). A launch computes some of the sources and experts ("own rows only", "peers only"),
-so that a step of the exchange can be multiplied while the next one travels. It waits for nothing: what it reads is there
-when its stream gets to it, because a wait inside the loop would break the compiler's pipelining.
+rank the tokens themselves, whose block begins at sum(splits[: rank * experts]). A launch computes some of the sources and
+experts ("own rows only", "peers only"), so that a step of the exchange can be multiplied while the next one travels. It
+waits for nothing: what it reads is there when its stream gets to it, because a wait inside the loop would break the
+compiler's pipelining.
 
 Speed. A persistent grid walks tiles of BLOCK_M x BLOCK_N. Their order: expert by expert, inside an expert the row tiles of
 all sources of the launch in groups of GROUP, and inside a group column by column, so that a column of the weights is read

@@ -16,7 +16,7 @@ from weft import env
 from weft.kernels import grouped_matmul as device_code
 from weft.kernels.grouped_matmul import Config, choose_config
 
-__all__ = ["Config", "choose_config", "launch", "launch_offsets", "prepare"]
+__all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "launch_offsets", "prepare"]
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
@@ -61,20 +61,34 @@ class Variant(NamedTuple):
     def options(self) -> dict[str, int]:
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
-    def maps(self, tokens: Any, inbox: Any, w: Any, y: Any) -> tuple[Any, ...]:
-        """The first four arguments of the kernel: tensor maps of these tensors, or the tensors themselves."""
+    def map(self, number: int, tensor: Any) -> Any:
+        """The kernel's argument for tokens, inbox, weights or y, 0 to 3: a tensor map of it, or the tensor itself."""
+        tensor = _Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
-            return tokens, inbox, w, y
+            return tensor
         c = self.config
-        x_box, w_box = [c.block_m, c.block_k], [1, c.block_k, c.block_n]
-        if self.transposed:
-            w_box = [1, c.block_n, c.block_k]
-        return (
-            TensorDescriptor.from_tensor(tokens, x_box),
-            TensorDescriptor.from_tensor(inbox, x_box),
-            TensorDescriptor.from_tensor(w, w_box),
-            create_ragged_descriptor(y, [c.block_m, c.block_n // c.parts]),
+        if number == 3:
+            return create_ragged_descriptor(tensor, [c.block_m, c.block_n // c.parts])
+        w_box = [1, c.block_n, c.block_k] if self.transposed else [1, c.block_k, c.block_n]
+        return TensorDescriptor.from_tensor(tensor, w_box if number == 2 else [c.block_m, c.block_k])
+
+
+class _Lent:
+    """Where a tensor lies, and nothing that keeps it there: it is the caller's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape, self._strides, self._address = (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.data_ptr(),
         )
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._strides if dim is None else self._strides[dim]
 
 
 class _Stand(MockTensor):
@@ -99,7 +113,13 @@ def compile_variant(variant: Variant) -> Any:
     address = 0 if v.aligned else v.dtype.itemsize
     stands = [_Stand(v.dtype, shape, address) for shape in ([1, v.k], [1, v.k], w_shape, [1, v.n])]
     return device_code.grouped_matmul_kernel.warmup(
-        *v.maps(*stands), torch.int64, torch.int64, *[1] * _NUMBERS, grid=(1,), **v.constants(), **v.options()
+        *(v.map(i, stand) for i, stand in enumerate(stands)),
+        torch.int64,
+        torch.int64,
+        *[1] * _NUMBERS,
+        grid=(1,),
+        **v.constants(),
+        **v.options(),
     )
 
 
@@ -150,6 +170,96 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     return bits % _ALIGNMENT == 0
 
 
+class GroupedMatmul:
+    """The rows of some sources and experts, times the weights of their expert: what is the same at every launch, made once.
+
+    inbox: [at least (W - 1) * slot_rows, K], the block of the source that comes n-th after this rank at row
+    (n - 1) * slot_rows. counts: int64 [W, E], rows from each source for each local expert; the rows of the table may be
+    apart. splits: int64 [W * E], rows of this rank's tokens for each global expert. Sources are (rank + i) % W for i in
+    first_source .. + n_sources (default: up to the last), experts first_expert .. + n_experts likewise. spare:
+    multiprocessors that are left to other kernels. The configuration is part of what is compiled: see `prepare`.
+    """
+
+    def __init__(
+        self,
+        inbox: torch.Tensor,
+        counts: torch.Tensor,
+        splits: torch.Tensor,
+        *,
+        rank: int,
+        slot_rows: int,
+        config: Config,
+        first_source: int = 0,
+        n_sources: int | None = None,
+        first_expert: int = 0,
+        n_experts: int | None = None,
+        spare: int = 0,
+    ) -> None:
+        self._world, self._experts = world, experts = tuple(counts.shape)
+        n_sources = world - first_source if n_sources is None else n_sources
+        n_experts = experts - first_expert if n_experts is None else n_experts
+        self._inbox, self._counts, self._splits, self._config = inbox, counts, splits, config
+        self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
+        self._segments = n_sources * n_experts
+        self._programs = config.per_sm * (_tma_and_multiprocessors(counts.device)[1] - spare)
+        # Tensor maps and the kernel, of the tensors that came last: mostly the next ones lie there too.
+        self._places: tuple[Any, ...] = ()
+        self._maps: list[Any] = [None] * 4
+        self._variant: Variant | None = None
+        self._kernel: Any = None
+
+    def launch(self, tokens: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+        """Enqueue on the current stream.
+
+        tokens: [rows, K], this rank's rows by global expert. w: [E, K, N], K or N with stride 1. y: [y_rows, N]; what belongs
+        beyond its last row is left out. All are bfloat16, float16 or float32, as the inbox is, and tokens, inbox and y have
+        contiguous rows.
+        """
+        places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tokens, w, y)])
+        if places != self._places and not self._bind(tokens, w, y, places):
+            return
+        variant, inbox = self._variant, self._inbox
+        assert variant is not None
+        columns = -(-variant.n // self._config.block_n)
+        row_tiles = -(-y.shape[0] // self._config.block_m) + self._segments
+        grid = (max(1, min(self._programs, row_tiles * columns)), 1, 1)
+        numbers = (
+            tokens.shape[0], inbox.shape[0], y.shape[0], *self._numbers, tokens.stride(0), inbox.stride(0), y.stride(0),
+            w.stride(0), w.stride(2 if variant.transposed else 1),
+        )  # fmt: skip
+        self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
+
+    def _bind(self, tokens: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
+        """Make anew what depends on tensors that are elsewhere than at the last launch; whether there is anything to do."""
+        _check(tokens, self._inbox, w, y, self._counts, self._splits)
+        before, self._places = self._places, ()
+        # A tensor map of nothing cannot be made, and is not used.
+        inbox = self._inbox if self._inbox.numel() else tokens
+        x = tokens if tokens.numel() else inbox
+        if 0 in (x.numel(), w.numel(), y.numel()):
+            if y.numel() and x.shape[0]:  # K is 0
+                raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
+            return False
+        variant = _variant(w, self._world, self._config, all(_is_aligned(t) for t in (x, inbox, y)))
+        if variant != self._variant:
+            constants = variant.constants()
+            if w.device.type != "cuda":
+                self._kernel = lambda grid, given: device_code.grouped_matmul_kernel[grid](*given, **constants)
+            else:
+                compiled, values = _compiled(w.device, variant), tuple(constants.values())
+                self._kernel = lambda grid, given: compiled[grid](*given, *values)
+        stale = [True] * 4
+        if before and variant == self._variant and self._inbox.numel():
+            moved = [old != new for old, new in zip(before, places, strict=True)]
+            stale = [moved[0], False, moved[1], moved[2]]
+        operands = (x, inbox, w.mT if variant.transposed else w, y)
+        for i, operand in enumerate(operands):
+            if stale[i]:
+                self._maps[i] = variant.map(i, operand)
+        self._variant, self._places = variant, places
+        return True
+
+
 def launch(
     tokens: torch.Tensor,
     inbox: torch.Tensor,
@@ -157,52 +267,10 @@ def launch(
     y: torch.Tensor,
     counts: torch.Tensor,
     splits: torch.Tensor,
-    *,
-    rank: int,
-    slot_rows: int,
-    config: Config,
-    first_source: int = 0,
-    n_sources: int | None = None,
-    first_expert: int = 0,
-    n_experts: int | None = None,
-    spare: int = 0,
+    **how: Any,
 ) -> None:
-    """Enqueue on the current stream: the rows of some sources and experts, times the weights of their expert, into y.
-
-    tokens: [rows, K], this rank's rows by global expert. inbox: [at least (W - 1) * slot_rows, K], the block of the source that
-    comes n-th after this rank at row (n - 1) * slot_rows. w: [E, K, N], K or N with stride 1. y: [y_rows, N]; what belongs
-    beyond its last row is left out. These four are bfloat16, float16 or float32, all the same, and tokens, inbox and y have
-    contiguous rows. counts: int64 [W, E], rows from each source for each local expert; the rows of the table may be apart.
-    splits: int64 [W * E], rows of `tokens` for each global expert. Sources are (rank + i) % W for i in first_source .. +
-    n_sources (default: up to the last), experts first_expert .. + n_experts likewise. spare: multiprocessors that are left to
-    other kernels. The configuration is part of what is compiled: see `prepare`.
-    """
-    _check(tokens, inbox, w, y, counts, splits)
-    world_size, experts = counts.shape
-    n_sources = world_size - first_source if n_sources is None else n_sources
-    n_experts = experts - first_expert if n_experts is None else n_experts
-    # A tensor map of nothing cannot be made, and is not used.
-    tokens, inbox = (tokens if tokens.numel() else inbox), (inbox if inbox.numel() else tokens)
-    if 0 in (tokens.numel(), w.numel(), y.numel()):
-        if y.numel() and tokens.shape[0]:  # K is 0
-            raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
-        return
-    device = w.device
-    variant = _variant(w, world_size, config, all(_is_aligned(t) for t in (tokens, inbox, y)))
-    columns = -(-variant.n // config.block_n)
-    row_tiles = -(-y.shape[0] // config.block_m) + n_sources * n_experts
-    grid = (max(1, min(config.per_sm * (_tma_and_multiprocessors(device)[1] - spare), row_tiles * columns)), 1, 1)
-    numbers = (
-        tokens.shape[0], inbox.shape[0], y.shape[0], slot_rows, rank, first_source, n_sources, first_expert, n_experts,
-        counts.stride(0), tokens.stride(0), inbox.stride(0), y.stride(0), w.stride(0), w.stride(2 if variant.transposed else 1),
-    )  # fmt: skip
-    arguments = (*variant.maps(tokens, inbox, w.mT if variant.transposed else w, y), counts, splits, *numbers)
-    if device.type != "cuda":
-        device_code.grouped_matmul_kernel[grid](*arguments, **variant.constants())
-        return
-    compiled = _compiled(device, variant)
-    with torch.cuda.device(device):
-        compiled[grid](*arguments, *variant.constants().values())
+    """One launch of a `GroupedMatmul`."""
+    GroupedMatmul(inbox, counts, splits, **how).launch(tokens, w, y)
 
 
 def _check(

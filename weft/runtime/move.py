@@ -119,7 +119,7 @@ def _compiled_move(device: torch.device, step: int, warps: int) -> tuple[Any, tu
     }
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
-    return _loaded(
+    return loaded(
         device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], warps, constants
     ), tuple(constants.values())
 
@@ -128,10 +128,10 @@ def _compiled_move(device: torch.device, step: int, warps: int) -> tuple[Any, tu
 def _compiled_small(device: torch.device, name: str) -> Any:
     kernel = getattr(device_code, name)
     arguments = [1 if n == "index" else torch.int64 for n in kernel.arg_names[:-1]]
-    return _loaded(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
+    return loaded(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
 
 
-def _loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
+def loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
     """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
     with torch.cuda.device(device):
         compiled = kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)

@@ -31,9 +31,8 @@ from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_
 from weft.runtime.stream_compiler import StreamItems, compile_streams, crossing_signals
 from weft.runtime.stream_late import reads_on_host
 from weft.runtime.stream_watch import watch
-from weft.schedule import Region, Schedule, Wait
+from weft.schedule import Schedule, Wait
 from weft.schedule.order import issue_order
-from weft.schedule.text import describe
 from weft.symm import Domain
 from weft.timeline import Timeline
 
@@ -187,15 +186,13 @@ class CudaSchedule:
         self._programs[False, False].warm_up(tensors)
         torch.cuda.synchronize(self.device)
 
-    def require_inside(self, region: Region, tensors: Tensors) -> None:
+    def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
         """End the group if a copy of this run goes beyond its buffer: a part of the run is enqueued, and peers wait for it."""
-        rows = self.buffers[region.buffer].rows
-        rows = rows if isinstance(rows, int) else tensors[region.buffer].shape[0]
-        first, count = int(region.row), int(region.rows)
+        rows = self.buffers[buffer].rows
+        rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]
         if not 0 <= first <= first + count <= rows:
             text = (
-                f"rank {self.rank}: {describe(region, self.rank)} is outside {region.buffer} of {rows} rows, by the sizes of this "
-                f"run"
+                f"rank {self.rank}: rows {first}:+{count} are outside {buffer} of {rows} rows, by the sizes of this run"
             )
             self.domain.poison(text)
             raise ScheduleError(text)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.move import Move, Shape, Stamps
-from weft.runtime.stream_late import GroupedMatmul, HostRead, LateCopy, Totals, is_late, segments_of
+from weft.runtime.stream_late import Gemms, HostRead, LateCopy, Totals, is_late, segments_of
 from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Read, Region, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.text import describe
 from weft.timeline import Timeline
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Key: TypeAlias = tuple[str, int]
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
-LATE_PROGRAMS = 32
-"""Of a copy by kernel beside GEMMs that fill the GPU: enough for nine tenths of a link's rate, and few to wait for."""
+LATE_PROGRAMS = 16
+"""Of a copy by kernel beside GEMMs that fill the GPU: enough for four fifths of a link's rate, and few to wait for."""
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
@@ -430,15 +430,13 @@ class _Compiler:
     def _tiles(self, lane: int, step: Tiles) -> None:
         owner = self.owner
         segments = segments_of(step, owner.schedule, owner.rank)
-        values = owner.schedule.values(owner.rank)[segments.counts]
-        assert not isinstance(values, int)
-        # Of all ranks, for this one's experts and others': on the average alike.
+        expected = next(held.expected[owner.rank] for held in owner.schedule.contents if held.buffer == segments.counts)
         # What is sent by kernel finds room beside all but the last GEMMs.
         name = owner.lanes[lane]
         sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in owner.order if at != name)
         last = [s for at, s in owner.order if at == name and isinstance(s, Tiles)][-1]
         spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
-        call = GroupedMatmul(owner, segments, sum(values) / max(1, len(values)), spare)
+        call = Gemms(owner, segments, sum(expected) / max(1, len(expected)), spare)
         self.result.prepares.append(call.prepare)
         self._late(lane, call)
 

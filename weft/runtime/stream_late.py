@@ -21,7 +21,8 @@ import torch
 from weft import _core
 from weft.errors import ScheduleError
 from weft.kernels import totals as device_code
-from weft.runtime.move import _loaded as loaded
+from weft.runtime.move import loaded
+from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Read, Schedule, Tiles
 from weft.schedule.expr import Total
 from weft.schedule.steps import put_in, variables_of
@@ -103,21 +104,21 @@ class LateCopy:
     def __init__(self, owner: CudaSchedule, step: Copy, source: tuple[int, int], target: tuple[int, int]) -> None:
         """source, target: number of the base address, and bytes from row to row."""
         self.owner, self.step, self.source, self.target = owner, step, source, target
+        self.offset = owner.layout.buffers.get(step.dst.buffer, 0)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        step: Copy = put_in(self.step, self.owner.known)
-        (src, pitch), (dst, to_pitch) = self.source, self.target
-        src_region, dst_region = step.src, step.dst
-        first, rows, begin = int(src_region.row), int(src_region.rows), int(dst_region.row)
-        self.owner.require_inside(src_region, tensors)
-        self.owner.require_inside(dst_region, tensors)
+        known, owner, (src, dst) = self.owner.known, self.owner, (self.step.src, self.step.dst)
+        first, rows, begin = (n.evaluate(known) if isinstance(n, Expr) else n for n in (src.row, src.rows, dst.row))
+        owner.require_inside(src.buffer, first, rows, tensors)
+        owner.require_inside(dst.buffer, begin, rows, tensors)
         if not rows:
             return
+        (source, pitch), (target, to_pitch) = self.source, self.target
         program = _core.StreamProgram(2, 1, 0)
-        offset = self.owner.layout.buffers.get(dst_region.buffer, 0)
-        program.copy(0, 1, offset + begin * to_pitch, to_pitch * rows, 0, first * pitch, pitch * rows, pitch * rows, 1)
-        stream = torch._C._cuda_getCurrentRawStream(self.owner.device.index)
-        program.run(0, 1, [bases[src], bases[dst]], [stream], 0)
+        width = int(src.cols) * pitch // owner.buffers[src.buffer].cols
+        program.copy(0, 1, self.offset + begin * to_pitch, to_pitch, 0, first * pitch, pitch, width, rows)
+        stream = torch._C._cuda_getCurrentRawStream(owner.device.index)
+        program.run(0, 1, [bases[source], bases[target]], [stream], 0)
 
 
 class Segments(NamedTuple):
@@ -206,34 +207,31 @@ def _segment(counts: list[list[int]], rank: int, turn: int, expert: int, slot_ro
     return y, counts[source][mine + expert], block + sum(counts[source][mine : mine + expert]), expert
 
 
-class GroupedMatmul:
+class Gemms:
     """The GEMMs of a step's segments as one launch. `spare`: multiprocessors that are left to copies."""
 
-    def __init__(self, owner: CudaSchedule, segments: Segments, expected_rows: float, spare: int) -> None:
-        self.owner, self.segments, self._spare = owner, segments, spare
-        schedule = owner.schedule
-        y = schedule.buffer(segments.y)
-        k = schedule.buffer(segments.tokens).cols
+    def __init__(self, owner: CudaSchedule, s: Segments, expected_rows: float, spare: int) -> None:
         from weft.runtime import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
 
-        self._library = grouped_matmul
-        item = ITEM_BYTES[schedule.buffer(segments.tokens).dtype]
-        self._config = grouped_matmul.choose_config(item, expected_rows, y.cols, k)
-
-    def prepare(self, tensors: Tensors) -> None:
-        self._library.prepare(self._weights(tensors), world_size=self.owner.domain.world_size, config=self._config)
-
-    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        s, owner = self.segments, self.owner
+        self._library, self._segments, schedule = grouped_matmul, s, owner.schedule
+        weights, tokens = schedule.buffer(s.weights), schedule.buffer(s.tokens)
+        self._world, item = owner.domain.world_size, ITEM_BYTES[tokens.dtype]
+        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, tokens.cols)
         counts, mine = owner.own[s.counts], owner.rank * s.experts
-        tokens = tensors[s.tokens]
-        inbox = owner.own[s.inbox] if s.inbox else tokens
-        self._library.launch(
-            tokens, inbox, self._weights(tensors), tensors[s.y], counts[:, mine : mine + s.experts], counts[owner.rank],
-            rank=owner.rank, slot_rows=s.slot_rows, config=self._config, first_source=s.first_source, n_sources=s.n_sources,
-            first_expert=s.first_expert, n_experts=s.n_experts, spare=self._spare,
+        inbox = owner.own[s.inbox] if s.inbox else counts.new_empty(0, tokens.cols, dtype=TORCH_DTYPE[tokens.dtype])
+        self._gemms = grouped_matmul.GroupedMatmul(
+            inbox, counts[:, mine : mine + s.experts], counts[owner.rank], rank=owner.rank, slot_rows=s.slot_rows,
+            config=self._config, first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert,
+            n_experts=s.n_experts, spare=spare,
         )  # fmt: skip
 
+    def prepare(self, tensors: Tensors) -> None:
+        self._library.prepare(self._weights(tensors), world_size=self._world, config=self._config)
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        s = self._segments
+        self._gemms.launch(tensors[s.tokens], self._weights(tensors), tensors[s.y])
+
     def _weights(self, tensors: Tensors) -> torch.Tensor:
-        w = tensors[self.segments.weights]
-        return w if w.dim() == 3 else w.unflatten(0, (self.segments.experts, -1))
+        w = tensors[self._segments.weights]
+        return w if w.dim() == 3 else w.unflatten(0, (self._segments.experts, -1))
