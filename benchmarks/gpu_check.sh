@@ -115,10 +115,9 @@ bench_all_gather_matmul() {
   bench matmul-bf16.jsonl --ranks "$ranks" --preset llama-3-70b,llama-3-405b --seconds 0.1
 }
 
-# The host waits for sizes in every call of most variants: short rows of calls say as much as long ones.
 bench_all_to_all_matmul() {
-  bench dispatch-bf16.jsonl --ranks "$ranks" --preset mixtral-8x7b --seconds 0.15
-  bench dispatch-bf16.jsonl --ranks "$ranks" --preset deepseek-v3,qwen3-30b-a3b --seconds 0.15
+  bench dispatch-bf16.jsonl --ranks "$ranks" --preset mixtral-8x7b --seconds 0.1
+  bench dispatch-bf16.jsonl --ranks "$ranks" --preset deepseek-v3,qwen3-30b-a3b --seconds 0.1
 }
 
 build
