@@ -9,8 +9,8 @@ are named by distance from the rank whose step it is, so that ranks that do the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy, Read
 from weft.sim.model import Model
@@ -57,7 +57,8 @@ class Operand(NamedTuple):
 
 
 def cost(model: Model, world: int, step: Copy | Compute | Collective | Read, operands: tuple[Operand, ...]) -> Cost:
-    """operands: of a copy or a collective source and destination, of a compute step its inputs and then its output."""
+    """operands: of a copy or a collective source and destination, of an exchange then also what goes to the rank at each
+    distance, from 0; of a compute step its inputs and then its output."""
     if isinstance(step, Read):
         return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
     if isinstance(step, Copy):
@@ -74,20 +75,41 @@ def cost(model: Model, world: int, step: Copy | Compute | Collective | Read, ope
     return _elementwise(model, step, operands)
 
 
-def cost_of_tiles(model: Model, world: int, parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]]) -> Cost:
+def cost_of_tiles(
+    model: Model,
+    world: int,
+    parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
+    bytes_of: Mapping[str, int],
+) -> Cost:
     """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
-    of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency."""
+    of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency. The
+    kernel takes no less than its longest part alone.
+
+    Tiles of matmuls read none of a rank's buffers, of which `bytes_of` says how large they are, more than once from memory:
+    those with one operand in common follow each other, and find it in the cache.
+    """
     taken: dict[Place, float] = {}
-    sent = 0
+    read: dict[str, int] = {}
+    sent, longest, what = 0, 0.0, "compute"
     for step, operands, times in parts:
-        found = cost(model, world, step, operands)
+        if 0 in (operands[-1].rows, operands[-1].cols):
+            continue
+        if isinstance(step, Compute) and step.op == "matmul":
+            what, found = "matmul", _segment(model, *operands)
+            for region, operand in zip(step.inputs, operands, strict=False):
+                read[region.buffer] = read.get(region.buffer, 0) + (0 if operand.at else times * operand.bytes)
+        else:
+            found = cost(model, world, step, operands)
         sent += times * found.sent_bytes
+        longest = max(longest, found.work_us)
         for how, place, amount in found.uses:
             if how == "share":
                 taken[place] = taken.get(place, 0.0) + times * amount * found.work_us
-    us = max(taken.values(), default=0.0)
+    once = sum(min(count, bytes_of[name]) for name, count in read.items())
+    taken["hbm", 0, 0] = taken.get(("hbm", 0, 0), 0.0) + once / model.hbm_bytes_per_us
+    us = max(longest, *taken.values())
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
-    return _cost("compute", model.launch_us, us, uses, sent)
+    return _cost(cast(What, what), model.launch_us, us, uses, sent)
 
 
 def _local_copy(model: Model, count: int, by: str) -> Cost:
@@ -139,17 +161,17 @@ def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> C
     return _cost("peer", model.collective_latency_us, us, uses, source.bytes * (world - 1), joins=True)
 
 
-def _all_to_all(model: Model, world: int, source: Operand, target: Operand) -> Cost:
-    """Of the rows of every rank's source to each rank those that its target has."""
+def _all_to_all(model: Model, world: int, source: Operand, target: Operand, *parts: Operand) -> Cost:
+    """Of the rows of every rank's source to each rank those that its target has; or those that `parts` say, by distance."""
     if world == 1:
         return _local_copy(model, source.bytes, "kernel")
-    kept = target.rows * source.cols * ITEM_BYTES[source.dtype]
+    kept = parts[0].bytes if parts else target.rows * source.cols * ITEM_BYTES[source.dtype]
     sent, received = source.bytes - kept, target.bytes - kept
     us = model.transfer_us("all_to_all", max(sent, received))
     uses = [_share("hbm", 0, _part(source.bytes + target.bytes, us, model.hbm_bytes_per_us))]
     uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
     for distance in range(1, world):
-        uses += _wire(model, 0, distance, sent / (world - 1), us)
+        uses += _wire(model, 0, distance, parts[distance].bytes if parts else sent / (world - 1), us)
     return _cost("peer", model.collective_latency_us, us, uses, sent, joins=True)
 
 
@@ -168,6 +190,13 @@ def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, out: Operand
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     busy_us = found.units_busy * found.time_us
     return _kernel(model, "matmul", (a, b), out, alone_us, busy_us, traffic)
+
+
+def _segment(model: Model, a: Operand, b: Operand, out: Operand) -> Cost:
+    """Without what it reads from its rank's memory."""
+    found = model.segment(out.rows, out.cols, a.cols, a.dtype)
+    alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
+    return _kernel(model, "matmul", (a, b), out, alone_us, found.units_busy * found.time_us, found.hbm_bytes)
 
 
 def _elementwise(model: Model, step: Compute, operands: tuple[Operand, ...]) -> Cost:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.schedule import (
+    ITEM_BYTES,
     RANK,
     Collective,
     Compute,
@@ -136,6 +137,7 @@ class _Lowering:
         self._vectors: dict[tuple[str, Turn, ByRank], ByRank] = {}
         self._buffers = {b.name: b for b in schedule.buffers}
         self._values = _values_of_ranks(schedule)
+        self._sizes: dict[int, dict[str, int]] = {}
         self._costs: dict[object, Cost] = {}
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
@@ -229,6 +231,11 @@ class _Lowering:
         for region in _regions(step):
             numbers += [self._vector(extent, turn, there) for extent in (region.rows, region.cols)]
             numbers.append(self._distance(region.at, turn, there))
+        if isinstance(step, Collective) and step.sent:
+            to_ranks = [self._vector(rows, turn, there) for rows in step.sent]
+            for distance in range(self.world):
+                sent = [_at(to_ranks[(rank + distance) % self.world], rank) for rank in range(self.world)]
+                numbers += [_collapse(sent), numbers[1], distance]
         if not isinstance(step, Collective):  # empty steps are left out
             rows, cols = numbers[-3:-1] if isinstance(step, Compute) else numbers[:2]
             full = [int(_at(there, r) and _at(rows, r) > 0 and _at(cols, r) > 0) for r in range(self.world)]
@@ -331,10 +338,10 @@ class _Lowering:
                 for place, numbers, times in item.tiled[rank].parts
             ]
             priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
-            all_tiles = cost_of_tiles(self.model, self.world, priced)
+            all_tiles = cost_of_tiles(self.model, self.world, priced, self._bytes_of(rank))
             load = self._load(all_tiles, rank, symmetric)
             latency_us = 0.0 if item.carried else all_tiles.latency_us
-            return Work("compute", latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes, raises)
+            return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes, raises)
         if isinstance(step, Wait):
             number = counters.setdefault((rank, step.signal, _at(item.numbers[0], rank)), len(counters))
             return Await(number, _at(item.numbers[1], rank), sets.get(number, 0), step.previous)
@@ -350,11 +357,22 @@ class _Lowering:
 
     def _operands(self, step: Copy | Compute | Collective | Read, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
-        for i, region in enumerate(_regions(step)):
+        regions = _regions(step)
+        for i in range(len(numbers) // 3):
             rows, cols, at = numbers[3 * i : 3 * i + 3]
-            buffer = self._buffers[region.buffer]
+            buffer = self._buffers[
+                regions[i if i < len(regions) else 0].buffer
+            ]  # parts of an exchange are its source's
             operands.append(Operand(rows, cols, buffer.dtype, at, cols == buffer.cols))
         return tuple(operands)
+
+    def _bytes_of(self, rank: int) -> dict[str, int]:
+        """How large this rank's buffers are."""
+        if rank not in self._sizes:
+            self._sizes[rank] = {
+                b.name: put_in(b.rows, self._values[rank]) * b.cols * ITEM_BYTES[b.dtype] for b in self.schedule.buffers
+            }
+        return self._sizes[rank]
 
     def _load(self, found: Cost, rank: int, symmetric: bool) -> int:
         by_how: dict[How, dict[int, float]] = {"share": {}, "hold": {}, "disturb": {}}

@@ -3,6 +3,7 @@ nothing.
 
     compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
     compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated
+    compute.grouped_matmul                  what a kernel for the segments of many experts reaches of that
     memory.copy_bandwidth, .l2              bytes read and written
     link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction
     link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
@@ -89,6 +90,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         signal_remote_us=us("signal.remote"),
         signal_kernel_us=us("signal.kernel"),
         host_step_us=us("host.step"),
+        grouped_efficiency=number("compute.grouped_matmul"),
         all_to_all_bytes_per_us=(
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
         ),

@@ -88,6 +88,8 @@ class Model:
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     host_read_us: float = 20.0
     """From the end of a kernel to the start of what the host launches once it has read what the kernel wrote."""
+    grouped_efficiency: float = 1.0
+    """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -98,6 +100,19 @@ class Model:
             us = found.time_us * self._correction(shape)
             self._known[shape] = Matmul(us, found.units_busy, min(found.hbm_bytes, us * self.hbm_bytes_per_us))
         return self._known[shape]
+
+    def segment(self, m: int, n: int, k: int, dtype: str) -> Matmul:
+        """Of one kernel that multiplies the rows of many experts, a segment of each: one of about `m` rows. As only the run
+        knows how many, its last tile is half empty on average. Memory traffic is what it writes; what segments read they
+        have in common (`weft.sim.costs.cost_of_tiles`)."""
+        rows, cols, _, efficiency = self._ways[:, self._ways[2] == 1]
+        tiles = np.maximum(1.0, m / rows + 0.5) * np.ceil(n / cols)
+        rate = self._rate(dtype) * efficiency * self.grouped_efficiency / self.compute_units
+        tile_us = 2 * rows * cols * (k + self.tile_ramp) / rate
+        best = int((tiles * tile_us).argmin())
+        us = float(np.ceil(tiles[best] / self.compute_units) * tile_us[best])
+        busy_us = float(tiles[best] * tile_us[best]) / self.compute_units
+        return Matmul(us, busy_us / us if us else 1.0, m * n * ITEM_BYTES[dtype])
 
     def matmul_us(self, m: int, n: int, k: int, dtype: str) -> float:
         """Alone on the GPU, with its launch."""
@@ -140,16 +155,11 @@ class Model:
 
     def _formulas(self, shapes: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(time, units busy, memory traffic), each [count], of shapes [count, 3]; by the best tile and split of each."""
-        if dtype not in self.matmul_flops_per_us:
-            known = ", ".join(self.matmul_flops_per_us)
-            raise KeyError(
-                f"{self.name}: no matmul rate for {dtype}, only for {known}: add compute.{dtype}_matmul_8192"
-            )
         m, n, k = (shapes.astype(float)[:, i, None] for i in range(3))
         rows, cols, split, efficiency = self._ways
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
         waves = np.ceil(tiles / self.compute_units)
-        rate = self.matmul_flops_per_us[dtype] * efficiency / self.compute_units
+        rate = self._rate(dtype) * efficiency / self.compute_units
         us = waves * 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
         # If k is split, partial sums, in fp32, are written and read again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
@@ -159,6 +169,14 @@ class Model:
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
         alone_us = np.maximum(computing_us, traffic / self.hbm_bytes_per_us)
         return alone_us, busy * np.divide(computing_us, alone_us, out=np.zeros_like(busy), where=alone_us > 0), traffic
+
+    def _rate(self, dtype: str) -> float:
+        if dtype not in self.matmul_flops_per_us:
+            known = ", ".join(self.matmul_flops_per_us)
+            raise KeyError(
+                f"{self.name}: no matmul rate for {dtype}, only for {known}: add compute.{dtype}_matmul_8192"
+            )
+        return self.matmul_flops_per_us[dtype]
 
     @cached_property
     def _ways(self) -> np.ndarray:

@@ -1,0 +1,92 @@
+"""Tokens to experts on modelled machines: what segments and exchanges cost, against times measured on an H200."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from sim_toys import TOY, all_schedules, gpu
+
+from weft.schedule import AllToAllMatmul, Compute, Draft
+from weft.sim import simulate
+from weft.sim.costs import Operand, cost, cost_of_tiles
+from weft.sim.lower import Work, lower
+
+# The kernel alone on an H200, bf16, rows of a balanced random router with 2 ranks, or 8 in the last two:
+# (rows, N, K, experts, sources that the launch multiplies, milliseconds).
+MEASURED_ON_H200 = {
+    "Mixtral up": (8192, 14336, 4096, 4, 1, 1.379), "Mixtral up, few": (256, 14336, 4096, 4, 1, 0.126),
+    "Mixtral down": (8192, 4096, 14336, 4, 1, 1.224), "Mixtral gate and up, own": (8230, 28672, 4096, 4, 1, 2.96),
+    "Mixtral gate and up": (16327, 28672, 4096, 4, 2, 6.03), "DeepSeek own": (16441, 4096, 7168, 128, 1, 2.24),
+    "DeepSeek": (32893, 4096, 7168, 128, 2, 3.92), "DeepSeek, few": (512, 4096, 7168, 128, 1, 1.64),
+    "DeepSeek own of 8": (4197, 4096, 7168, 32, 1, 0.555), "DeepSeek of 8": (33054, 4096, 7168, 32, 8, 3.70),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED_ON_H200)
+def test_grouped_matmuls_take_what_was_measured(name: str) -> None:
+    """One number, `compute.grouped_matmul`, was chosen with these times in sight."""
+    rows, n, k, experts, sources, ms = MEASURED_ON_H200[name]
+    d = Draft("grouped", 1)
+    x, w = d.buffer("x", rows, k, "bf16", "input"), d.buffer("w", experts * k, n, "bf16", "input")
+    segment = Compute("matmul", d.buffer("y", rows, n, "bf16", "output").part(), (x.part(), w.part(rows=(0, k))))
+    shapes = ((rows // (experts * sources), k), (k, n), (rows // (experts * sources), n))
+    operands = tuple(Operand(*shape, "bf16", 0, True) for shape in shapes)
+    bytes_of = {"x": 2 * rows * k, "w": 2 * experts * k * n}
+    found = cost_of_tiles(gpu("h200", 2), 2, [(segment, operands, experts * sources)], bytes_of)
+    assert found.latency_us + found.work_us == pytest.approx(1e3 * ms, rel=0.15)
+
+
+def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
+    """48 experts for each of which each of 3 ranks has 2 tokens: there is nothing to do but read weights."""
+    p = AllToAllMatmul.even(3 * 16 * 2, 4096, 7168, 16, 3)
+    model = gpu("h200", 3)
+    once_us = 16 * 7168 * 4096 * 2 / model.hbm_bytes_per_us
+    grouped = {}
+    for rest in ("together", "each"):
+        (lane,) = (
+            lane
+            for lane in lower(all_schedules(p)[f"dispatch[by=kernel,rest={rest}]"], model).lanes
+            if lane.name == "compute"
+        )
+        grouped[rest] = sorted(t.work_us for t in lane.tasks if isinstance(t, Work) and t.what == "matmul")
+    assert grouped["together"] == pytest.approx([once_us] * 2, rel=0.03)
+    assert grouped["each"] == pytest.approx([once_us] * 3, rel=0.03)
+
+
+def test_segments_without_rows_cost_nothing() -> None:
+    p = AllToAllMatmul(1, 4, (256,), 64, 64, "bf16", 256, splits=((0, 256, 0, 0),))
+    (lane,) = lower(all_schedules(p)["serial"], TOY).lanes
+    one = 64 * 64 * 2 + 2 * 256 * 64 * 2
+    (us,) = (t.work_us for t in lane.tasks if isinstance(t, Work) and t.what == "matmul")
+    assert us == pytest.approx(one / TOY.hbm_bytes_per_us)
+
+
+def test_an_exchange_takes_what_leaves_and_comes_and_not_what_stays() -> None:
+    d = Draft("exchange", 4)
+    x, box = (d.buffer(name, 40, 25, "fp32", "scratch") for name in ("x", "box"))
+    d.lane("compute").exchange(x.part(), box.part(), [10] * 4, [10] * 4)
+    even = simulate(d.schedule(), replace(TOY, collective_bytes_per_us=50.0))
+    assert even.program.symmetric
+    assert even.end_us == pytest.approx(30 * 100 / 50)
+    step = d.schedule().lanes[0].steps[0]
+    kept = tuple(Operand(rows, 25, "fp32", at, True) for at, rows in enumerate((28, 4, 4, 4)))
+    whole = Operand(40, 25, "fp32", 0, True)
+    assert cost(TOY, 4, step, (whole, whole, *kept)).sent_bytes == 12 * 100  # type: ignore[arg-type]
+
+
+def _uneven(rows: int, experts: int, world: int) -> AllToAllMatmul:
+    draw = random.Random(0)
+    to = [[draw.randrange(world * experts) for _ in range(rows)] for _ in range(world)]
+    splits = tuple(tuple(of_rank.count(e) for e in range(world * experts)) for of_rank in to)
+    return AllToAllMatmul(world, experts, (rows,) * world, 512, 256, "bf16", rows, splits=splits)
+
+
+@pytest.mark.parametrize(("p", "alike"), [(AllToAllMatmul.even(64, 512, 256, 4, 4), True), (_uneven(64, 4, 4), False)])
+def test_rank_0_stands_for_all_where_splits_are_even(p: AllToAllMatmul, alike: bool) -> None:
+    for name, schedule in all_schedules(p).items():
+        assert lower(schedule, gpu("h200", 4)).symmetric == alike, name
+        if alike:
+            every = lower(schedule, gpu("h200", 4), alike=False)
+            assert every.ranks == (0, 1, 2, 3)
