@@ -50,9 +50,21 @@ class Chosen:
     usual: Any
     captured: Any
 
+    @property
+    def was_captured(self) -> bool:
+        return any(one.was_captured for one in self._executors())
+
+    @property
+    def nbytes(self) -> int:
+        """Of symmetric memory on a GPU."""
+        return sum(one.nbytes for one in self._executors())
+
     def close(self) -> None:
-        for one in {id(e): e for e in (self.usual, self.captured) if e is not None}.values():
+        for one in self._executors():
             one.close()
+
+    def _executors(self) -> list[Any]:
+        return list({id(one): one for one in (self.usual, self.captured) if one is not None}.values())
 
 
 def choose(

@@ -21,6 +21,7 @@ from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
 
 KEPT = 64  # shapes per operator and group: each holds memory and threads
+KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that are not the latest
 
 T = TypeVar("T")
 
@@ -95,6 +96,16 @@ class Prepared:
                 torch.cuda.synchronize(self.device)
             chosen.close()
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph may be replayed that uses what is kept here."""
+        return self._chosen is not None and self._chosen.was_captured
+
+    @property
+    def nbytes(self) -> int:
+        """Of symmetric memory on a GPU."""
+        return 0 if self._chosen is None else self._chosen.nbytes
+
     def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -131,8 +142,10 @@ class Table(Generic[P]):
 
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
         known = self._of_group.setdefault(group, {})
-        while len(known) >= KEPT:  # all ranks make the same calls, so all drop the same
-            known.pop(next(iter(known))).close()
+        # All ranks make the same calls, so all drop the same.
+        idle = [key for key, one in known.items() if not one.captured]
+        while idle and (len(known) >= KEPT or sum(known[key].nbytes for key in idle) > KEPT_BYTES):
+            known.pop(idle.pop(0)).close()
         known[key] = prepared
         return prepared
 

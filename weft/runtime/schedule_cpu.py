@@ -107,10 +107,23 @@ class CpuSchedule:
                     timeline.extend(recorded or ())
             run.end(refusal)
 
+    @property
+    def was_captured(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Of symmetric memory on a GPU."""
+        return 0
+
     def close(self) -> None:
         """End the threads of this rank and give its memory up. Idempotent, not collective."""
         self._end_workers()
-        self._program = None
+        program, self._program = self._program, None
+        # Not during a run, which may be what collects the garbage that calls this.
+        if program is not None and program.run.calls.lock.acquire(blocking=False):
+            program.close()
+            program.run.calls.lock.release()
 
     def __enter__(self) -> CpuSchedule:
         return self

@@ -21,6 +21,7 @@ import torch
 
 from weft import _core
 from weft.errors import ScheduleError
+from weft.runtime.schedule_cpu_late import numbered
 from weft.runtime.schedule_cpu_run import Run, Tensors
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import (
@@ -40,9 +41,9 @@ from weft.schedule import (
     Wait,
     value,
 )
+from weft.schedule.expr import Held
 from weft.schedule.fits import accesses, unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.schedule.order import sets_per_run
-from weft.schedule.schedule import is_empty
 from weft.schedule.steps import put_in, variables_of
 from weft.schedule.text import describe
 from weft.symm import Domain
@@ -153,7 +154,7 @@ class Program:
         self.lanes: Lanes = []
         for lane in checked.lanes:
             steps = []
-            known: dict[str, tuple[int, ...]] = {}  # what the lane has read
+            known: dict[str, Held] = {}  # what the lane has read
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
                 late = isinstance(step, Tiles | Read) or bool(variables_of(step))
@@ -171,6 +172,11 @@ class Program:
         self._given = [_Given(buffer, users[name]) for name, buffer in given.items()]
         self._made: dict[str, torch.Tensor] = {}  # in this run, outputs whose rows became known in it
         self._making = threading.Lock()
+
+    def close(self) -> None:
+        """Forget the steps, which refer to this program as it does to them."""
+        self.lanes.clear()
+        self._given.clear()
 
     def bind(self, tensors: Tensors) -> str:
         """Point the steps to these tensors. If they will not do: why, and nothing is changed."""
@@ -191,23 +197,24 @@ class Program:
                 bound.call = self._call(bound)
         return ""
 
-    def _run_late(self, bound: Bound, known: dict[str, tuple[int, ...]]) -> None:
+    def _run_late(self, bound: Bound, known: dict[str, Held]) -> None:
         """A step in the numbers of this run."""
         step = bound.step
         if isinstance(step, Read):
-            known[step.region.buffer] = tuple(self._view(step.region).flatten().tolist())
+            known[step.region.buffer] = Held(self._view(step.region).flatten().tolist())
             self._make_outputs(known)
             return
-        step = put_in(step, {**known, "rank": self._rank})
-        for inner in (
-            (s for n in range(value(step.extent)) for s in step.tile(n)) if isinstance(step, Tiles) else (step,)
-        ):
-            if not is_empty(inner):
-                for access in accesses(inner):
-                    self._require_inside(access.region)
+        try:
+            for inner in numbered(step, known, self._size_of):
                 self._call(replace(bound, step=inner))()
+        except ValueError as error:
+            raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
 
-    def _make_outputs(self, known: dict[str, tuple[int, ...]]) -> None:
+    def _size_of(self, place: tuple[str, int]) -> tuple[int, int]:
+        found = self._places[place]
+        return found.rows, found.cols
+
+    def _make_outputs(self, known: dict[str, Held]) -> None:
         """Outputs that the caller gave as a function from their number of rows, once that is known."""
         for given in self._given:
             make = self.run.tensors.get(given.name)
@@ -218,15 +225,6 @@ class Program:
                     tensor = make(put_in(given.rows, known))
                     self._places[given.name, self._rank] = given.place(given.look(tensor))
                     self._made[given.name] = tensor
-
-    def _require_inside(self, region: Region) -> None:
-        place, (rows, cols) = self._place(region), _size(region)
-        row, col = value(region.row), value(region.col)
-        if row < 0 or rows < 0 or row + rows > place.rows or col < 0 or col + cols > place.cols:
-            raise ScheduleError(
-                f"rank {self._rank}: {describe(region, self._rank)} is outside {region.buffer} of {place.rows} x {place.cols}, by "
-                f"the sizes of this run"
-            )
 
     def without_data(self) -> Lanes:
         """The lanes of a rank that refuses: what others wait for and nothing else, on none of the caller's tensors."""

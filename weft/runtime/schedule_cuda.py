@@ -127,6 +127,16 @@ class CudaSchedule:
             self.check()
             program.read(timeline, self.rank)
 
+    @property
+    def was_captured(self) -> bool:
+        """Whether a graph may be replayed that uses this memory."""
+        return self._captured
+
+    @property
+    def nbytes(self) -> int:
+        """Of symmetric memory."""
+        return self.layout.buffer_bytes
+
     def check(self) -> None:
         """Raise what was found wrong since the last run. Does not wait."""
         if self._failure is not None:
@@ -140,8 +150,11 @@ class CudaSchedule:
         self._take_back()
         self._programs.clear()
         self.own.clear()
-        self.region.close()
-        self.words.close()
+        for region in (self.region, self.words):
+            if self._captured:
+                region.close()  # a graph may be replayed whenever
+            else:
+                region.give_back()
 
     # --- before a run ---
 

@@ -54,6 +54,8 @@ class CpuRegion:
     def close(self) -> None:
         self._mappings = []
 
+    give_back = close
+
     def _mapping(self, rank: int) -> _core.Mapping:
         if not self._mappings:
             raise ValueError("this symmetric memory is closed")

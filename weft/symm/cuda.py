@@ -1,10 +1,9 @@
 """Symmetric memory on GPUs: slabs of torch symmetric memory, carved.
 
 A slab is one `torch.distributed._symmetric_memory` allocation, mapped by every rank of the group over NVLink or PCIe
-peer access. Regions are cut from it front to back and never given back: an allocation returned to torch's pool and
-handed out again has been seen to alias another one, and regions are few (they grow geometrically), so a slab lives as
-long as its domain and the tensors over it. All ranks cut alike: `allocate` is collective and takes the same size
-everywhere.
+peer access. It lives as long as its domain and the tensors over it, and is never returned to torch's pool: an allocation
+that was, and was handed out again, has been seen to alias another one. Regions are cut from slabs, and may be given back to
+them. All ranks cut alike: `allocate` is collective, takes the same size everywhere, and places it where every rank has room.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
@@ -13,11 +12,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from weft.errors import DisagreementError, OutOfSharedMemoryError, WeftError
+from weft.errors import DisagreementError, OutOfSharedMemoryError
 
 if TYPE_CHECKING:
     from weft.symm.domain import Domain
@@ -36,7 +35,7 @@ class CudaRegion:
 
     def _open(self) -> _Slab:
         if self._slab is None:
-            raise WeftError("this symmetric region is closed")
+            raise ValueError("this symmetric region is closed")
         return self._slab
 
     def address(self, rank: int) -> int:
@@ -53,6 +52,13 @@ class CudaRegion:
         begin = self._offset + offset_bytes
         return self._open().buffers[rank][begin : begin + nbytes].view(dtype).view(tuple(shape))
 
+    def give_back(self) -> None:
+        """Close it, and let later allocations have the memory once every rank has given it back. No kernel of any rank, no
+        captured graph and no tensor may use it any more."""
+        if self._slab is not None:
+            self._slab.free = merged([*self._slab.free, (self._offset, self._offset + _rounded(self.nbytes))])
+        self.close()
+
     def close(self) -> None:
         self._slab = None
 
@@ -62,7 +68,8 @@ class _Slab:
 
     def __init__(self, domain: Domain, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.used = 0
+        self.free: list[Interval] = [(0, nbytes)]
+        self.zero_from = 0  # from here on nothing has been handed out yet
         if domain.world_size == 1:
             self.buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=domain.device)]
         else:
@@ -86,25 +93,77 @@ class _Slab:
                     for rank in range(domain.world_size)
                 ]
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
-        torch.cuda.synchronize(domain.device)
+        _synchronize(domain.device)
 
 
 _slabs: weakref.WeakKeyDictionary[Domain, list[_Slab]] = weakref.WeakKeyDictionary()
 
 
 def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
-    """Collective: the same `nbytes` on every rank. Synchronises the device when a new slab is needed."""
-    sizes = domain.all_gather(nbytes, what=what)
+    """Collective: the same `nbytes` on every rank. Synchronises the device when a new slab, or a region again, is needed."""
+    slabs = _slabs.setdefault(domain, [])
+    asked = domain.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
+    sizes = [size for size, _ in asked]
     if len(set(sizes)) > 1:
         raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
-    wanted = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
-    slabs = _slabs.setdefault(domain, [])
-    slab = next((s for s in slabs if s.nbytes - s.used >= wanted), None)
-    if slab is None:
-        slab = _Slab(domain, max(wanted, _SLAB_BYTES))
+    wanted = _rounded(nbytes)
+    place = smallest_place([free for _, free in asked], wanted)
+    if place is None:
+        slab, offset = _Slab(domain, max(wanted, _SLAB_BYTES)), 0
         slabs.append(slab)
-    offset, slab.used = slab.used, slab.used + wanted
+    else:
+        slab, offset = slabs[place[0]], place[1]
+    slab.free = without(slab.free, (offset, offset + wanted))
+    if offset < slab.zero_from:
+        # Others may have had it: what they enqueued is waited for everywhere before it is cleared, and then for that.
+        _synchronize(domain.device)
+        domain.all_gather(None, what=f"{what}, again")
+        slab.buffers[domain.rank][offset : offset + wanted].zero_()
+        _synchronize(domain.device)
+        domain.all_gather(None, what=f"{what}, cleared")
+    slab.zero_from = max(slab.zero_from, offset + wanted)
     return CudaRegion(slab, offset, nbytes)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+Interval: TypeAlias = tuple[int, int]
+"""(first byte, end)"""
+
+
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same bytes in as few intervals as possible, rising."""
+    result: list[Interval] = []
+    for first, end in sorted(intervals):
+        if result and first <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((first, end))
+    return result
+
+
+def without(intervals: Sequence[Interval], taken: Interval) -> list[Interval]:
+    first, end = taken
+    cut = [piece for a, b in intervals for piece in ((a, min(b, first)), (max(a, end), b))]
+    return [(a, b) for a, b in cut if a < b]
+
+
+def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) -> tuple[int, int] | None:
+    """(slab, offset) of the smallest interval that has room for so many bytes on every rank. free: by rank and slab."""
+    found = []
+    for number, of_ranks in enumerate(zip(*free, strict=True)):
+        common = [(a, b) for a, b in of_ranks[0]]
+        for other in of_ranks[1:]:
+            common = [(max(a, c), min(b, d)) for a, b in common for c, d in other]
+        found += [(b - a, number, a) for a, b in common if b - a >= wanted]
+    return min(found)[1:] if found else None
 
 
 def slab_bytes(domain: Domain) -> int:

@@ -41,6 +41,9 @@ class Region(Protocol):
     def close(self) -> None:
         """Give the memory up. It is unmapped when the last view goes; other ranks keep what they have mapped."""
 
+    def give_back(self) -> None:
+        """`close`, and later regions may have this memory: nothing on any rank may use it any more, views included."""
+
 
 class Domain:
     """The ranks of a process group as seen from this one. Made by `domain()`; a context manager that closes itself."""

@@ -1,0 +1,68 @@
+"""Steps whose sizes only the run knows, in its numbers: all tiles of a step at once, since there may be thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from weft.schedule import Collective, Compute, Copy, Expr, Region, Step, Tiles
+from weft.schedule.expr import Values
+from weft.schedule.steps import put_in
+
+Place = tuple[str, int]
+"""(buffer, rank)"""
+
+
+def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, int]]) -> Iterator[Step]:
+    """The steps that `step` is in these numbers, one after the other, without those on empty regions.
+
+    size_of: (rows, columns) of a buffer of a rank. `ValueError` for a region that is not inside.
+    """
+    if isinstance(step, Collective):
+        yield put_in(step, values)
+        return
+    tiles = np.arange(_extent(step, values))
+    within: Mapping[str, Any] = {**values, step.index: tiles} if isinstance(step, Tiles) else values
+    columns = []
+    for inner in step.body if isinstance(step, Tiles) else (step,):
+        assert isinstance(inner, Copy | Compute)
+        regions = (inner.src, inner.dst) if isinstance(inner, Copy) else (*inner.inputs, inner.out)
+        tables = [_table(region, within, len(tiles), size_of) for region in regions]
+        columns.append((inner, tables))
+    for i in range(len(tiles)):
+        for inner, tables in columns:
+            parts = [table[i] for table in tables]
+            if 0 in (parts[-1].rows, parts[-1].cols):
+                continue
+            if isinstance(inner, Copy):
+                yield Copy(parts[0], parts[1], inner.by)
+            else:
+                yield Compute(inner.op, parts[-1], tuple(parts[:-1]), inner.accumulate)
+
+
+def _extent(step: Step, values: Values) -> int:
+    if not isinstance(step, Tiles):
+        return 1
+    return step.extent.evaluate(values) if isinstance(step.extent, Expr) else step.extent
+
+
+def _table(
+    region: Region, values: Mapping[str, Any], count: int, size_of: Callable[[Place], tuple[int, int]]
+) -> list[Region]:
+    """The region of each tile."""
+    numbers = (region.row, region.rows, region.col, region.cols, region.at)
+    found = [n.over(values) if isinstance(n, Expr) else n for n in numbers]
+    rows = np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
+    for at in np.unique(rows[:, 4]).tolist():
+        here = rows[rows[:, 4] == at]
+        most = size_of((region.buffer, at))
+        wrong = (here[:, :4] < 0).any(1) | (here[:, 0] + here[:, 1] > most[0]) | (here[:, 2] + here[:, 3] > most[1])
+        if wrong.any():
+            row, n_rows, col, n_cols, _ = here[wrong][0].tolist()
+            raise ValueError(
+                f"{region.buffer}@{at}[{row}:+{n_rows}, {col}:+{n_cols}] is outside {region.buffer} of {most[0]} x {most[1]}, "
+                f"by the sizes of this run"
+            )
+    return [Region(region.buffer, *numbers) for numbers in rows.tolist()]
