@@ -295,7 +295,8 @@ def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) 
     assert plan.choose(alone, model_of(load_machine("h200"), 1)).candidate.name == "serial"  # nor could this
     plan.choose(TINY, model, pinned="serial")  # nor should this
     with pytest.warns(
-        plan.NoOverlapWarning, match=r"\[2, 8\] @ \[8, 8\] bf16 on 2 ranks, queued: .* us .*WEFT_QUIET=1"
+        plan.NoOverlapWarning,
+        match=r"\[2, 8\] gathered from 2 ranks @ \[8, 8\] on each, bf16, queued: .* us .*WEFT_QUIET=1",
     ):
         assert plan.choose(TINY, model).candidate.name == "serial"
     with warnings.catch_warnings():

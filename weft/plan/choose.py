@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weft import env
 from weft.plan import pin
-from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, has_work, least_us, predict, predicted_rows
+from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of
 from weft.sim import Model
 
@@ -111,7 +111,9 @@ def decide(
     rows, schedules = predicted_rows(problem, model, mode, frozenset(measured) | {"serial"}, progress)
     rows = [replace(row, measured_us=measured.get(row.candidate.name)) for row in rows]
     chosen, reason = _best(rows, mode, bool(measured))
-    rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, bool(measured))) for row in rows]
+    if mode == "graph" and chosen.reads_on_host:
+        reason += "; no graph can capture it, nor any other: the host reads sizes"
+    rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, mode, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
     return Choice(problem, mode, chosen.candidate, schedules[chosen.candidate.name], chosen.predicted_us,
@@ -125,7 +127,7 @@ def _pinned_choice(
         schedule = candidate.build()
     except NotApplicableError as error:
         raise NotApplicableError(f"{candidate.name} cannot do {problem}: {error}") from error
-    us = predict(schedule, model, mode, least_us(problem, model)) if has_work(problem) else 0.0
+    us = predict(schedule, model, mode, least_us(problem, model)) if problem.has_work else 0.0
     row = Row(candidate, us, measured.get(candidate.name), problem=problem, model=model)
     return Choice(problem, mode, candidate, schedule, us, row.measured_us, f"{candidate.name} is pinned", (row,))
 
@@ -136,6 +138,8 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         row for row in rows if row.us is not None and not row.rough and (row.measured_us is not None or not measured)
     ]
     serial = next((row for row in timed if row.candidate.name == "serial"), None)
+    capturable = [row for row in timed if not row.reads_on_host]
+    timed = capturable if mode == "graph" and capturable else timed
     fastest = min(timed, key=lambda row: row.us or 0.0)
     how = "measured" if measured else "predicted"
     assert fastest.us is not None
@@ -143,6 +147,12 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         return (
             fastest,
             f"{fastest.candidate.name} is the fastest: {fastest.us:.1f} us {how}; there is no serial schedule",
+        )
+    if serial not in timed:
+        best, among = _simplest(timed, fastest, measured)
+        return best, (
+            f"{best.candidate.name} {among}: {best.us:.1f} us {how}; serial, {serial.us:.1f} us, cannot be captured: the host "
+            f"reads sizes"
         )
     if fastest is serial:
         others = [row.us for row in timed if row is not serial and row.us is not None]
@@ -156,12 +166,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
             f"{fastest.us:.1f} us is not by {clearly:.0%} and {clearly_us:g} us"
         )
-    best, among = fastest, "is the fastest"
-    if not measured:
-        alike = [row for row in timed if row is not serial and (row.us or 0.0) <= fastest.us * (1 + ALIKE)]
-        best = min(alike, key=lambda row: (row.gemms, row.steps, row.copies_by_kernel, row.us))
-        if best is not fastest:
-            among = f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} of each other"
+    best, among = _simplest([row for row in timed if row is not serial], fastest, measured)
     assert best.us is not None
     return best, (
         f"{best.candidate.name} {among}: {best.us:.1f} us {how}, {1 - best.us / serial.us:.0%} less than serial's "
@@ -169,11 +174,24 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     )
 
 
-def _why_not(row: Row, chosen: Row, measured: bool) -> str:
+def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
+    """Of those that a prediction cannot tell from the fastest one, and what it is among them."""
+    if measured:
+        return fastest, "is the fastest"
+    alike = [row for row in timed if (row.us or 0.0) <= (fastest.us or 0.0) * (1 + ALIKE)]
+    best = min(alike, key=lambda row: (row.gemms, row.steps, row.copies_by_kernel, row.us))
+    if best is fastest:
+        return fastest, "is the fastest"
+    return best, f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} of each other"
+
+
+def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
     if row is chosen or row.us is None or chosen.us is None:
         return ""
     if measured and row.measured_us is None:
         return "not measured"
+    if mode == "graph" and row.reads_on_host and not chosen.reads_on_host:
+        return "cannot be captured: the host reads sizes"
     if row.rough:
         return "rounds at every step, errs more"
     if row.us < chosen.us:
@@ -195,9 +213,8 @@ def _warn_once(choice: Choice) -> None:
     _warned = True
     p = choice.problem
     warnings.warn(
-        f"weft runs {p.name} without overlap, [{p.m}, {p.k}] @ [{p.k}, {'+'.join(map(str, p.n))}] {p.dtype} on "
-        f"{p.world_size} ranks, {choice.mode}: {choice.reason}. Said once in a process; WEFT_QUIET=1 says nothing, "
-        "weft.plan.explain everything",
+        f"weft runs {p.name} without overlap, {p.text}, {choice.mode}: {choice.reason}. Said once in a process; WEFT_QUIET=1 "
+        "says nothing, weft.plan.explain everything",
         NoOverlapWarning,
         stacklevel=3,
     )

@@ -7,7 +7,6 @@ of DMA based Finer-Grain Compute Communication Overlap", IV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
 from weft.plan.predict import AT_LEAST, Mode, Progress, Row
-from weft.schedule import AllGatherMatmul, Problem, candidates
+from weft.schedule import candidates, described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 
-OPERATORS: Mapping[str, Callable[[int, int, int, int, str], Problem]] = {"all_gather_matmul": AllGatherMatmul.even}
 HEADER = (
     "candidate",
     "predicted us",
@@ -50,8 +48,8 @@ class Explanation:
     machine: Machine
     notes: tuple[str, ...]
     """What the numbers rest on."""
-    heuristic: str
-    """The candidate that FiCCO's static heuristic picks."""
+    heuristic: str | None
+    """The candidate that FiCCO's static heuristic picks; None: it says nothing of this operator."""
     measured_here: frozenset[MatmulShape] = frozenset()
     """GEMMs that this process has measured on that machine."""
 
@@ -93,8 +91,7 @@ class Explanation:
         p, choice = self.choice.problem, self.choice
         rows = {row.candidate.name: row for row in choice.rows}
         lines = [
-            ("operator", f"{p.name}: [{p.m}, {p.k}] gathered from {p.world_size} ranks @ [{p.k}, {'+'.join(map(str, p.n))}] "
-                         f"on each, {p.dtype}, {choice.mode}"),
+            ("operator", f"{p.name}: {p.text}, {choice.mode}"),
             ("machine", "; ".join([self.machine.name, *self.notes])),
             ("choice", choice.candidate.name),
             ("reason", choice.reason),
@@ -105,10 +102,11 @@ class Explanation:
             lines.append(("ideal", f"max({parts}) = {losses.ideal_us:.1f} us; {taken}"))
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
             lines.append(("serial", f"{losses.exposed_us:.1f} us of communication exposed"))
-        return [*lines, ("heuristic", f"{self.heuristic}: {self._of_heuristic(rows)}")]
+        if self.heuristic is not None:
+            lines.append(("heuristic", f"{self.heuristic}: {self._of_heuristic(rows.get(self.heuristic))}"))
+        return lines
 
-    def _of_heuristic(self, rows: Mapping[str, Row]) -> str:
-        row = rows.get(self.heuristic)
+    def _of_heuristic(self, row: Row | None) -> str:
         if row is None or row.us is None:
             return "not simulated" if row is None else row.why_not
         return f"{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
@@ -151,15 +149,21 @@ def explain(
     hw: str | Path | None = None,
     dtype: str = "bf16",
     mode: Mode = "queued",
+    experts: int | None = None,
+    bounded: bool = False,
 ) -> str:
     """What would be chosen for `op`, what else there is, and why; as text.
 
     op: all_gather_matmul: M rows gathered, M / ranks from each, of K columns, times [K, N] on each rank.
+        all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
+        `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
 
-    `ValueError` for an operator, machine, dtype or mode that is not known, or an M that `ranks` do not divide.
+    `ValueError` for an operator, machine, dtype or mode that is not known, or an M or `experts` that `ranks` do not divide.
     """
-    return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, dtype=dtype, mode=mode))
+    return str(
+        explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, dtype=dtype, mode=mode, experts=experts, bounded=bounded)
+    )
 
 
 def explanation(
@@ -172,12 +176,12 @@ def explanation(
     hw: str | Path | None,
     dtype: str,
     mode: Mode,
+    experts: int | None = None,
+    bounded: bool = False,
     progress: Progress = lambda what, share: None,
 ) -> Explanation:
     """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
-    if op not in OPERATORS:
-        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(OPERATORS)}")
-    problem = OPERATORS[op](M, N, K, ranks, dtype)
+    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded)
     machine, model, notes = machine_and_model(hw, ranks)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weft.plan.choose import decide
-from weft.plan.predict import has_work
+from weft.plan.predict import library_gemms
 from weft.schedule import Problem
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -41,19 +41,20 @@ _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:
-    """The GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first."""
-    if not has_work(problem):
+    """The GEMMs to measure for `problem`: the whole ones, then those of the schedules that may win, the best first. None where
+    kernels of our own do the work."""
+    whole = library_gemms(problem)
+    if not whole:
         return ()
-    found = dict.fromkeys((problem.m, n, problem.k, problem.dtype) for n in problem.n if n)
+    found = dict.fromkeys(whole)
+    most_m, most_n, most_k = max(s[0] for s in whole), max(s[1] for s in whole), max(s[2] for s in whole)
     rows = [row for row in decide(problem, model, mode="queued").rows if row.us is not None and not row.rough]
     schedules = 0
     for row in rows:
         if schedules == _SCHEDULES or (row.us or 0.0) > _WITHIN * (rows[0].us or 0.0):
             break
         # Operands are parts of the whole ones (a builder of one's own may stack them).
-        new = {
-            (m, n, k, d) for m, n, k, d in row.matmuls if m <= problem.m and n <= max(problem.n) and k <= problem.k
-        } - found.keys()
+        new = {(m, n, k, d) for m, n, k, d in row.matmuls if m <= most_m and n <= most_n and k <= most_k} - found.keys()
         if new and len(found) + len(new) <= _MOST:
             schedules += 1
             found |= dict.fromkeys(sorted(new, reverse=True))

@@ -17,14 +17,17 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 from __future__ import annotations
 
 from weft.hw import Machine
-from weft.schedule import Problem
+from weft.schedule import AllGatherMatmul, Problem
 
 _ABOVE = 5.0
 """Times the threshold: where hetero-unfused-1D begins."""
 
 
-def static_pick(problem: Problem, machine: Machine) -> str:
-    """The candidate's name, with as many steps as ranks and copies by the copy engine, as the paper has them."""
+def static_pick(problem: Problem, machine: Machine) -> str | None:
+    """The candidate's name, with as many steps as ranks and copies by the copy engine, as the paper has them. None: it says
+    nothing of this operator."""
+    if not isinstance(problem, AllGatherMatmul):
+        return None
     if problem.m <= problem.k:
         return _ficco("2d", "uniform", "fused")
     threshold = peak_flops(machine, problem.dtype) * machine["heuristic.threshold"].si

@@ -13,7 +13,7 @@ times: for calls and for graphs, before and after its GEMMs were measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
@@ -25,16 +25,22 @@ from weft.schedule import (
     Collective,
     Compute,
     Copy,
+    For,
     NotApplicableError,
     Problem,
+    Read,
     Schedule,
     Step,
+    Tiles,
     builders_of,
     candidates,
 )
+from weft.schedule.schedule import is_empty
+from weft.schedule.steps import unrolled
 from weft.sim import Inefficiencies, Model, Simulated, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
-from weft.sim.lower import Work
+from weft.sim.losses import gemms_us
+from weft.sim.lower import Work, values_of_ranks
 from weft.sim.model import MatmulShape
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
@@ -64,10 +70,12 @@ class Row:
     """Of a rank, all lanes together."""
     copies_by_kernel: int = 0
     """On lanes beside the computing ones."""
+    reads_on_host: bool = False
+    """Whether the host takes sizes from the device in between, which no CUDA graph can."""
     rough: bool = False
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM: it is taken only if it is pinned."""
     matmuls: frozenset[MatmulShape] = frozenset()
-    """The different GEMMs of a rank."""
+    """The different GEMMs of a rank that are the library's."""
     problem: Problem | None = field(default=None, repr=False)
     model: Model | None = field(default=None, repr=False)
 
@@ -78,7 +86,7 @@ class Row:
     @cached_property
     def losses(self) -> Inefficiencies | None:
         """Of a queued run: what decomposition and contention cost, and how much communication nothing hides."""
-        if self.predicted_us is None or self.problem is None or self.model is None or not has_work(self.problem):
+        if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
             return None
         return inefficiencies(_schedule(self.problem, self.candidate), self.problem, self.model)
 
@@ -111,7 +119,13 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def least_us(problem: Problem, model: Model) -> float:
     """No schedule is faster than the GEMMs whole: pieces that are predicted to be, by measured times of small GEMMs at a
     higher clock, are not."""
-    return sum(model.matmul(problem.m, n, problem.k, problem.dtype).time_us for n in problem.n)
+    return gemms_us(problem, model, launches=False)
+
+
+def library_gemms(problem: Problem) -> tuple[MatmulShape, ...]:
+    """The whole GEMMs of a rank that are the library's, the largest first: those of the serial schedule."""
+    (serial,) = candidates(problem, ("serial",))
+    return tuple(sorted(_examined(serial, serial.build()).row.matmuls, reverse=True))
 
 
 def predicted_rows(
@@ -120,7 +134,7 @@ def predicted_rows(
     """A row for each candidate, and the schedules by name. needed: those that are simulated in any case."""
     built = _built(problem, progress)
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
-    if not has_work(problem):
+    if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     elif mode == "single":
         times = _single_times(schedules, model, needed, progress)
@@ -131,10 +145,6 @@ def predicted_rows(
         _last["queued"] = (built, model, needed, times)
     rows = [replace(one.row, problem=problem, model=model) for one in built]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
-
-
-def has_work(problem: Problem) -> bool:
-    return problem.m > 0 and problem.k > 0 and sum(problem.n) > 0
 
 
 # -- schedules
@@ -175,22 +185,47 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
-    lanes = schedule.of_rank(0)  # other ranks differ in empty steps at most
-    steps = [(lane.resource, step) for lane in lanes for step in lane.steps]
+    # Of rank 0, as others differ in empty steps at most. What a tile does is left out: it takes long to write in numbers.
+    values, grouped = values_of_ranks(schedule)[0], _with_matmul(schedule)
+    in_numbers = [(lane, unrolled(_without_bodies(lane.steps), values)) for lane in schedule.lanes]
+    lanes = [(lane.resource, [step for step in steps if not is_empty(step)]) for lane, steps in in_numbers]
+    steps = [(resource, step) for resource, of_lane in lanes for step in of_lane]
     buffers = {buffer.name: buffer for buffer in schedule.buffers}
     matmuls = [step for _, step in steps if isinstance(step, Compute) and step.op == "matmul"]
     row = Row(
         candidate,
-        gemms=len(matmuls),
+        gemms=len(matmuls) + sum(isinstance(step, Tiles) and step.kernel in grouped for _, step in steps),
         steps=len(steps),
         copies_by_kernel=sum(on == "copy" and isinstance(step, Copy) and step.by == "kernel" for on, step in steps),
+        reads_on_host=any(isinstance(step, Read) and step.by == "host" for _, step in steps),
         rough=any(
             isinstance(step, Compute) and step.accumulate and ITEM_BYTES[buffers[step.out.buffer].dtype] <= 2
             for _, step in steps
         ),
         matmuls=frozenset(_shape(step, buffers) for step in matmuls),
     )
-    return _Built(row, schedule, tuple(_counted(lane.steps, buffers, schedule.world_size) for lane in lanes))
+    return _Built(row, schedule, tuple(_counted(of_lane, buffers, schedule.world_size) for _, of_lane in lanes))
+
+
+def _without_bodies(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    return tuple(
+        replace(step, body=_without_bodies(step.body) if isinstance(step, For) else ())
+        if isinstance(step, For | Tiles)
+        else step
+        for step in steps
+    )
+
+
+def _with_matmul(schedule: Schedule) -> set[str]:
+    """The kernels whose tiles multiply."""
+    found: set[str] = set()
+    left = [step for lane in schedule.lanes for step in lane.steps]
+    while left:
+        step = left.pop()
+        if isinstance(step, Tiles) and any(isinstance(one, Compute) and one.op == "matmul" for one in step.body):
+            found.add(step.kernel)
+        left += step.body if isinstance(step, For) else ()
+    return found
 
 
 def _shape(step: Compute, buffers: Mapping[str, Buffer]) -> MatmulShape:
@@ -198,7 +233,7 @@ def _shape(step: Compute, buffers: Mapping[str, Buffer]) -> MatmulShape:
     return int(out.rows), int(out.cols), int(a.cols), buffers[a.buffer].dtype
 
 
-def _counted(steps: tuple[Step, ...], buffers: Mapping[str, Buffer], world_size: int) -> Counter[_Priced]:
+def _counted(steps: Sequence[Step], buffers: Mapping[str, Buffer], world_size: int) -> Counter[_Priced]:
     """Of a lane of rank 0."""
     counts: Counter[_Priced] = Counter()
     plain: dict[tuple, _Priced] = {}
@@ -215,6 +250,8 @@ def _counted(steps: tuple[Step, ...], buffers: Mapping[str, Buffer], world_size:
                 )
                 for r in regions
             )
+            if isinstance(step, Collective) and step.sent:
+                operands += tuple(operands[0]._replace(rows=int(n), at=to) for to, n in enumerate(step.sent))
             kind = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
             counts[plain.setdefault(kind, _Priced(step, operands))] += 1
     return counts

@@ -12,6 +12,7 @@ from weft.schedule.problem import (
     builder,
     builders_of,
     candidates,
+    described,
     unregister,
 )
 from weft.schedule.schedule import Draft, Schedule
@@ -38,5 +39,5 @@ __all__ = [
     "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute",
     "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index", "Lane", "NotApplicableError", "Problem",
     "Read", "Region", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates",
-    "lookup", "total", "unregister", "value",
+    "described", "lookup", "total", "unregister", "value",
 ]  # fmt: skip

@@ -10,8 +10,9 @@ then run, simulated, verified, traced and weighed by the planner like the others
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import ScheduleError
@@ -24,7 +25,32 @@ class NotApplicableError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class AllGatherMatmul:
+class Problem(ABC):
+    """What the planner asks of an operator's description, beside its builders. One of them is `serial`: the library's calls,
+    one after the other, which is what the others are compared with and what says how large the whole operations are."""
+
+    world_size: int
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """Sizes, for a line of text."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool: ...
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        """Whether to try it where no model says how fast it is: each one that is run costs a first call some milliseconds."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherMatmul(Problem):
     """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
 
     Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
@@ -77,8 +103,19 @@ class AllGatherMatmul:
     def name(self) -> str:
         return "all_gather_matmul"
 
+    @property
+    def text(self) -> str:
+        n = "+".join(map(str, self.n))
+        return f"[{self.m}, {self.k}] gathered from {self.world_size} ranks @ [{self.k}, {n}] on each, {self.dtype}"
 
-Problem = AllGatherMatmul
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.k > 0 and sum(self.n) > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "gather[by=kernel]", "shard[chunks=1,send=in_turn,by=dma]", "shard[chunks=2,send=in_turn,by=dma]"
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +170,7 @@ class EmbeddingAllToAll:
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllMatmul:
+class AllToAllMatmul(Problem):
     """Every token to the rank of its expert, and there times the expert's weights.
 
     experts: of each rank. rows: how many tokens each rank has. splits: for each rank, how many of them are for each expert of
@@ -188,6 +225,46 @@ class AllToAllMatmul:
     @property
     def name(self) -> str:
         return "all_to_all_matmul"
+
+    @property
+    def text(self) -> str:
+        rows = str(self.rows[0]) if len(set(self.rows)) == 1 else f"({', '.join(map(str, self.rows))})"
+        return (
+            f"{rows} tokens [{self.k}] of each of {self.world_size} ranks @ [{self.experts}, {self.k}, {self.n}] of their "
+            f"experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return sum(self.rows) > 0 and self.k > 0 and self.n > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return dict(candidate.parameters).get("chunks", 1) <= 4
+
+
+def described(
+    op: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    ranks: int,
+    dtype: str = "bf16",
+    experts: int | None = None,
+    bounded: bool = False,
+) -> Problem:
+    """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go."""
+    if op not in (known := ("all_gather_matmul", "all_to_all_matmul")):
+        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(known)}")
+    if op == "all_gather_matmul":
+        if experts is not None or bounded:
+            raise ValueError(f"experts={experts}, bounded={bounded}: {op} has none of it, all_to_all_matmul has")
+        return AllGatherMatmul.even(m, n, k, ranks, dtype)
+    if experts is None or experts < 1 or ranks < 1 or experts % ranks:
+        raise ValueError(
+            f"experts={experts} must be a positive multiple of ranks={ranks}: all_to_all_matmul has so many, on all ranks together"
+        )
+    return replace(AllToAllMatmul.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,34 @@
     exposed         time in which a rank has nothing to compute
     ideal           max(library GEMM, communication done whole): nothing cut, nothing disturbed, all hidden
 
+What the library does, and what must be communicated, is what the operator's serial schedule says.
+
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV and figure 6.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from weft.schedule import RANK, Collective, Copy, Draft, For, Problem, Schedule, Set, Step, Wait, lookup
-from weft.schedule.operands import peer, starts
+from weft.schedule import (
+    RANK,
+    Collective,
+    Copy,
+    Draft,
+    For,
+    Problem,
+    Schedule,
+    Set,
+    Step,
+    Wait,
+    candidates,
+    lookup,
+)
+from weft.schedule.operands import peer
+from weft.schedule.steps import put_in
 from weft.sim.engine import simulate
-from weft.sim.lower import Work
+from weft.sim.lower import Program, Work, lower
 from weft.sim.model import Model
 from weft.sim.result import Simulated
 
@@ -43,7 +60,7 @@ class Inefficiencies:
 def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Inefficiencies:
     """Of one queued run of `schedule`, which does `problem`; of the rank that computes longest."""
     together = simulate(schedule, model)
-    library_us = sum(model.matmul_us(problem.m, n, problem.k, problem.dtype) for n in problem.n)
+    library_us = gemms_us(problem, model)
     alone_us, beside_us = _matmuls(together)
     whole_us = communication_us(problem, model)
     decomposed, contended = 1.0, 1.0
@@ -64,32 +81,65 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
     )
 
 
+def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
+    """Of the serial schedule's GEMMs, each alone, with or without their launches; of the rank on which they take longest."""
+    return max(_alone_us(lower(_serial(problem), model), launches).values())
+
+
 def communication_us(problem: Problem, model: Model) -> float:
-    """Of the gather alone, whole: by the library, or by copy engines to all peers at once, whichever is faster."""
+    """Of the communication alone, whole: by the library, or by copy engines to all peers at once, whichever is faster."""
     if problem.world_size == 1:
         return 0.0
-    library, engines = Draft("gather", problem.world_size), Draft("puts", problem.world_size)
-    for draft in (library, engines):
-        x = draft.buffer("x", lookup(problem.rows, RANK), problem.k, problem.dtype, "input")
-        box = draft.buffer("box", problem.m, problem.k, problem.dtype, "symmetric")
-        if draft is library:
-            draft.lane("gather").all_gather(x.part(), box.part())
-        else:
-            rows = (lookup(starts(problem.rows), RANK), lookup(problem.rows, RANK))
-            for distance in range(1, problem.world_size):
-                to = peer(problem.world_size, distance)
-                draft.lane(f"to +{distance}", "copy").copy(x.part(), box.part(rows=rows, at=to))
-    return min(simulate(draft.schedule(), model).end_us for draft in (library, engines))
+    serial = _serial(problem)
+    ways = [_only_communication(serial)]
+    collectives = [step for lane in serial.lanes for step in lane.steps if isinstance(step, Collective)]
+    if all(one.op in ("all_gather", "exchange") for one in collectives):
+        ways.append(_by_engines(serial, collectives))
+    return min(simulate(way, model).end_us for way in ways)
+
+
+@lru_cache(maxsize=8)
+def _serial(problem: Problem) -> Schedule:
+    return candidates(problem, ("serial",))[0].build()
+
+
+def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
+    """What they send, put by each rank to all others at once, wherever it is to lie there."""
+    world = serial.world_size
+    values = [serial.values(rank) for rank in range(world)]
+    d = Draft("puts", world)
+    for i, one in enumerate(collectives):
+        source = serial.buffer(one.src.buffer)
+        sent: list[list[int]] = [
+            [put_in(one.sent[to] if one.sent else one.src.rows, values[rank]) for to in range(world)]
+            for rank in range(world)
+        ]
+        room = max(map(max, sent))
+        x = d.buffer(f"x{i}", room, source.cols, source.dtype, "scratch")
+        box = d.buffer(f"box{i}", room, source.cols, source.dtype, "symmetric")
+        for distance in range(1, world):
+            rows = (0, lookup([sent[rank][(rank + distance) % world] for rank in range(world)], RANK))
+            to = peer(world, distance)
+            d.lane(f"to +{distance}", "copy").copy(x.part(rows=rows), box.part(rows=rows, at=to))
+    return d.schedule()
 
 
 def _matmuls(result: Simulated) -> tuple[float, float]:
     """(each alone, as they ran) of the rank whose matmuls take longest alone."""
-    by_rank: list[tuple[float, float]] = []
-    for rank, ran in result.intervals_us("matmul").items():
-        tasks = [task for lane in result.program.lanes if lane.rank == rank for task in lane.tasks]
-        alone = sum(t.latency_us + t.work_us for t in tasks if isinstance(t, Work) and t.what == "matmul")
-        by_rank.append((alone, sum(end - start for start, end in ran)))
-    return max(by_rank)
+    alone = _alone_us(result.program, launches=True)
+    return max(
+        (alone[rank], sum(end - start for start, end in ran)) for rank, ran in result.intervals_us("matmul").items()
+    )
+
+
+def _alone_us(program: Program, launches: bool) -> dict[int, float]:
+    """Of the matmuls of each rank, each alone."""
+    us = dict.fromkeys(program.ranks, 0.0)
+    for lane in program.lanes:
+        for task in lane.tasks:
+            if isinstance(task, Work) and task.what == "matmul":
+                us[lane.rank] += task.work_us + (task.latency_us if launches else 0.0)
+    return us
 
 
 def _total(result: Simulated) -> float:

@@ -136,7 +136,7 @@ class _Lowering:
         self.schedule, self.model, self.world = schedule, model, schedule.world_size
         self._vectors: dict[tuple[str, Turn, ByRank], ByRank] = {}
         self._buffers = {b.name: b for b in schedule.buffers}
-        self._values = _values_of_ranks(schedule)
+        self._values = values_of_ranks(schedule)
         self._sizes: dict[int, dict[str, int]] = {}
         self._costs: dict[object, Cost] = {}
         self._load_ids: dict[Load, int] = {}
@@ -390,7 +390,7 @@ class _Lowering:
 _NO_TILES = _Tiled((), ())
 
 
-def _values_of_ranks(schedule: Schedule) -> list[Values]:
+def values_of_ranks(schedule: Schedule) -> list[Values]:
     """What expressions may name at each rank; ranks that hold the same share its sums."""
     held: dict[tuple[int, ...], Held] = {}
     return [
