@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import ScheduleError
+from weft.runtime.collectives import all_gather_single
 from weft.runtime.move import Move, Shape, Stamps
 from weft.runtime.stream_late import Gemms, HostRead, LateCopy, Totals, is_late, segments_of
 from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Read, Region, Schedule, Set, Step, Tiles, Wait
@@ -512,15 +513,17 @@ class _Compiler:
         if step.op != "all_gather":
             raise ScheduleError(f"streams cannot run {step}; they know all_gather")
         src, dst, group = self._view(step.src), self._view(step.dst), self.owner.domain.group
-        sizes = [
-            int(b.rows)
-            for r in range(self.world)
-            for b in self.owner.schedule.buffers_of_rank(r)
-            if b.name == step.src.buffer
-        ]
+        schedule = self.owner.schedule
+        nth = self._collectives(schedule, self.owner.rank).index(step)
+        sizes = [int(self._collectives(schedule, r)[nth].src.rows) for r in range(self.world)]
         if len(set(sizes)) == 1:
-            return lambda t: void(dist.all_gather_into_tensor(dst(t), src(t), group=group))
+            return lambda t: void(all_gather_single(dst(t), src(t), group=group))
         return lambda t: void(dist.all_gather(list(dst(t).split(sizes)), src(t), group=group))
+
+    @staticmethod
+    def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
+        """In the order of lanes: the same places on all ranks."""
+        return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
 
 
 def _whole(region: Region) -> Region:

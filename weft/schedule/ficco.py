@@ -11,6 +11,10 @@ Chunks are received where the GEMM of their step reads them, so only the own chu
 Rows that a fused GEMM computes are neighbours in y only in uniform 2D; elsewhere they are scattered from scratch memory.
 Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy.
 
+The chunks of a step may also come by one all-gather of the library (the paper's variant by RCCL), which wants them in one
+piece: rows, so 1D. It gives them in the order of ranks, the own one among them; a fused GEMM would compute that again where
+the start is hetero, so there is no such schedule.
+
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
 
@@ -105,6 +109,37 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
             target = y.part(rows=(peer(world, -place - 1) * m, m))
             lane.copy(out.part(rows=(place * m, m)), target, "kernel")
     return _released(d, world, free)
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2, 4))
+def ficco_1d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int) -> Schedule:
+    world, m, pieces = _pieces(p, p.rows[0], steps)
+    uniform, fused = start == "uniform", gemms == "fused"
+    if fused and not uniform:
+        raise NotApplicableError("a fused GEMM on what the library gathers computes the own rows again")
+    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-1D-collective", p)
+    gathered = d.buffer("gathered", p.m, p.k, p.dtype, "scratch")
+    rows = [d.buffer(f"rows{i}", world * pieces[0][1], y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if fused]
+    came, library, lane = d.signals("came", len(pieces)), d.lane("library"), d.lane("compute")
+    for s, (first, count) in enumerate(pieces):
+        library.all_gather(x.part(rows=(first, count)), gathered.part(rows=(world * first, world * count))).set(came, s)
+    if not uniform:
+        for w, y in zip(ws, ys, strict=True):
+            lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
+    for s, (first, count) in enumerate(pieces):
+        lane.wait(came, s)
+        for w, out in zip(ws, rows, strict=False):  # no rows where nothing is fused
+            lane.matmul(out.part(rows=(0, world * count)), gathered.part(rows=(world * first, world * count)), w.part())
+        for place in range(0 if uniform else 1, world):
+            source = place if uniform else peer(world, -place)
+            part = (world * first + source * count, count)
+            for i, (w, y) in enumerate(zip(ws, ys, strict=True)):
+                target = y.part(rows=(source * m + first, count))
+                if fused:
+                    lane.copy(rows[i].part(rows=(place * count, count)), target, "kernel")
+                else:
+                    lane.matmul(target, gathered.part(rows=part), w.part())
+    return d.schedule()
 
 
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
