@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,30 +22,29 @@ from weft.hw import file_of, load_machine
 from weft.plan import gemms
 from weft.plan.machine import machine_name
 from weft.plan.pin import named
-from weft.schedule import AllGatherMatmul, Candidate, NotApplicableError, Schedule
+from weft.plan.predict import library_gemms, reads_on_host
+from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
 
-_MEASURED = (
-    "serial",
-    "gather[by=kernel]",
-    "shard[chunks=1,send=in_turn,by=dma]",
-    "shard[chunks=2,send=in_turn,by=dma]",
-)
+Tensors: TypeAlias = dict[str, Any]
+"""A call's, by buffer; for an output whose rows only the run knows a function from their number to a tensor."""
+
 _REPETITIONS = 5
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY = 0.97  # of the serial schedule's time: what another one must beat to be taken
 
 
-def check_name(name: str, p: AllGatherMatmul) -> None:
+def check_name(name: str, p: Problem) -> None:
     """`ValueError` if there is no such schedule, or it cannot do `p`."""
     named(p, name).build()
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What runs calls, and what runs those that a CUDA graph captures; None: the serial schedule, which needs nothing."""
+    """What runs calls, and what runs those that a CUDA graph captures; None: the serial schedule, which needs nothing, or which
+    says why there is none."""
 
     usual: Any
     captured: Any
@@ -68,9 +67,9 @@ class Chosen:
 
 
 def choose(
-    p: AllGatherMatmul,
+    p: Problem,
     domain: Domain,
-    tensors: dict[str, torch.Tensor],
+    tensors: Tensors,
     pinned: str | None,
     *,
     deadline_s: float | None,
@@ -85,9 +84,11 @@ def choose(
         mine = None if model is None else tuple(plan.choose(p, model, mode=mode).candidate.name for mode in _MODES)
         names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
-            names = (_fastest(p, domain, tensors, deadline_s),) * 2
-    made = {name: executor(named(p, name).build(), domain) for name in dict.fromkeys(names) if name != "serial"}
-    chosen = Chosen(made.get(names[0]), made.get(names[1]))
+            names = _fastest(p, domain, tensors, deadline_s)
+    schedules = {name: named(p, name).build() for name in names if name != "serial"}
+    captured = names[1] if names[1] in schedules and not reads_on_host(schedules[names[1]]) else None
+    made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
+    chosen = Chosen(made.get(names[0]), None if captured is None else made[captured])
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
     return chosen
@@ -121,21 +122,19 @@ def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
     return model
 
 
-def _gpu_timer(p: AllGatherMatmul, tensors: dict[str, torch.Tensor]) -> gemms.Timer:
+def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
     from weft.ops.gpu_gemms import GemmTimer
 
     return GemmTimer(p, tensors)
 
 
-_TIMERS: dict[str, Callable[[AllGatherMatmul, dict[str, torch.Tensor]], gemms.Timer]] = {"cuda": _gpu_timer}
+_TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
 """By type of device, where GEMMs are timed."""
 
 
-def _measure_gemms(
-    p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None
-) -> None:
+def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
     """Time what the choice will rest on, unless it is known: in two rounds, see `weft.plan.gemms`. Collective."""
-    if domain.device.type not in _TIMERS:
+    if domain.device.type not in _TIMERS or not library_gemms(p):
         return
     machine, left_us = device_name(domain.device), gemms.BUDGET_US
     timer: gemms.Timer | None = None
@@ -159,9 +158,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else machine_name()
 
 
-def _fastest(p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> str:
-    """The fastest of the usual ones on the tensors of the first call, or when `p` was measured before; serial, if it is not
-    clearly slower. Times are kept on disk (`weft.plan.autotune`)."""
+def _fastest(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> tuple[str, str]:
+    """For calls, and for calls in graphs: the fastest of the usual ones on the tensors of the first call, or when `p` was measured
+    before; serial, if it is not clearly slower and can be captured. Times are kept on disk (`weft.plan.autotune`)."""
 
     def run(candidate: Candidate) -> float:
         made = executor(candidate.build(), domain)
@@ -174,11 +173,16 @@ def _fastest(p: AllGatherMatmul, domain: Domain, tensors: dict[str, torch.Tensor
         times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
         return [max(of_one) for of_one in zip(*times, strict=True)]
 
-    usual = [candidate for candidate in (named(p, name) for name in _MEASURED) if _applies(candidate)]
+    usual = [candidate for candidate in candidates(p) if p.worth_running(candidate) and _applies(candidate)]
     # Each is run by itself, a few times: only one holds memory.
     times = plan.autotune(p, usual, run, agree, machine=device_name(domain.device), mode="single", rounds=1)
-    best = min(times, key=lambda name: times[name])
-    return best if times[best] < _CLEARLY * times["serial"] else "serial"
+
+    def best(names: list[str]) -> str:
+        fastest = min(names, key=lambda name: times[name])
+        return "serial" if "serial" in names and times[fastest] >= _CLEARLY * times["serial"] else fastest
+
+    capturable = [candidate.name for candidate in usual if not reads_on_host(candidate.build())]
+    return best(list(times)), best(capturable or list(times))
 
 
 def _applies(candidate: Candidate) -> bool:
@@ -189,7 +193,7 @@ def _applies(candidate: Candidate) -> bool:
     return True
 
 
-def _time_us(made: Any, tensors: dict[str, torch.Tensor], deadline_s: float | None) -> float:
+def _time_us(made: Any, tensors: Tensors, deadline_s: float | None) -> float:
     """Median of a run, after one to warm up."""
     times = []
     for _ in range(1 + _REPETITIONS):

@@ -13,7 +13,7 @@ times: for calls and for graphs, before and after its GEMMs were measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
@@ -71,7 +71,7 @@ class Row:
     copies_by_kernel: int = 0
     """On lanes beside the computing ones."""
     reads_on_host: bool = False
-    """Whether the host takes sizes from the device in between, which no CUDA graph can."""
+    """Whether no CUDA graph can capture it, as the host takes sizes from the device in between."""
     rough: bool = False
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM: it is taken only if it is pinned."""
     matmuls: frozenset[MatmulShape] = frozenset()
@@ -197,7 +197,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         gemms=len(matmuls) + sum(isinstance(step, Tiles) and step.kernel in grouped for _, step in steps),
         steps=len(steps),
         copies_by_kernel=sum(on == "copy" and isinstance(step, Copy) and step.by == "kernel" for on, step in steps),
-        reads_on_host=any(isinstance(step, Read) and step.by == "host" for _, step in steps),
+        reads_on_host=reads_on_host(schedule),
         rough=any(
             isinstance(step, Compute) and step.accumulate and ITEM_BYTES[buffers[step.out.buffer].dtype] <= 2
             for _, step in steps
@@ -218,14 +218,25 @@ def _without_bodies(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 def _with_matmul(schedule: Schedule) -> set[str]:
     """The kernels whose tiles multiply."""
-    found: set[str] = set()
+    return {
+        step.kernel
+        for step in _steps(schedule)
+        if isinstance(step, Tiles) and any(isinstance(one, Compute) and one.op == "matmul" for one in step.body)
+    }
+
+
+def reads_on_host(schedule: Schedule) -> bool:
+    """Whether the host takes sizes from the device in between, which no CUDA graph can."""
+    return any(isinstance(step, Read) and step.by == "host" for step in _steps(schedule))
+
+
+def _steps(schedule: Schedule) -> Iterator[Step]:
+    """Once each, however often loops turn, and loops too."""
     left = [step for lane in schedule.lanes for step in lane.steps]
     while left:
         step = left.pop()
-        if isinstance(step, Tiles) and any(isinstance(one, Compute) and one.op == "matmul" for one in step.body):
-            found.add(step.kernel)
         left += step.body if isinstance(step, For) else ()
-    return found
+        yield step
 
 
 def _shape(step: Compute, buffers: Mapping[str, Buffer]) -> MatmulShape:

@@ -1,0 +1,22 @@
+"""Which schedule a call takes, on CPU processes: of all_to_all_matmul, whose outputs are functions of their rows."""
+
+import choosing_ranks as ranks
+import pytest
+
+from weft.launch import Pool
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])
+def test_without_a_model_schedules_are_run_and_all_ranks_take_one(pool: Pool, exact: bool) -> None:
+    found = pool.run(ranks.chooses_for_experts, exact, False, ranks=3, timeout_s=100)
+    assert len(set(found)) == 1
+    ((_, captured),) = set(found)
+    assert bool(captured) == (not exact)  # where y has exactly the rows that come, the host reads how many
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])
+def test_with_a_model_the_plan_is_taken(pool: Pool, exact: bool) -> None:
+    found = pool.run(ranks.chooses_for_experts, exact, True, ranks=2, timeout_s=100)
+    assert len(set(found)) == 1
+    ((_, captured),) = set(found)
+    assert captured.startswith("dispatch") == (not exact)
