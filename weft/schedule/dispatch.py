@@ -180,9 +180,11 @@ class _Sending(_Dispatch):
         self.compute.copy(self.splits.part(), self.counts.part(rows=own_row), "kernel")
         for distance in range(1, world):
             self.compute.wait(known, peer(world, -distance))
-        self.compute.set(told).read(self.counts, "host" if p.exact else "device")
-        self._sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
+        self.compute.set(told)
+        # The host may wait for the sizes here: what is sent by kernel is issued before.
         self.tell(self.compute)
+        self.compute.read(self.counts, "host" if p.exact else "device")
+        self._sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
 
     def send(self, first: int, count: int, chunk: int = 0) -> None:
         """To every other rank the tokens of so many of its experts."""

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias, cast
 from weft.errors import ScheduleError
 from weft.schedule.expr import Index
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Collective, Lane, Set, Step, Tiles, Wait
+from weft.schedule.steps import Collective, Lane, Read, Set, Step, Tiles, Wait
 from weft.schedule.text import describe
 from weft.schedule.tiles import counted, step_number
 
@@ -156,7 +156,7 @@ class _Play:
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
-        """Issue the lane's waits, then one copy or GEMM, then sets, as far as they go."""
+        """Issue the lane's waits, then one copy, GEMM or wait of the host, then sets, as far as they go."""
         steps = self.ranks[rank][i].steps
         worked = moved = False
         while self._at[rank][i] < len(steps):
@@ -167,7 +167,7 @@ class _Play:
             if isinstance(step, Set | Tiles):
                 for counter, times in sets_of(step).items():
                     (self._sets if counter[0] == rank else self._new_sets)[counter] += times
-            worked = worked or not isinstance(step, Wait | Set)
+            worked = worked or not (isinstance(step, Wait | Set) or (isinstance(step, Read) and step.by == "device"))
             self.events.append(event)
             self._at[rank][i] += 1
             moved = True
