@@ -55,6 +55,32 @@ def test_all_shows_all(tmp_path: Path) -> None:
     assert "bf16, single" in single
 
 
+EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
+
+
+def test_experts_have_a_table_too(tmp_path: Path) -> None:
+    text = runner.invoke(app, [*EXPERTS, "--experts", "8"]).output
+    assert "8192 tokens [4096] of each of 2 ranks @ [4, 4096, 14336]" in text
+    assert "heuristic" not in text
+    for words in ("GEMM DIL", "exposed us", "dispatch[by=dma,rest=each]", "serial", "taken"):
+        assert words in text
+    file = tmp_path / "graph.json"
+    runner.invoke(app, [*EXPERTS, "--experts", "8", "--bounded", "--mode", "graph", "--json", str(file)])
+    data = json.loads(file.read_text())
+    assert data["choice"].startswith("dispatch")
+    assert "serial" in data["reason"]
+    assert "cannot be captured: the host reads sizes" in data["reason"]
+    assert data["heuristic"] is None
+    assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
+
+
+def test_experts_must_divide(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", *EXPERTS, "--experts", "9"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "experts=9 must be a positive multiple of ranks=2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -33,8 +33,8 @@ def test_grouped_matmuls_take_what_was_measured(name: str) -> None:
     segment = Compute("matmul", d.buffer("y", rows, n, "bf16", "output").part(), (x.part(), w.part(rows=(0, k))))
     shapes = ((rows // (experts * sources), k), (k, n), (rows // (experts * sources), n))
     operands = tuple(Operand(*shape, "bf16", 0, True) for shape in shapes)
-    bytes_of = {"x": 2 * rows * k, "w": 2 * experts * k * n}
-    found = cost_of_tiles(gpu("h200", 2), 2, [(segment, operands, experts * sources)], bytes_of)
+    once = 2 * (rows * k + experts * k * n)
+    found = cost_of_tiles(gpu("h200", 2), 2, [(segment, operands, experts * sources)], once)
     assert found.latency_us + found.work_us == pytest.approx(1e3 * ms, rel=0.15)
 
 
@@ -44,15 +44,13 @@ def test_a_kernel_reads_weights_once_whatever_the_number_of_sources() -> None:
     model = gpu("h200", 3)
     once_us = 16 * 7168 * 4096 * 2 / model.hbm_bytes_per_us
     grouped = {}
-    for rest in ("together", "each"):
-        (lane,) = (
-            lane
-            for lane in lower(all_schedules(p)[f"dispatch[by=kernel,rest={rest}]"], model).lanes
-            if lane.name == "compute"
-        )
-        grouped[rest] = sorted(t.work_us for t in lane.tasks if isinstance(t, Work) and t.what == "matmul")
-    assert grouped["together"] == pytest.approx([once_us] * 2, rel=0.03)
-    assert grouped["each"] == pytest.approx([once_us] * 3, rel=0.03)
+    for name, schedule in all_schedules(p).items():
+        tasks = (task for lane in lower(schedule, model).lanes for task in lane.tasks if isinstance(task, Work))
+        grouped[name] = [task.work_us for task in tasks if task.what == "matmul"]
+    assert grouped["serial"] == pytest.approx([once_us], rel=0.03)
+    assert grouped["dispatch[by=kernel,rest=together]"] == pytest.approx([once_us] * 2, rel=0.03)
+    assert grouped["dispatch[by=kernel,rest=each]"] == pytest.approx([once_us] * 3, rel=0.03)
+    assert grouped["dispatch_by_expert[by=kernel,chunks=4]"] == pytest.approx([once_us / 4] * 4, rel=0.03)
 
 
 def test_segments_without_rows_cost_nothing() -> None:

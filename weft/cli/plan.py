@@ -25,6 +25,21 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
+_Hw = Annotated[
+    str | None,
+    typer.Option(metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."),
+]
+_Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")]
+_Mode = Annotated[
+    PlanMode,
+    typer.Option(
+        help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+    ),
+]
+_All = Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")]
+_Json = Annotated[Path | None, typer.Option(help="Write everything to this file, as one JSON object.")]
+
+
 @plan.command("all_gather_matmul")
 def all_gather_matmul(
     shape: Annotated[
@@ -34,23 +49,11 @@ def all_gather_matmul(
         ),
     ],
     ranks: Annotated[int, typer.Option(min=1, help="GPUs; M must be divisible by them.")] = 2,
-    hw: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")
-    ] = "bf16",
-    mode: Annotated[
-        PlanMode,
-        typer.Option(
-            help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
-        ),
-    ] = PlanMode.queued,
-    everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write everything to this file, as one JSON object.")] = None,
+    hw: _Hw = None,
+    dtype: _Dtype = "bf16",
+    mode: _Mode = PlanMode.queued,
+    everything: _All = False,
+    json: _Json = None,
 ) -> None:
     """Plan y = all_gather(x_shard) @ w: [M / ranks, K] on each rank, and [K, N].
 
@@ -63,6 +66,47 @@ def all_gather_matmul(
 
         weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
     """
+    _plan("all_gather_matmul", shape, ranks, hw, dtype, mode, everything, json)
+
+
+@plan.command("all_to_all_matmul")
+def all_to_all_matmul(
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K",
+            help="M: tokens that a rank sends, each once for each of its experts. [K, N]: an expert's weights.",
+        ),
+    ],
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each.")],
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")] = 2,
+    bounded: Annotated[
+        bool,
+        typer.Option("--bounded", help="With max_rows: the host does not wait for the number of rows that arrive."),
+    ] = False,
+    hw: _Hw = None,
+    dtype: _Dtype = "bf16",
+    mode: _Mode = PlanMode.queued,
+    everything: _All = False,
+    json: _Json = None,
+) -> None:
+    """Plan y = tokens, at the ranks of their experts, @ their experts' weights: mixture of experts. As many tokens are taken to
+    be for each expert.
+
+    DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
+    rank has nothing to compute. A graph can only capture what the host reads no sizes for: give --bounded with --mode graph.
+
+        weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
+
+        weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph
+    """
+    _plan("all_to_all_matmul", shape, ranks, hw, dtype, mode, everything, json, experts, bounded)
+
+
+def _plan(
+    op: str, shape: str, ranks: int, hw: str | None, dtype: str, mode: PlanMode, everything: bool, json: Path | None,
+    experts: int | None = None, bounded: bool = False,
+) -> None:  # fmt: skip
     from weft.bench.console import progress
     from weft.plan import explanation
 
@@ -71,7 +115,7 @@ def all_gather_matmul(
         raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
     with progress(1.0, sys.stderr.isatty()) as step:  # dozens of ranks take seconds
         found = explanation(
-            "all_gather_matmul", M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value,
+            op, M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, experts=experts, bounded=bounded,
             progress=lambda what, share: step(what.replace("[", r"\["), share),
         )  # fmt: skip
     print_explanation(found, None if everything else 10)

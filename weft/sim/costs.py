@@ -9,7 +9,7 @@ are named by distance from the rank whose step it is, so that ranks that do the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy, Read
@@ -79,25 +79,22 @@ def cost_of_tiles(
     model: Model,
     world: int,
     parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
-    bytes_of: Mapping[str, int],
+    read_bytes: int = 0,
 ) -> Cost:
     """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
     of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency. The
     kernel takes no less than its longest part alone.
 
-    Tiles of matmuls read none of a rank's buffers, of which `bytes_of` says how large they are, more than once from memory:
-    those with one operand in common follow each other, and find it in the cache.
+    read_bytes: of what matmuls read in this rank's memory, nothing counted more than once: tiles that have an operand in common
+    follow each other, and find it in the cache.
     """
-    taken: dict[Place, float] = {}
-    read: dict[str, int] = {}
+    taken: dict[Place, float] = {("hbm", 0, 0): read_bytes / model.hbm_bytes_per_us}
     sent, longest, what = 0, 0.0, "compute"
     for step, operands, times in parts:
         if 0 in (operands[-1].rows, operands[-1].cols):
             continue
         if isinstance(step, Compute) and step.op == "matmul":
             what, found = "matmul", _segment(model, *operands)
-            for region, operand in zip(step.inputs, operands, strict=False):
-                read[region.buffer] = read.get(region.buffer, 0) + (0 if operand.at else times * operand.bytes)
         else:
             found = cost(model, world, step, operands)
         sent += times * found.sent_bytes
@@ -105,8 +102,6 @@ def cost_of_tiles(
         for how, place, amount in found.uses:
             if how == "share":
                 taken[place] = taken.get(place, 0.0) + times * amount * found.work_us
-    once = sum(min(count, bytes_of[name]) for name, count in read.items())
-    taken["hbm", 0, 0] = taken.get(("hbm", 0, 0), 0.0) + once / model.hbm_bytes_per_us
     us = max(longest, *taken.values())
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
     return _cost(cast(What, what), model.launch_us, us, uses, sent)

@@ -107,10 +107,12 @@ class _SetBy(NamedTuple):
 
 
 class _Tiled(NamedTuple):
-    """Of one rank, (place in the body, its operands' numbers, in how many tiles), and the sets of all tiles together."""
+    """Of one rank, (place in the body, its operands' numbers, in how many tiles), the sets of all tiles together, and the bytes
+    of its own memory that their matmuls read: of regions that several do, once."""
 
     parts: tuple[tuple[int, tuple[int, ...], int], ...]
     sets: tuple[_SetBy, ...]
+    read_bytes: int = 0
 
 
 class _Item(NamedTuple):
@@ -137,7 +139,6 @@ class _Lowering:
         self._vectors: dict[tuple[str, Turn, ByRank], ByRank] = {}
         self._buffers = {b.name: b for b in schedule.buffers}
         self._values = values_of_ranks(schedule)
-        self._sizes: dict[int, dict[str, int]] = {}
         self._costs: dict[object, Cost] = {}
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
@@ -256,7 +257,20 @@ class _Lowering:
             for numbers, times in counted(here, *_known(extents, values), values=values):
                 placed = (n if i % 3 < 2 else (n - rank) % self.world for i, n in enumerate(numbers))
                 parts.append((place, tuple(placed), times))
-        return _Tiled(tuple(parts), tuple(sorted(sets)))
+        return _Tiled(tuple(parts), tuple(sorted(sets)), self._read_bytes(here, rank, values))
+
+    def _read_bytes(self, tiles: Tiles, rank: int, values: Values) -> int:
+        read: dict[tuple[str, int, int], int] = {}
+        for matmul in tiles.body:
+            if not isinstance(matmul, Compute) or matmul.op != "matmul":
+                continue
+            for region in matmul.inputs:
+                numbers = (matmul.out.rows, region.at, region.row, region.col, region.rows, region.cols)
+                for (out, at, row, col, rows, cols), _ in counted(tiles, *_known(numbers, values), values=values):
+                    if out and at == rank:
+                        item_bytes = ITEM_BYTES[self._buffers[region.buffer].dtype]
+                        read[region.buffer, row, col] = rows * cols * item_bytes
+        return sum(read.values())
 
     def _sets(self, item: _Item, rank: int) -> tuple[_SetBy, ...]:
         if item.tiled:
@@ -276,7 +290,10 @@ class _Lowering:
             numbers = item.numbers[part]
             if not isinstance(item.present, int) or not all(isinstance(n, int) for n in numbers):
                 return False
-            if len({(one.parts, tuple(s._replace(place=0) for s in one.sets)) for one in item.tiled}) > 1:
+            if (
+                len({(one.parts, one.read_bytes, tuple(s._replace(place=0) for s in one.sets)) for one in item.tiled})
+                > 1
+            ):
                 return False
         sets = [
             (of_ranks[0].signal, of_ranks[0].distance, tuple(one.place for one in of_ranks))
@@ -338,7 +355,7 @@ class _Lowering:
                 for place, numbers, times in item.tiled[rank].parts
             ]
             priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
-            all_tiles = cost_of_tiles(self.model, self.world, priced, self._bytes_of(rank))
+            all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes)
             load = self._load(all_tiles, rank, symmetric)
             latency_us = 0.0 if item.carried else all_tiles.latency_us
             return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes, raises)
@@ -365,14 +382,6 @@ class _Lowering:
             ]  # parts of an exchange are its source's
             operands.append(Operand(rows, cols, buffer.dtype, at, cols == buffer.cols))
         return tuple(operands)
-
-    def _bytes_of(self, rank: int) -> dict[str, int]:
-        """How large this rank's buffers are."""
-        if rank not in self._sizes:
-            self._sizes[rank] = {
-                b.name: put_in(b.rows, self._values[rank]) * b.cols * ITEM_BYTES[b.dtype] for b in self.schedule.buffers
-            }
-        return self._sizes[rank]
 
     def _load(self, found: Cost, rank: int, symmetric: bool) -> int:
         by_how: dict[How, dict[int, float]] = {"share": {}, "hold": {}, "disturb": {}}
