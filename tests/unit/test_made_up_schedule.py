@@ -25,6 +25,10 @@ from weft.runtime.null import NullSchedule
 from weft.runtime.stream_compiler import crossing_signals
 from weft.schedule import (
     AllGatherMatmul,
+    AllToAllMatmul,
+    Compute,
+    Draft,
+    Expr,
     NotApplicableError,
     Schedule,
     Set,
@@ -164,6 +168,35 @@ def test_measured_times_and_pins_choose_it_too() -> None:
     assert plan.choose(LARGE, h200(), measured={"serial": 900.0, NAMES[0]: 700.0}).candidate.name == NAMES[0]
     with plan.use(NAMES[1]):
         assert plan.choose(LARGE, h200()).candidate.name == NAMES[1]
+
+
+def test_one_for_another_operator_is_weighed_by_the_planner_too() -> None:
+    @builder(AllToAllMatmul)
+    def own_rows_only(p: AllToAllMatmul) -> Schedule:
+        """Leaves out what others sent, and therefore wins."""
+        d = Draft("own_rows_only", p.world_size)
+        rows = p.rows[0] // p.world_size
+        tokens = d.buffer("tokens", rows, p.k, p.dtype, "input")
+        w = d.buffer("w", p.experts * p.k, p.n, p.dtype, "input")
+        y = d.buffer("y", rows, p.n, p.dtype, "output")
+        each, first = rows // p.experts, Expr("t")
+        matmul = Compute(
+            "matmul",
+            y.part(rows=(first * each, each)),
+            (tokens.part(rows=(first * each, each)), w.part(rows=(first * p.k, p.k))),
+        )
+        d.lane("compute").tiles("grouped_matmul", "t", p.experts, matmul)
+        return d.schedule()
+
+    try:
+        for exact in (True, False):
+            p = replace(AllToAllMatmul.even(256, 14336, 4096, 4, 4), exact=exact)
+            for mode in plan.MODES:
+                choice = plan.choose(p, h200(), mode=mode)
+                assert choice.candidate.name == "own_rows_only"
+                assert choice.row("own_rows_only").losses is not None
+    finally:
+        unregister(AllToAllMatmul, "own_rows_only")
 
 
 def test_a_builder_of_another_module_is_not_replaced() -> None:

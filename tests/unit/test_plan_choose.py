@@ -13,7 +13,7 @@ from weft import plan
 from weft.hw import load_machine
 from weft.plan.choose import ALIKE, CLEARLY, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, _built, _lanes_us, predict
-from weft.schedule import AllGatherMatmul, NotApplicableError, Schedule, builder, candidates, unregister
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Schedule, builder, candidates, unregister
 from weft.schedule.operands import all_gather_matmul_operands
 from weft.sim import Model, model_of, simulate
 
@@ -186,6 +186,56 @@ def test_losses_are_those_of_the_row() -> None:
     assert losses is not None
     assert losses.exposed_us > choice.rows[0].losses.exposed_us
     assert losses.gemm_decomposition == pytest.approx(1.0)
+
+
+# -- tokens for experts
+
+MIXTRAL = AllToAllMatmul.even(8192, 14336, 4096, 4, 2)
+
+
+@pytest.mark.parametrize("mode", plan.MODES)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "bounded"])
+def test_every_schedule_for_experts_has_a_time_or_a_reason(exact: bool, mode: plan.Mode) -> None:
+    problem = replace(MIXTRAL, exact=exact)
+    choice = plan.choose(problem, H200, mode=mode)
+    assert {row.candidate.name for row in choice.rows} == {candidate.name for candidate in candidates(problem)}
+    assert choice.row("serial").us is not None
+    for row in choice.rows:
+        assert (row.why_not == "") == (row.candidate is choice.candidate)
+        assert (row.gemms > 0) == (row.losses is not None) == (row.us is not None)
+        if row.losses is not None:
+            assert row.losses.gemm_decomposition >= 1 - 1e-9
+            assert row.us >= row.losses.ideal_us - H200.launch_us or mode == "single"
+
+
+def test_a_graph_takes_what_the_host_reads_nothing_for_even_if_serial_is_faster() -> None:
+    problem = replace(MIXTRAL, exact=False)
+    slow_puts = replace(H200, put_bytes_per_us=((16, 1e3),))
+    assert plan.choose(problem, slow_puts).candidate.name == "serial"
+    choice = plan.choose(problem, slow_puts, mode="graph")
+    assert "by=kernel" in choice.candidate.name
+    assert choice.predicted_us > 2 * choice.row("serial").us
+    assert choice.reason.endswith("cannot be captured: the host reads sizes")
+    assert choice.row("serial").why_not == "cannot be captured: the host reads sizes"
+
+
+def test_where_the_host_reads_in_any_case_no_graph_can_be_had() -> None:
+    queued, graph = plan.choose(MIXTRAL, H200), plan.choose(MIXTRAL, H200, mode="graph")
+    assert all(row.reads_on_host for row in graph.rows if row.us is not None)
+    assert graph.predicted_us == graph.row(graph.candidate.name).us
+    assert "no graph can capture it" in graph.reason
+    assert "graph" not in queued.reason
+
+
+def test_measured_times_of_a_graph_are_those_of_what_can_be_captured() -> None:
+    problem, fast = replace(MIXTRAL, exact=False), "dispatch[by=kernel,rest=each]"
+    measured = {"serial": 100.0, fast: 300.0, "dispatch_by_expert[by=kernel,chunks=1]": 290.0}
+    choice = plan.choose(problem, H200, mode="graph", measured=measured)
+    assert choice.candidate.name == "dispatch_by_expert[by=kernel,chunks=1]"
+
+
+def test_no_tokens_are_serial() -> None:
+    assert plan.choose(AllToAllMatmul.even(0, 8, 8, 2, 2), H200).candidate.name == "serial"
 
 
 # -- measured times

@@ -9,7 +9,7 @@ from weft.hw import load_machine
 from weft.plan import gemms
 from weft.plan.choose import decide
 from weft.plan.explain import HERE, LEGEND
-from weft.schedule import AllGatherMatmul
+from weft.schedule import AllGatherMatmul, AllToAllMatmul
 from weft.sim import model_of
 from weft.sim.model import MatmulShape
 
@@ -59,8 +59,9 @@ def test_several_weights_have_a_whole_gemm_each() -> None:
     assert gemms.wanted(p, H200)[:2] == ((8192, 4096, 8192, "bf16"), (8192, 512, 8192, "bf16"))
 
 
-def test_no_work_is_not_measured() -> None:
+def test_no_work_is_not_measured_nor_kernels_of_our_own() -> None:
     assert gemms.wanted(AllGatherMatmul.even(0, 8, 8, 2), H200) == ()
+    assert gemms.wanted(AllToAllMatmul.even(64, 64, 64, 2, 2), H200) == ()
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 512), (512, 4096, 8192), (8192, 5120, 8192), (16384, 28672, 8192)])

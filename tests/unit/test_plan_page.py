@@ -10,19 +10,24 @@ from weft import plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 BLOCK = re.compile(
-    r"(?<=^```\n)(\$ weft plan all_gather_matmul --shape (\d+),(\d+),(\d+) --hw (\w+)\n)(.*?)(?=^```$)",
+    r"(?<=^```\n)(\$ weft plan (\w+) --shape (\d+),(\d+),(\d+)(?: --experts (\d+))? --hw (\w+)\n)(.*?)(?=^```$)",
     re.DOTALL | re.MULTILINE,
 )
 
 
-def test_the_example_is_what_the_planner_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _said(found: re.Match[str]) -> str:
+    m, n, k = (int(found[i]) for i in (3, 4, 5))
+    experts = int(found[6]) if found[6] else None
+    text = plan.explain(found[2], M=m, N=n, K=k, ranks=2, hw=found[7], experts=experts)
+    return f"{found[1]}{text.rstrip()}\n"
+
+
+def test_the_examples_are_what_the_planner_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # no calibration
     text = PAGE.read_text()
-    found = BLOCK.search(text)
-    assert found is not None
-    m, n, k = (int(found[i]) for i in (2, 3, 4))
-    said = plan.explain("all_gather_matmul", M=m, N=n, K=k, ranks=2, hw=found[5]).rstrip() + "\n"
+    said, count = BLOCK.subn(_said, text)
+    assert count == 2
     if os.environ.get("WEFT_WRITE_DOCS") == "1":
-        PAGE.write_text(text[: found.start(6)] + said + text[found.end(6) :])
+        PAGE.write_text(said)
         return
-    assert found[6] == said, "docs/planning.md is out of date: WEFT_WRITE_DOCS=1 pytest tests/unit/test_plan_page.py"
+    assert text == said, "docs/planning.md is out of date: WEFT_WRITE_DOCS=1 pytest tests/unit/test_plan_page.py"

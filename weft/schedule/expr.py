@@ -62,7 +62,7 @@ class Expr:
 
     def period(self, name: str) -> int:
         """p, if the value depends on variable `name` only through `name % p`; 0 if no p is known."""
-        return _period(self._node, name)
+        return _period_of(self, name)
 
     def totals(self) -> tuple[int, tuple[Total, ...]]:
         """(number, what is added to it) of a sum of numbers and totals; `ValueError` if it is anything else."""
@@ -191,7 +191,7 @@ def _tuple(numbers: Sequence[int]) -> ast.Tuple:
 
 
 def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
-    return _joined(left, type(sign), right)
+    return _joined(left, type(sign), right)  # type: ignore[arg-type]  # takes `__hash__` of the class for that of its instances
 
 
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
@@ -253,6 +253,11 @@ def _totals(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
             if all(isinstance(bound, int) or not bound[1] for bound in numbers):
                 return 0, (Total(name, *bounds),)
     raise ValueError(f"{ast.unparse(node)} is no sum of numbers and totals")
+
+
+@lru_cache(maxsize=1 << 12)  # the same for every rank
+def _period_of(expression: Expr, name: str) -> int:
+    return _period(expression._node, name)
 
 
 def _period(node: ast.AST, name: str) -> int:
