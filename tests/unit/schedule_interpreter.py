@@ -21,6 +21,8 @@ from weft.schedule import Collective, Compute, Copy, Lane, Region, Schedule, Set
 Tensors = dict[str, np.ndarray]
 OPERATIONS = {
     "matmul": np.matmul,
+    "scaled_matmul": lambda a, b, scale_a, scale_b, bias=0: (a * scale_a) @ (b * scale_b) + bias,
+    "scaled_matmul_fast": lambda a, b, scale_a, scale_b, bias=0: (a * scale_a) @ (b * scale_b) + bias,
     "add": np.add,
     "relu": lambda x: np.maximum(x, 0),
     "silu": lambda x: x / (1 + np.exp(-x)),

@@ -7,8 +7,11 @@ notice is tested too, on a schedule that fills its buffer again too early.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +19,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schedule_interpreter import Tensors, edited, interpret
 
-from weft.schedule import AllGatherMatmul, Candidate, Copy, NotApplicableError, Schedule, Set, Wait, candidates
+from weft.errors import ScheduleError
+from weft.hw import load_machine
+from weft.schedule import (
+    AllGatherMatmul,
+    Candidate,
+    Compute,
+    Copy,
+    NotApplicableError,
+    Scaled,
+    Schedule,
+    Set,
+    Wait,
+    candidates,
+)
 from weft.schedule.order import issue_order
 from weft.schedule.text import from_json, table, to_json
 from weft.schedule.verify import verify
+from weft.sim import model_of, simulate
 
 PROBLEMS = (
     AllGatherMatmul.even(6, 3, 4, 1),
@@ -31,6 +48,14 @@ PROBLEMS = (
     AllGatherMatmul.even(20, 2, 6, 4),
     AllGatherMatmul(4, (4, 4, 4, 4), (2, 2), 5, "fp32", return_gathered=True),
     AllGatherMatmul.even(64, 2, 8, 8),
+)
+BY_ROW = Scaled("row", ("bf16", "fp32"), (True, False), (False, True))
+BY_TENSOR = Scaled("tensor", ("bf16",), (False,), (False,))
+SCALED = (
+    AllGatherMatmul(1, (5,), (16, 32), 16, "fp8", scaled=BY_ROW),
+    AllGatherMatmul(2, (6, 6), (16, 32), 16, "fp8", scaled=BY_ROW),
+    AllGatherMatmul(3, (2, 5, 1), (16, 32), 16, "fp8", return_gathered=True, scaled=BY_ROW),
+    AllGatherMatmul(4, (4, 4, 4, 4), (16,), 32, "fp8", scaled=BY_TENSOR),
 )
 
 
@@ -57,13 +82,16 @@ def inputs_of(problem: AllGatherMatmul, runs: int, seed: int) -> list[list[Tenso
     def small(rows: int, cols: int) -> np.ndarray:
         return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
 
-    return [
-        [
-            {"x_shard": small(rows, problem.k)} | {f"w{i}": small(problem.k, n) for i, n in enumerate(problem.n)}
-            for rows in problem.rows
-        ]
-        for _ in range(runs)
-    ]
+    def of_rank(rows: int) -> Tensors:
+        found = {"x_shard": small(rows, problem.k)} | {f"w{i}": small(problem.k, n) for i, n in enumerate(problem.n)}
+        if problem.scaled is not None:
+            by_row = problem.scaled.by == "row"
+            found["x_scale"] = small(rows if by_row else 1, 1)
+            found |= {f"w_scale{i}": small(1, n if by_row else 1) for i, n in enumerate(problem.n)}
+            found |= {f"bias{i}": small(1, n) for i, n in enumerate(problem.n) if problem.scaled.biased[i]}
+        return found
+
+    return [[of_rank(rows) for rows in problem.rows] for _ in range(runs)]
 
 
 def expected(problem: AllGatherMatmul, inputs: list[list[Tensors]]) -> list[list[Tensors]]:
@@ -71,8 +99,18 @@ def expected(problem: AllGatherMatmul, inputs: list[list[Tensors]]) -> list[list
     for ranks in inputs:
         x = np.concatenate([tensors["x_shard"] for tensors in ranks])
         gathered = {"x": x} if problem.return_gathered else {}
-        results.append([{f"y{i}": x @ t[f"w{i}"] for i in range(len(problem.n))} | gathered for t in ranks])
+        scale = np.concatenate([t["x_scale"] for t in ranks]) if problem.scaled and problem.scaled.by == "row" else None
+        results.append([
+            {f"y{i}": product(x, scale, t, i) for i in range(len(problem.n))} | gathered for t in ranks
+        ])  # fmt: skip
     return results
+
+
+def product(x: np.ndarray, scale: np.ndarray | None, tensors: Tensors, i: int) -> np.ndarray:
+    """scale: of the rows of x; None: a rank's own is for all of them, or there is none."""
+    scale = tensors.get("x_scale", np.ones(())) if scale is None else scale
+    weights = tensors[f"w{i}"] * tensors.get(f"w_scale{i}", 1.0)
+    return np.asarray((x * scale) @ weights + tensors.get(f"bias{i}", 0.0))
 
 
 def same(found: list[list[Tensors]], wanted: list[list[Tensors]]) -> bool:
@@ -117,7 +155,7 @@ def check_order(schedule: Schedule) -> None:
     assert at == {rank: len(issued) for rank, issued in order.items()}
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *SCALED], ids=str)
 def test_every_candidate_verifies_and_computes_the_product(problem: AllGatherMatmul) -> None:
     found = applicable(problem)
     assert any(candidate.builder == "serial" for candidate, _ in found)
@@ -149,6 +187,55 @@ def test_a_random_order_finds_a_buffer_that_is_filled_again_too_early() -> None:
     hasty = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
     inputs = inputs_of(problem, 3, seed=0)
     assert not all(same(interpret(hasty, inputs, seed), expected(problem, inputs)) for seed in range(20))
+
+
+def test_scaled_gemms_have_schedules_that_overlap() -> None:
+    found = {candidate.builder for candidate, _ in applicable(SCALED[1])}
+    assert found == {"serial", "gather", "shard", "ficco_1d", "ficco_1d_collective"}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"dtype": "bf16"}, "dtype='bf16': operands with scales are fp8"),
+        ({"k": 24}, "K=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
+        ({"n": (8,)}, "N of Bs[0]=8 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
+        ({"n": (16, 16)}, "one entry for each of n=(16, 16)"),
+        ({"scaled": replace(BY_TENSOR, out=("fp8",))}, "results of fp8 GEMMs are bf16, fp16 or fp32"),
+    ],
+)
+def test_what_scaled_gemms_cannot_be(change: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        replace(SCALED[3], **change)
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        (lambda step: replace(step, inputs=step.inputs[:2]), "scaled_matmul of 2 inputs"),
+        (lambda step: replace(step, inputs=(*step.inputs[:3], step.inputs[2])), "scales of"),
+        (lambda step: replace(step, inputs=(*step.inputs, step.inputs[2])), "a bias of"),
+        (lambda step: replace(step, inputs=(*step.inputs[2:], *step.inputs[:2])), "dtypes are"),
+        (lambda step: replace(step, accumulate=True), "a scaled matmul does not accumulate"),
+    ],
+)
+def test_faults_of_scaled_gemms_are_found(edit: Callable[[Compute], Compute], fault: str) -> None:
+    p = replace(SCALED[1], n=(16,), scaled=Scaled("row", ("bf16",), (False,), (False,)))
+    schedule = edited(candidates(p)[0].build(), lambda step: edit(step) if isinstance(step, Compute) else step)
+    with pytest.raises(ScheduleError, match=re.escape(fault)):
+        verify(schedule)
+
+
+@pytest.mark.parametrize("hw", ["h200", "mi300x"])
+def test_scaled_candidates_are_simulated_with_one_byte_on_the_wire(hw: str) -> None:
+    plain = AllGatherMatmul.even(4096, 4096, 4096, 2)
+    scaled = replace(plain, dtype="fp8", scaled=BY_TENSOR)
+    model = model_of(load_machine(hw), 2)
+    for candidate, schedule in applicable(scaled):
+        other = next(c for c in candidates(plain) if c.name == candidate.name)
+        ran, usual = simulate(schedule, model), simulate(other.build(), model)
+        assert sum(s.bytes for s in ran.timeline) * 2 == sum(s.bytes for s in usual.timeline)
+        assert 0.4 * usual.end_us < ran.end_us < usual.end_us
 
 
 def test_tables_of_all_candidates_fit_a_terminal() -> None:

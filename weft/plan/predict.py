@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias, get_args
 
 from weft.schedule import (
     ITEM_BYTES,
+    MATMULS,
     Buffer,
     Candidate,
     Collective,
@@ -191,7 +192,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
     lanes = [(lane.resource, [step for step in steps if not is_empty(step)]) for lane, steps in in_numbers]
     steps = [(resource, step) for resource, of_lane in lanes for step in of_lane]
     buffers = {buffer.name: buffer for buffer in schedule.buffers}
-    matmuls = [step for _, step in steps if isinstance(step, Compute) and step.op == "matmul"]
+    matmuls = [step for _, step in steps if isinstance(step, Compute) and step.op in MATMULS]
     row = Row(
         candidate,
         gemms=len(matmuls) + sum(isinstance(step, Tiles) and step.kernel in grouped for _, step in steps),

@@ -21,10 +21,13 @@ import torch
 
 from weft import _core
 from weft.errors import ScheduleError
+from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_cpu_late import numbered
 from weft.runtime.schedule_cpu_run import Run, Tensors
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import (
+    MATMULS,
+    SCALED_MATMULS,
     Buffer,
     Collective,
     Compute,
@@ -345,7 +348,7 @@ class _Given:
         self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
         self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # what becomes known in a run
         self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
-        for_matmuls = all(isinstance(s, Compute) and s.op == "matmul" for b in steps for s in _inner(b.step))
+        for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for b in steps for s in _inner(b.step))
         self.transposable = buffer.role == "input" and for_matmuls
         self.key = (-1, 0, 0, 0)
 
@@ -393,6 +396,8 @@ def _not_bound() -> None:
 
 
 def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumulate: bool) -> Callable[[], object]:
+    if op in SCALED_MATMULS:
+        return partial(scaled_matmul, *inputs, fast=op == "scaled_matmul_fast", out=out)
     if op == "matmul":
         return partial(torch.addmm, out, *inputs, out=out) if accumulate else partial(torch.mm, *inputs, out=out)
     if not accumulate:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError
-from weft.runtime.collectives import all_gather_single
+from weft.runtime.collectives import all_gather_single, sendable
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -162,6 +162,7 @@ class Run:
         # Before the library begins what it cannot give up: not with a rank that does not come, or does something else.
         for peer in ranks:
             self.calls.meet(peer, f"all_gather of {self.name}", self._deadline_s)
+        src, dst = sendable(src), sendable(dst)
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         if len(set(rows)) == 1:
             works = [all_gather_single(whole, src.contiguous(), group=group, async_op=True)]

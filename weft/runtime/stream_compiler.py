@@ -23,10 +23,24 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.collectives import all_gather_single
+from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.move import Move, Shape, Stamps
+from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.stream_late import Gemms, HostRead, LateCopy, Totals, is_late, segments_of
-from weft.schedule import ITEM_BYTES, Collective, Compute, Copy, Read, Region, Schedule, Set, Step, Tiles, Wait
+from weft.schedule import (
+    ITEM_BYTES,
+    SCALED_MATMULS,
+    Collective,
+    Compute,
+    Copy,
+    Read,
+    Region,
+    Schedule,
+    Set,
+    Step,
+    Tiles,
+    Wait,
+)
 from weft.schedule.text import describe
 from weft.timeline import Timeline
 
@@ -504,6 +518,9 @@ class _Compiler:
             if step.accumulate:
                 return lambda t: void(out(t).addmm_(a(t), b(t)))
             return lambda t: void(torch.mm(a(t), b(t), out=out(t)))
+        if step.op in SCALED_MATMULS and not step.accumulate:
+            fast = step.op == "scaled_matmul_fast"
+            return lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t))
         if step.op not in _ELEMENTWISE or step.accumulate:
             raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
         op = _ELEMENTWISE[step.op]
@@ -517,8 +534,8 @@ class _Compiler:
         nth = self._collectives(schedule, self.owner.rank).index(step)
         sizes = [int(self._collectives(schedule, r)[nth].src.rows) for r in range(self.world)]
         if len(set(sizes)) == 1:
-            return lambda t: void(all_gather_single(dst(t), src(t), group=group))
-        return lambda t: void(dist.all_gather(list(dst(t).split(sizes)), src(t), group=group))
+            return lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group))
+        return lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
 
     @staticmethod
     def _collectives(schedule: Schedule, rank: int) -> list[Collective]:

@@ -9,6 +9,7 @@ from weft.schedule.problem import (
     EmbeddingAllToAll,
     NotApplicableError,
     Problem,
+    Scaled,
     builder,
     builders_of,
     candidates,
@@ -18,7 +19,9 @@ from weft.schedule.problem import (
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
+    MATMULS,
     OPS,
+    SCALED_MATMULS,
     Buffer,
     Collective,
     Compute,
@@ -36,8 +39,8 @@ from weft.schedule.steps import (
 )
 
 __all__ = [
-    "ITEM_BYTES", "OPS", "RANK", "AllGatherMatmul", "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute",
-    "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index", "Lane", "NotApplicableError", "Problem",
-    "Read", "Region", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates",
-    "described", "lookup", "total", "unregister", "value",
+    "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
+    "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
+    "Lane", "NotApplicableError", "Problem", "Read", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles",
+    "Wait", "builder", "builders_of", "candidates", "described", "lookup", "total", "unregister", "value",
 ]  # fmt: skip

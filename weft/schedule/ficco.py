@@ -9,7 +9,7 @@ on a full mesh all links are busy, and computes on the chunks of that step. Thre
 
 Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered.
 Rows that a fused GEMM computes are neighbours in y only in uniform 2D; elsewhere they are scattered from scratch memory.
-Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy.
+Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
 
 The chunks of a step may also come by one all-gather of the library (the paper's variant by RCCL), which wants them in one
 piece: rows, so 1D. It gives them in the order of ranks, the own one among them; a fused GEMM would compute that again where
@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from typing import Literal
 
 from weft.schedule.expr import RANK, Index
-from weft.schedule.operands import all_gather_matmul_operands, cut, peer
+from weft.schedule.operands import Operands, all_gather_matmul_operands, carry, cut, peer
 from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
-from weft.schedule.steps import Buffer, Signals
+from weft.schedule.steps import Signals
 
 By = Literal["dma", "kernel"]
 Start = Literal["uniform", "hetero"]
@@ -40,34 +40,35 @@ _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "ker
 def ficco_1d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: By) -> Schedule:
     """steps: chunks of rows of a shard; 0: as many as there are ranks."""
     world, m, pieces = _pieces(p, p.rows[0], steps)
-    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-1D", p)
+    o = Operands(f"{start}-{gemms}-1D", p)
     uniform, fused = start == "uniform", gemms == "fused"
     # Within a step's rows of the box, chunks lie in the order of the ring behind the reader, the own one last.
     places = world if uniform and fused else world - 1
-    box = d.buffer("box", places * m, p.k, p.dtype, "symmetric")
-    rows = [d.buffer(f"rows{i}", places * pieces[0][1], y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if fused]
-    lane, arrived, free = _lane(d, p, pieces, uniform, x, ws, ys)
+    d, x, box = o.d, o.x, o.rows("box", places * m, "symmetric")
+    rows = o.results(places * pieces[0][1]) if fused else []
+    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    if not uniform:
+        o.multiply_all(lane, x.part(), (RANK * m, m))
     for sender, distance, to in _senders(d, world, free):
         for s, (first, count) in enumerate(pieces):
-            target = box.part(rows=(places * first + (distance - 1) * count, count), at=to)
-            sender.copy(x.part(rows=(first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
+            target = box.part((places * first + (distance - 1) * count, count), at=to)
+            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + s, at=to)
     for s, (first, count) in enumerate(pieces):
-        own, sources = x.part(rows=(first, count)), [peer(world, -i) for i in range(1, world)]
+        own, sources = x.part((first, count)), [peer(world, -i) for i in range(1, world)]
         if uniform and fused:
-            lane.copy(own, box.part(rows=(places * first + (world - 1) * count, count)), "kernel")
+            carry(lane, own, box.part((places * first + (world - 1) * count, count)), "kernel")
         if uniform and not fused:
-            for w, y in zip(ws, ys, strict=True):
-                lane.matmul(y.part(rows=(RANK * m + first, count)), own, w.part())
+            o.multiply_all(lane, own, (RANK * m + first, count))
         for place, source in enumerate(sources):
             lane.wait(arrived, source * len(pieces) + s)
             if not fused:
-                chunk = box.part(rows=(places * first + place * count, count))
-                for w, y in zip(ws, ys, strict=True):
-                    lane.matmul(y.part(rows=(source * m + first, count)), chunk, w.part())
-        for w, y, out in zip(ws, ys, rows, strict=False):  # no rows where nothing is fused
-            lane.matmul(out.part(rows=(0, places * count)), box.part(rows=(places * first, places * count)), w.part())
+                chunk = box.part((places * first + place * count, count))
+                o.multiply_all(lane, chunk, (source * m + first, count))
+        for i, out in enumerate(rows):
+            o.multiply(lane, box.part((places * first, places * count)), i, out.part(rows=(0, places * count)))
             for place, source in enumerate([*sources, RANK][:places]):
-                lane.copy(out.part(rows=(place * count, count)), y.part(rows=(source * m + first, count)), "kernel")
+                y = o.ys[i].part(rows=(source * m + first, count))
+                lane.copy(out.part(rows=(place * count, count)), y, "kernel")
     return _released(d, world, free)
 
 
@@ -81,7 +82,10 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
     box = d.buffer("box", p.m if uniform else (world - 1) * m, p.k, p.dtype, "symmetric")
     scattered = fused and not uniform
     rows = [d.buffer(f"rows{i}", (world - 1) * m, y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if scattered]
-    lane, arrived, free = _lane(d, p, pieces, uniform, x, ws, ys)
+    lane, (arrived, free) = d.lane("compute"), _signals(d, world, pieces)
+    if not uniform:
+        for w, y in zip(ws, ys, strict=True):
+            lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
     for sender, distance, to in _senders(d, world, free):
         begin: Index = RANK * m if uniform else (distance - 1) * m
         for s, chunk in enumerate(pieces):
@@ -117,28 +121,29 @@ def ficco_1d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps
     uniform, fused = start == "uniform", gemms == "fused"
     if fused and not uniform:
         raise NotApplicableError("a fused GEMM on what the library gathers computes the own rows again")
-    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-1D-collective", p)
-    gathered = d.buffer("gathered", p.m, p.k, p.dtype, "scratch")
-    rows = [d.buffer(f"rows{i}", world * pieces[0][1], y.cols, p.dtype, "scratch") for i, y in enumerate(ys) if fused]
+    o = Operands(f"{start}-{gemms}-1D-collective", p)
+    d, gathered = o.d, o.rows("gathered", p.m, "scratch")
+    rows = o.results(world * pieces[0][1]) if fused else []
     came, library, lane = d.signals("came", len(pieces)), d.lane("library"), d.lane("compute")
     for s, (first, count) in enumerate(pieces):
-        library.all_gather(x.part(rows=(first, count)), gathered.part(rows=(world * first, world * count))).set(came, s)
+        for src, dst in zip(o.x.part((first, count)), gathered.part((world * first, world * count)), strict=True):
+            library.all_gather(src, dst)
+        library.set(came, s)
     if not uniform:
-        for w, y in zip(ws, ys, strict=True):
-            lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
+        o.multiply_all(lane, o.x.part(), (RANK * m, m))
     for s, (first, count) in enumerate(pieces):
         lane.wait(came, s)
-        for w, out in zip(ws, rows, strict=False):  # no rows where nothing is fused
-            lane.matmul(out.part(rows=(0, world * count)), gathered.part(rows=(world * first, world * count)), w.part())
+        for i, out in enumerate(rows):
+            o.multiply(lane, gathered.part((world * first, world * count)), i, out.part(rows=(0, world * count)))
         for place in range(0 if uniform else 1, world):
             source = place if uniform else peer(world, -place)
             part = (world * first + source * count, count)
-            for i, (w, y) in enumerate(zip(ws, ys, strict=True)):
+            for i, y in enumerate(o.ys):
                 target = y.part(rows=(source * m + first, count))
                 if fused:
                     lane.copy(rows[i].part(rows=(place * count, count)), target, "kernel")
                 else:
-                    lane.matmul(target, gathered.part(rows=part), w.part())
+                    o.multiply(lane, gathered.part(part), i, target)
     return d.schedule()
 
 
@@ -153,15 +158,9 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
     return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
 
 
-def _lane(
-    d: Draft, p: AllGatherMatmul, pieces: list[Piece], uniform: bool, x: Buffer, ws: list[Buffer], ys: list[Buffer]
-) -> tuple[LaneDraft, Signals, Signals]:
-    """The compute lane, with the own shard on it if the start is hetero, and the signals."""
-    lane = d.lane("compute")
-    if not uniform:
-        for w, y in zip(ws, ys, strict=True):
-            lane.matmul(y.part(rows=(RANK * p.rows[0], p.rows[0])), x.part(), w.part())
-    return lane, d.signals("arrived", p.world_size * len(pieces)), d.signals("free", p.world_size)
+def _signals(d: Draft, world: int, pieces: list[Piece]) -> tuple[Signals, Signals]:
+    """(arrived, free)"""
+    return d.signals("arrived", world * len(pieces)), d.signals("free", world)
 
 
 def _senders(d: Draft, world: int, free: Signals) -> Iterator[tuple[LaneDraft, int, Index]]:

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
+from weft.schedule.expr import Index
 from weft.schedule.order import Event, Lanes, meeting
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import (
+    MATMULS,
     OPS,
+    SCALED_MATMULS,
     Buffer,
     Collective,
     Compute,
@@ -175,13 +178,15 @@ def _misplaced(buffers: Buffers, rank: int, access: Access) -> Iterator[str]:
 
 
 def _misshapen(rank: int, step: Step, dtypes: list[str]) -> Iterator[str]:
-    bags = isinstance(step, Compute) and step.op == "embedding_bag"
-    if len(set(dtypes[1:] if bags else dtypes)) > 1:
+    op = step.op if isinstance(step, Compute) else ""
+    if op not in SCALED_MATMULS and len(set(dtypes[1:] if op == "embedding_bag" else dtypes)) > 1:
         yield f"dtypes differ: {', '.join(dtypes)}"
     shapes = [(a.region.rows, a.region.cols) for a in accesses(step)]
     if isinstance(step, Compute):
-        if step.op not in OPS or len(step.inputs) != OPS[step.op].inputs:
+        if step.op not in OPS or not OPS[step.op].takes(len(step.inputs)):
             yield f"{step.op} of {len(step.inputs)} inputs is not known; known are {', '.join(OPS)}"
+        elif step.op in SCALED_MATMULS:
+            yield from _wrong_scaling(step, shapes, dtypes)
         elif step.op == "matmul":
             (m, k), (k2, n), out = shapes
             if k != k2 or out != (m, n):
@@ -195,9 +200,25 @@ def _misshapen(rank: int, step: Step, dtypes: list[str]) -> Iterator[str]:
     elif isinstance(step, Copy) and shapes[0] != shapes[1]:
         yield f"a copy of {list(shapes[0])} does not fit into {list(shapes[1])}"
     *inputs, out_access = accesses(step)
-    elementwise = isinstance(step, Compute) and step.op != "matmul"
+    elementwise = isinstance(step, Compute) and step.op not in MATMULS
     for region in (access.region for access in inputs):
         same_place = (region.buffer, region.at) == (out_access.region.buffer, out_access.region.at)
         in_place = elementwise and region == out_access.region
         if same_place and not in_place and overlap(box_of(region), box_of(out_access.region)):
             yield f"{describe(out_access.region, rank)} is written while {describe(region, rank)} is read"
+
+
+def _wrong_scaling(step: Compute, shapes: list[tuple[Index, Index]], dtypes: list[str]) -> Iterator[str]:
+    (m, k), (k2, n), *scales, out = shapes
+    bias, scales = scales[2:], scales[:2]
+    if k != k2 or out != (m, n):
+        yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+    if scales not in ([(1, 1), (1, 1)], [(m, 1), (1, n)]):
+        yield f"scales of [{m}, {k}] x [{k2}, {n}] are {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
+    if bias not in ([], [(1, n)]):
+        yield f"a bias of {list(bias[0])} does not fit to {list(out)}: give [1, {n}]"
+    wanted = ["fp8", "fp8", "fp32", "fp32", *[dtypes[-1]] * len(bias)]
+    if dtypes[:-1] != wanted or dtypes[-1] not in ("bf16", "fp16", "fp32"):
+        yield f"dtypes are {', '.join(dtypes)}: fp8 operands with fp32 scales, and a bias as the output, in bf16, fp16 or fp32"
+    if step.accumulate:
+        yield "a scaled matmul does not accumulate"

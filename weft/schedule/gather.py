@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.schedule.expr import RANK, lookup
-from weft.schedule.operands import all_gather_matmul_operands, peer, starts
+from weft.schedule.operands import Operands, carry, peer, starts
 from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
 from weft.schedule.schedule import Schedule
 
@@ -21,22 +21,21 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
-    d, x, ws, ys, gathered = all_gather_matmul_operands("gather", p)
-    box = d.buffer("box", p.m, p.k, p.dtype, "symmetric")
+    o = Operands("gather", p)
+    d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
     arrived, free = d.signals("arrived", world), d.signals("free", world)
     own = (lookup(starts(p.rows), RANK), lookup(p.rows, RANK))
     compute = d.lane("compute")
     for distance in range(1, world):
         to = peer(world, distance)
         sender = compute if by == "kernel" else d.lane(f"to +{distance}", "copy")
-        sender.wait(free, to, previous=True).copy(x.part(), box.part(rows=own, at=to), by).set(arrived, RANK, at=to)
-    compute.copy(x.part(), box.part(rows=own), "kernel")
+        carry(sender.wait(free, to, previous=True), x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
+    carry(compute, x.part(), box.part(own), "kernel")
     for distance in range(1, world):
         compute.wait(arrived, peer(world, -distance))
-    for w, y in zip(ws, ys, strict=True):
-        compute.matmul(y.part(), box.part(), w.part())
-    if gathered:
-        compute.copy(box.part(), gathered.part(), "kernel")
+    o.multiply_all(compute, box.part())
+    if o.gathered:
+        compute.copy(box.data.part(), o.gathered.part(), "kernel")
     for distance in range(1, world):
         compute.set(free, RANK, at=peer(world, -distance))
     return d.schedule()

@@ -3,23 +3,95 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.problem import AllGatherMatmul, NotApplicableError
-from weft.schedule.schedule import Draft
-from weft.schedule.steps import Buffer
+from weft.schedule.schedule import Draft, LaneDraft
+from weft.schedule.steps import Buffer, Region, Role
+
+Part: TypeAlias = tuple[Region, ...]
+"""Rows of x, and then, if each has a scale of its own, their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A buffer for rows of x, and one beside it for their scales, if each has its own: these go where the rows go."""
+
+    data: Buffer
+    scales: Buffer | None
+
+    def part(self, rows: tuple[Index, Index] | None = None, at: Index = RANK) -> Part:
+        """The region (first, count) of rows, of rank `at`; all of them where nothing is said."""
+        data = self.data.part(rows=rows, at=at)
+        return (data,) if self.scales is None else (data, self.scales.part(rows=rows, at=at))
+
+
+class Operands:
+    """The caller's tensors in a draft of `p`, and what schedules do with rows of x whether they have scales or not.
+
+    x: the shard. ys: the results. gathered: the whole x, if the caller wants it.
+    """
+
+    def __init__(self, name: str, p: AllGatherMatmul) -> None:
+        self.d, self.p, own = Draft(name, p.world_size), p, lookup(p.rows, RANK)
+        scaled, buffer = p.scaled, self.d.buffer
+        by_row = scaled is not None and scaled.by == "row"
+        data = buffer("x_shard", own, p.k, p.dtype, "input")
+        scale = buffer("x_scale", own if by_row else 1, 1, "fp32", "input") if scaled else None
+        self.x = Rows(data, scale if by_row else None)
+        self._x_scale = () if scale is None or by_row else (scale.part(),)
+        self.ws = [buffer(f"w{i}", p.k, n, p.dtype, "input") for i, n in enumerate(p.n)]
+        out = scaled.out if scaled else (p.dtype,) * len(p.n)
+        self.ys = [buffer(f"y{i}", p.m, n, out[i], "output") for i, n in enumerate(p.n)]
+        self._after: list[Part] = [()] * len(p.n)  # of each weight, what a GEMM takes after the scales of x
+        if scaled:
+            for i, n in enumerate(p.n):
+                after = [buffer(f"w_scale{i}", 1, n if by_row else 1, "fp32", "input")]
+                after += [buffer(f"bias{i}", 1, n, out[i], "input")] if scaled.biased[i] else []
+                self._after[i] = tuple(one.part() for one in after)
+        self.gathered = buffer("x", p.m, p.k, p.dtype, "output") if p.return_gathered else None
+
+    def rows(self, name: str, count: int, role: Role, data: Buffer | None = None) -> Rows:
+        """Room for `count` rows of x; data: what there is for the rows without their scales."""
+        data = data or self.d.buffer(name, count, self.p.k, self.p.dtype, role)
+        return Rows(data, self.d.buffer(f"{name}_scale", count, 1, "fp32", role) if self.x.scales else None)
+
+    def results(self, count: int) -> list[Buffer]:
+        """Scratch memory for `count` rows of each y."""
+        return [self.d.buffer(f"rows{i}", count, y.cols, y.dtype, "scratch") for i, y in enumerate(self.ys)]
+
+    def multiply(self, lane: LaneDraft, x: Part, i: int, y: Region) -> None:
+        """Rows of y_i from these of x."""
+        scaled, weights = self.p.scaled, self.ws[i].part()
+        if scaled is None:
+            lane.matmul(y, x[0], weights)
+            return
+        op = "scaled_matmul_fast" if scaled.fast[i] else "scaled_matmul"
+        lane.compute(op, y, x[0], weights, *self._x_scale, *x[1:], *self._after[i])
+
+    def multiply_all(self, lane: LaneDraft, x: Part, rows: tuple[Index, Index] | None = None) -> None:
+        """These rows of every y, all of them where nothing is said, from as many of x."""
+        for i, y in enumerate(self.ys):
+            self.multiply(lane, x, i, y.part(rows=rows))
+
+
+def carry(lane: LaneDraft, src: Part, dst: Part, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
+    """Copy rows of x, with their scales."""
+    for one, target in zip(src, dst, strict=True):
+        lane.copy(one, target, by)
+    return lane
 
 
 def all_gather_matmul_operands(
     name: str, p: AllGatherMatmul
 ) -> tuple[Draft, Buffer, list[Buffer], list[Buffer], Buffer | None]:
-    """(draft, x_shard, weights, outputs, the gathered x if the caller wants it)."""
-    d = Draft(name, p.world_size)
-    x = d.buffer("x_shard", lookup(p.rows, RANK), p.k, p.dtype, "input")
-    ws = [d.buffer(f"w{i}", p.k, n, p.dtype, "input") for i, n in enumerate(p.n)]
-    ys = [d.buffer(f"y{i}", p.m, n, p.dtype, "output") for i, n in enumerate(p.n)]
-    gathered = d.buffer("x", p.m, p.k, p.dtype, "output") if p.return_gathered else None
-    return d, x, ws, ys, gathered
+    """(draft, x_shard, weights, outputs, the gathered x if the caller wants it), for schedules that know no scales."""
+    if p.scaled is not None:
+        raise NotApplicableError(f"{name} has no scaled GEMMs: a schedule that has them is written with Operands")
+    found = Operands(name, p)
+    return found.d, found.x.data, found.ws, found.ys, found.gathered
 
 
 def cut(extent: int, pieces: int, *, what: str) -> list[tuple[int, int]]:

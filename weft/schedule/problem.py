@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import ScheduleError
 from weft.schedule.schedule import Schedule
@@ -49,13 +49,51 @@ class Problem(ABC):
         return True
 
 
+SCALED_MULTIPLE = 16
+"""Of k and n: what the libraries' fp8 GEMMs take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """fp8 operands with fp32 scales: ys[i] = (x * its scales) @ (ws[i] * its scales) + bias[i].
+
+    by "tensor": one scale for a whole matrix; a rank's own is for all of x. "row": one for each row of x, and for each column
+    of a weight. out: the dtype of each y. biased: which have a bias. fast: which are accumulated fast (and less exactly).
+
+    Buffers, beside those of the operator: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and
+    bias0, bias1, ... [1, n[i]], where there is one, of the dtype of its y; in.
+    """
+
+    by: Literal["tensor", "row"]
+    out: tuple[str, ...]
+    biased: tuple[bool, ...]
+    fast: tuple[bool, ...]
+
+    def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
+        """Raises `ValueError` for what fp8 GEMMs cannot be."""
+        if dtype != "fp8":
+            raise ValueError(f"dtype={dtype!r}: operands with scales are fp8")
+        if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
+            raise ValueError(f"{self} must have one entry for each of n={n} in out, biased and fast")
+        for name, size in (("K", k), *((f"N of Bs[{i}]", columns) for i, columns in enumerate(n))):
+            if size < 1 or size % SCALED_MULTIPLE:
+                below = size - size % SCALED_MULTIPLE
+                nearest = f"{below} or {below + SCALED_MULTIPLE}" if below else f"{SCALED_MULTIPLE}"
+                raise ValueError(
+                    f"{name}={size} must be a positive multiple of {SCALED_MULTIPLE}, as fp8 GEMMs want it: use {nearest}"
+                )
+        for dtype in self.out:
+            if dtype not in ("bf16", "fp16", "fp32"):
+                raise ValueError(f"out={self.out}: results of fp8 GEMMs are bf16, fp16 or fp32")
+
+
 @dataclass(frozen=True, slots=True)
 class AllGatherMatmul(Problem):
     """ys[i] = concatenation of all ranks' x_shard along the rows @ ws[i].
 
     Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
-    `return_gathered` also x [sum(rows), k]. Source: "Design Space Exploration of DMA based Finer-Grain Compute
-    Communication Overlap", II-B.
+    `return_gathered` also x [sum(rows), k]; with `scaled`, those that it names. Source: "Design Space Exploration of DMA
+    based Finer-Grain Compute Communication Overlap", II-B.
     """
 
     world_size: int
@@ -64,6 +102,7 @@ class AllGatherMatmul(Problem):
     k: int
     dtype: str
     return_gathered: bool = False
+    scaled: Scaled | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.world_size:
@@ -72,6 +111,8 @@ class AllGatherMatmul(Problem):
             raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}: sizes must not be negative, and n not empty")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        if self.scaled is not None:
+            self.scaled.check(self.n, self.k, self.dtype)
 
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
@@ -106,7 +147,8 @@ class AllGatherMatmul(Problem):
     @property
     def text(self) -> str:
         n = "+".join(map(str, self.n))
-        return f"[{self.m}, {self.k}] gathered from {self.world_size} ranks @ [{self.k}, {n}] on each, {self.dtype}"
+        scaled = "" if self.scaled is None else f" scaled by {self.scaled.by}"
+        return f"[{self.m}, {self.k}] gathered from {self.world_size} ranks @ [{self.k}, {n}] on each, {self.dtype}{scaled}"
 
     @property
     def has_work(self) -> bool:
@@ -259,7 +301,8 @@ def described(
     if op == "all_gather_matmul":
         if experts is not None or bounded:
             raise ValueError(f"experts={experts}, bounded={bounded}: {op} has none of it, all_to_all_matmul has")
-        return AllGatherMatmul.even(m, n, k, ranks, dtype)
+        p = AllGatherMatmul.even(m, n, k, ranks, dtype)
+        return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
     if experts is None or experts < 1 or ranks < 1 or experts % ranks:
         raise ValueError(
             f"experts={experts} must be a positive multiple of ranks={ranks}: all_to_all_matmul has so many, on all ranks together"

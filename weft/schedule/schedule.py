@@ -167,7 +167,7 @@ class LaneDraft:
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
         if op not in OPS:
             raise ValueError(f"lane {self.name}: op {op!r} is not known; use one of {', '.join(OPS)}")
-        if len(inputs) != OPS[op].inputs:
+        if not OPS[op].takes(len(inputs)):
             raise ValueError(f"lane {self.name}: {op} takes {OPS[op].inputs} inputs and got {len(inputs)}")
         return self._add(Compute(op, out, inputs, accumulate))
 

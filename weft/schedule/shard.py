@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.schedule.expr import RANK, lookup
-from weft.schedule.operands import all_gather_matmul_operands, cut, peer, starts
+from weft.schedule.operands import Operands, carry, cut, peer, starts
 from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
 from weft.schedule.schedule import Schedule
 
@@ -34,8 +34,8 @@ def shard(
         raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts")
     if send == "at_once" and world == 2:
         raise NotApplicableError("there is one peer to send to")
-    d, x, ws, ys, gathered = all_gather_matmul_operands("shard", p)
-    box = d.buffer("box", p.m, p.k, p.dtype, "symmetric")
+    o = Operands("shard", p)
+    d, x, gathered, box = o.d, o.x, o.gathered, o.rows("box", p.m, "symmetric")
     begin = starts(p.rows)
     own = (lookup(begin, RANK), lookup(p.rows, RANK))
     compute = d.lane("compute")
@@ -43,10 +43,9 @@ def shard(
     arrived = d.signals("arrived", world * chunks)
     free = d.signals("free", world * len(readers))
 
-    for w, y in zip(ws, ys, strict=True):
-        compute.matmul(y.part(rows=own), x.part(), w.part())
+    o.multiply_all(compute, x.part(), own)
     if gathered:
-        readers[-1].copy(x.part(), gathered.part(rows=own))
+        readers[-1].copy(x.data.part(), gathered.part(rows=own))
     for distance in range(1, world):
         to, source = peer(world, distance), peer(world, -distance)
         pieces = cut(p.rows[0], chunks, what="rows of a shard") if chunks > 1 else [(0, lookup(p.rows, RANK))]
@@ -54,14 +53,13 @@ def shard(
         for i in range(len(readers)):
             sender.wait(free, to * len(readers) + i, previous=True)
         for c, (first, count) in enumerate(pieces):
-            target = box.part(rows=(lookup(begin, RANK) + first, count), at=to)
-            sender.copy(x.part(rows=(first, count)), target, by).set(arrived, RANK * chunks + c, at=to)
+            target = box.part((lookup(begin, RANK) + first, count), at=to)
+            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * chunks + c, at=to)
             rows = (lookup(begin, source) + first, count if chunks > 1 else lookup(p.rows, source))
             compute.wait(arrived, source * chunks + c)
-            for w, y in zip(ws, ys, strict=True):
-                compute.matmul(y.part(rows=rows), box.part(rows=rows), w.part())
+            o.multiply_all(compute, box.part(rows), rows)
             if gathered:
-                readers[-1].wait(arrived, source * chunks + c).copy(box.part(rows=rows), gathered.part(rows=rows))
+                readers[-1].wait(arrived, source * chunks + c).copy(box.data.part(rows=rows), gathered.part(rows=rows))
         for i, reader in enumerate(readers):
             reader.set(free, RANK * len(readers) + i, at=source)
     return d.schedule()

@@ -220,13 +220,20 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What an executor and a cost model must know of an operation: how many inputs, its arithmetic per output element."""
+    """What an executor and a cost model must know of an operation: how many inputs, of which the last ones may be left out,
+    and its arithmetic per output element."""
 
     inputs: int
     flops_per_element: float = 0.0
+    optional: int = 0
+
+    def takes(self, inputs: int) -> bool:
+        return self.inputs - self.optional <= inputs <= self.inputs
 
 
 # matmul: [m, k] x [k, n] -> [m, n] and 2k per element.
+# scaled_matmul: the same of fp8 operands, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n]: (a * scale) @ (b * scale),
+# and, if there is one, + bias [1, n], of the output's dtype. scaled_matmul_fast: with the library's fast accumulation.
 # embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: sums of `rows` rows, on the average, of tables whose columns lie side
 # by side; the ids of a row's bags say which ones. The others work element by element.
 OPS = {
@@ -236,7 +243,11 @@ OPS = {
     "gelu": Op(1, 10.0),
     "relu": Op(1, 1.0),
     "embedding_bag": Op(2),
+    "scaled_matmul": Op(5, optional=1),
+    "scaled_matmul_fast": Op(5, optional=1),
 }
+SCALED_MATMULS = ("scaled_matmul", "scaled_matmul_fast")
+MATMULS = ("matmul", *SCALED_MATMULS)
 
 
 def put_in(step: Any, values: Values, *, partly: bool = False) -> Any:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from weft.schedule import ITEM_BYTES, OPS, Collective, Compute, Copy, Read
+from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read
 from weft.sim.model import Model
 
 Place: TypeAlias = tuple[str, int, int]
@@ -68,7 +68,7 @@ def cost(model: Model, world: int, step: Copy | Compute | Collective | Read, ope
         return _peer_copy(model, source, target, step.by)
     if isinstance(step, Collective):
         return (_all_gather if step.op == "all_gather" else _all_to_all)(model, world, *operands)
-    if step.op == "matmul":
+    if step.op in MATMULS:
         return _matmul(model, step.accumulate, *operands)
     if step.op == "embedding_bag":
         return _embedding_bag(model, *operands)
@@ -179,9 +179,12 @@ def _embedding_bag(model: Model, bags: Operand, tables: Operand, out: Operand) -
     return _kernel(model, "compute", (bags, tables), out, us, us, traffic)
 
 
-def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, out: Operand) -> Cost:
+def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
+    """more: scales and a bias, which are small and left out, and the output, which may have larger items than a and b."""
+    out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
-    traffic = found.hbm_bytes + (out.bytes if accumulate else 0)
+    wider = out.bytes - out.rows * out.cols * ITEM_BYTES[a.dtype]
+    traffic = found.hbm_bytes + wider + (out.bytes if accumulate else 0)
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     busy_us = found.units_busy * found.time_us
     return _kernel(model, "matmul", (a, b), out, alone_us, busy_us, traffic)
