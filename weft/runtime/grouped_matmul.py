@@ -216,7 +216,7 @@ class GroupedMatmul:
         contiguous rows.
         """
         places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tokens, w, y)])
-        if places != self._places and not self._bind(tokens, w, y, places):
+        if places != self._places and not self._bind_y(y, places) and not self._bind(tokens, w, y, places):
             return
         variant, inbox = self._variant, self._inbox
         assert variant is not None
@@ -228,6 +228,16 @@ class GroupedMatmul:
             w.stride(0), w.stride(2 if variant.transposed else 1),
         )  # fmt: skip
         self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
+
+    def _bind_y(self, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
+        """Where only y is another one, with other rows perhaps, as in most calls: whether that is all there was to do."""
+        if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
+            return False
+        (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
+        if (shape[1:], stride, dtype) != (before[1:], stride_before, dtype_before) or not _is_aligned(y):
+            return False
+        self._maps[3], self._places = self._variant.map(3, y), places
+        return True
 
     def _bind(self, tokens: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
         """Make anew what depends on tensors that are elsewhere than at the last launch; whether there is anything to do."""

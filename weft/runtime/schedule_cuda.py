@@ -77,6 +77,7 @@ class CudaSchedule:
         self.zero_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.known: dict[str, tuple[int, ...]] = {}  # what buffers hold, as far as the host has read it in this run
         self._reads_on_host = reads_on_host(schedule)
+        self.caller: torch.cuda.Stream | None = None  # of a run whose sizes the host reads
         self._epoch = 0
         self._captured = False
         self._failure: DeadlineError | None = None
@@ -103,6 +104,7 @@ class CudaSchedule:
                 raise ValueError(
                     f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot: give max_rows"
                 )
+            self.caller = torch.cuda.current_stream(self.device)
             tensors = dict(tensors)  # outputs are put in when their size is known
             self.known.clear()
         layout = tuple([t.stride() for b in self.given if not callable(t := tensors[b.name])])

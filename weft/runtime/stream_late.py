@@ -91,11 +91,14 @@ class HostRead:
         self._come.synchronize()  # a wait that never ends is ended by the watching thread
         owner.check()
         owner.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        for i, buffer in enumerate(owner.given):
-            make = tensors[buffer.name]
-            if callable(make) and variables_of(buffer.rows) <= owner.known.keys():
-                tensors[buffer.name] = made = make(put_in(buffer.rows, owner.known))
-                bases[i] = made.data_ptr()
+        # The caller's tensors are made on the caller's stream, whichever lane reads: whatever fills them, and whoever has
+        # their memory next, is ordered there.
+        with torch.cuda.stream(owner.caller):
+            for i, buffer in enumerate(owner.given):
+                make = tensors[buffer.name]
+                if callable(make) and variables_of(buffer.rows) <= owner.known.keys():
+                    tensors[buffer.name] = made = make(put_in(buffer.rows, owner.known))
+                    bases[i] = made.data_ptr()
 
 
 class LateCopy:
