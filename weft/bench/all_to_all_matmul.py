@@ -47,7 +47,7 @@ from weft.bench.measure import Arms, Step, Workload, measure_arms
 from weft.bench.operator import Operator, Record
 from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import OWN_SERIAL, WEFT, check_variants, fitting, free_bytes, gemm_limit, wanted_schedules
-from weft.ops.all_to_all_matmul import _usual_schedule, all_to_all_matmul
+from weft.ops.all_to_all_matmul import all_to_all_matmul, prepared_calls
 from weft.ops.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
 
@@ -108,9 +108,13 @@ class DispatchWorkload(Workload):
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE])
 
-    def usual_schedule(self, *, bounded: bool) -> str | None:
-        """What the operator takes; None: with one rank there is nothing to choose."""
-        return _usual_schedule(replace(self.problem, exact=not bounded))
+    def taken(self, *, bounded: bool) -> str:
+        """Which schedule the operator took, where none was pinned."""
+        group, p = self.ranks.group, self.problem
+        like = (p.experts, p.n, p.k, p.dtype, not bounded)
+        found = [one for one in prepared_calls(group) if one.pinned is None]
+        usual, captured = [c.taken for c in found if (c.p.experts, c.p.n, c.p.k, c.p.dtype, c.p.exact) == like][-1]
+        return f"{usual}, in graphs {captured}" if bounded and captured != usual else usual
 
     @cached_property
     def load(self) -> Load:
@@ -270,7 +274,7 @@ class _AllToAllMatmul(Operator[MoeShape]):
             repetitions=options.repetitions,
             step=step,
         )
-        chosen = {name: usual for name in MINE if name in arms and (usual := work.usual_schedule(bounded=name != WEFT))}
+        chosen = {name: work.taken(bounded=name != WEFT) for name in MINE if name in arms}
         return MeasuredDispatch(
             preset.name, preset.sources, work.load, ranks.world_size, tuple(arms), results, chosen, ceilings, tuple(notes)
         )  # fmt: skip

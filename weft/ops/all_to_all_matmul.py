@@ -116,7 +116,7 @@ class _Prepared(Prepared):
     operator = "all_to_all_matmul"
 
     def __init__(self, p: AllToAllMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
-        super().__init__(p, group, device, pinned or _usual_schedule(p))
+        super().__init__(p, group, device, pinned)
         self.agreed: set[tuple[bool, bool]] = (
             set()
         )  # which gradients ranks have agreed to want: of tokens, of w_experts
@@ -208,13 +208,6 @@ class _Prepared(Prepared):
             )
 
 
-def _usual_schedule(p: AllToAllMatmul) -> str | None:
-    """What is taken where nobody pins one. None: `weft.ops.choosing` plans or measures."""
-    if p.world_size == 1:
-        return None
-    return "dispatch[by=dma,rest=each]" if p.exact else "dispatch[by=kernel,rest=each]"
-
-
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -240,6 +233,11 @@ class _Function(torch.autograd.Function):
 # --- what was prepared ---
 
 _table: Table[_Prepared] = Table()
+
+
+def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
+    """Of each shape that was called on `group`, the oldest first."""
+    return _table.known(group)
 
 
 def _prepared_for(
@@ -272,7 +270,7 @@ def _prepared_for(
                 f"number of tokens that any rank has in any call"
             )
         if pinned is not None:
-            choosing.check_name(pinned, describe(_LEAST_CAPACITY))  # type: ignore[arg-type]
+            choosing.check_name(pinned, describe(_LEAST_CAPACITY))
         text = (
             f"tokens [T, {k}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows {'not ' * exact}given, capacity {capacity}, "
             f"schedule {pinned or 'chosen'}, gradients wanted of (tokens, w_experts): {wanted}"

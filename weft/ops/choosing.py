@@ -48,6 +48,8 @@ class Chosen:
 
     usual: Any
     captured: Any
+    names: tuple[str, str] = ("serial", "serial")
+    """Of the schedules."""
 
     @property
     def was_captured(self) -> bool:
@@ -88,7 +90,7 @@ def choose(
     schedules = {name: named(p, name).build() for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not reads_on_host(schedules[names[1]]) else None
     made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
-    chosen = Chosen(made.get(names[0]), None if captured is None else made[captured])
+    chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
     return chosen

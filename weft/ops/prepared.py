@@ -97,6 +97,11 @@ class Prepared:
             chosen.close()
 
     @property
+    def taken(self) -> tuple[str, str]:
+        """Names of the schedules of calls, and of those that a CUDA graph captures."""
+        return ("serial", "serial") if self._chosen is None else self._chosen.names
+
+    @property
     def captured(self) -> bool:
         """Whether a CUDA graph may be replayed that uses what is kept here."""
         return self._chosen is not None and self._chosen.was_captured
@@ -139,6 +144,10 @@ class Table(Generic[P]):
         known = self._of_group.get(group)
         prepared = None if known is None else known.get(key)
         return None if prepared is None or prepared.stale else prepared
+
+    def known(self, group: dist.ProcessGroup) -> list[P]:
+        """The oldest first."""
+        return list(self._of_group.get(group, {}).values())
 
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
         known = self._of_group.setdefault(group, {})

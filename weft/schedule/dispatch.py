@@ -36,6 +36,8 @@ from weft.schedule.steps import Compute, Copy, Region
 
 Transport: TypeAlias = Literal["dma", "kernel"]
 _TILE = "t"
+LIBRARY_GEMMS = "library_grouped_matmul"
+"""The kernel of the serial schedule's GEMMs."""
 
 
 @builder(AllToAllMatmul)
@@ -57,7 +59,7 @@ def serial(p: AllToAllMatmul) -> Schedule:
         lane.tiles("permute", _TILE, experts, Copy(arrived, target, "kernel"))
         begin = begin + d.sent(source, RANK)
     of_expert = (d.first_of_result(0, expert), d.rows_of_expert(expert))
-    lane.tiles("grouped_matmul", _TILE, experts, d.matmul(of_expert, ordered.part(rows=of_expert), expert))
+    lane.tiles(LIBRARY_GEMMS, _TILE, experts, d.matmul(of_expert, ordered.part(rows=of_expert), expert))
     d.tell(lane)
     return d.schedule()
 

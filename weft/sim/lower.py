@@ -30,6 +30,7 @@ from weft.schedule import (
     Wait,
     value,
 )
+from weft.schedule.dispatch import LIBRARY_GEMMS
 from weft.schedule.expr import Held, Values
 from weft.schedule.steps import put_in
 from weft.schedule.tiles import counted
@@ -355,7 +356,10 @@ class _Lowering:
                 for place, numbers, times in item.tiled[rank].parts
             ]
             priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
-            all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes)
+            model = self.model
+            compute, memory = model.library_grouped
+            rates = (compute / model.grouped_efficiency, memory) if step.kernel == LIBRARY_GEMMS else (1.0, 1.0)
+            all_tiles = cost_of_tiles(model, self.world, priced, item.tiled[rank].read_bytes, rates)
             load = self._load(all_tiles, rank, symmetric)
             latency_us = 0.0 if item.carried else all_tiles.latency_us
             return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes, raises)

@@ -4,6 +4,8 @@ nothing.
     compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
     compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated
     compute.grouped_matmul                  what a kernel for the segments of many experts reaches of that
+    compute.library_grouped_matmul          what the library's kernel for them does, and
+    memory.library_grouped_matmul           of memory.copy_bandwidth
     memory.copy_bandwidth, .l2              bytes read and written
     link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction
     link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
@@ -12,7 +14,7 @@ nothing.
     collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
-    signal.local, .remote, .kernel, host.step
+    signal.local, .remote, .kernel, host.step, host.read
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         signal_kernel_us=us("signal.kernel"),
         host_step_us=us("host.step"),
         grouped_efficiency=number("compute.grouped_matmul"),
+        library_grouped=(number("compute.library_grouped_matmul"), number("memory.library_grouped_matmul")),
+        host_read_us=us("host.read"),
         all_to_all_bytes_per_us=(
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
         ),
