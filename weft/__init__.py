@@ -19,6 +19,7 @@ _HOME = {
     "KeyedTensor": "weft.sparse",
     "Timeline": "weft.timeline",
     "all_gather_matmul": "weft.ops.all_gather_matmul",
+    "all_gather_scaled_matmul": "weft.ops.all_gather_scaled_matmul",
     "all_to_all_matmul": "weft.ops.all_to_all_matmul",
     "embedding_all_to_all": "weft.ops.embedding_all_to_all",
     "embedding_pool": "weft.ops.embedding_pool",

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.ops import choosing
+from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library, gradients
 from weft.ops.prepared import SCATTERED, Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -70,36 +71,30 @@ def all_gather_matmul(
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
-    _check_dimensions(A_shard, gather_dim)
+    check_dimensions(A_shard, gather_dim)
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
     if isinstance(Bs, torch.Tensor):
         raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
     Bs = Bs if isinstance(Bs, list | tuple) else list(Bs)
-    flat = gather_dim == 0 and A_shard.dim() == 2
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
+        x = flattened(A_shard, gather_dim)
         name = group if isinstance(group, str) else group.group_name
-        sizes = None if rows is None else [size * _rows_of_one(A_shard.shape, gather_dim) for size in rows]
+        sizes = None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
         results = torch.ops.weft.all_gather_matmul(
             x, list(Bs), name, return_A, schedule or "", sizes, deadline_s or 0.0
         )
     else:
         group = group_of(group)
         prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
-        world = prepared.p.world_size
-        x = A_shard if flat else A_shard.movedim(gather_dim, 0).flatten(0, -2)
+        x = flattened(A_shard, gather_dim)
         if prepared.differentiated:
             results = _Function.apply(prepared, deadline_s, timeline, x, *Bs)
         else:
             results = prepared(x, Bs, deadline_s, timeline)
-    if not flat:
-        # [gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them.
-        others = [extent for d, extent in enumerate(A_shard.shape[:-1]) if d != gather_dim % A_shard.dim()]
-        extent = A_shard.shape[gather_dim] * world if rows is None else sum(rows)
-        results = [result.view(extent, *others, result.shape[1]).movedim(0, gather_dim) for result in results]
+    results = restored(results, A_shard.shape, gather_dim, rows, group)
     return (results[0], list(results[1:])) if return_A else (None, list(results))
 
 
@@ -216,57 +211,18 @@ def _prepared_for(
     return _table.keep(group, key, _Prepared(p, group, A_shard.device, pinned, copied, wanted))
 
 
-def _check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
-    shape = tuple(A_shard.shape)
-    if len(shape) < 2:
-        raise ValueError(f"A_shard has shape {shape}: pass at least two dimensions, [rows, K]")
-    if not -len(shape) <= gather_dim < len(shape) or gather_dim % len(shape) == len(shape) - 1:
-        raise ValueError(
-            f"gather_dim={gather_dim} must name a dimension of A_shard {shape} before the last: the last one is what the "
-            f"matmul sums over"
-        )
-
-
 def _problem(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
     rows: tuple[int, ...] | None,
 ) -> AllGatherMatmul:  # fmt: skip
     """The call as a description; raises `ValueError` for what it cannot be."""
-    shape, world = A_shard.shape, group.size()
     if A_shard.dtype not in _DTYPES:
-        raise ValueError(f"A_shard is {A_shard.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
-    if not Bs:
-        raise ValueError("Bs is empty: pass at least one matrix [K, N]")
-    for i, B in enumerate(Bs):
-        if not isinstance(B, torch.Tensor):
-            raise ValueError(f"Bs[{i}] is a {type(B).__name__}: pass torch tensors of shape [K={shape[-1]}, N]")
-        if B.dim() != 2 or B.shape[0] != shape[-1]:
-            raise ValueError(
-                f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard {tuple(shape)}"
-            )
-        if B.dtype != A_shard.dtype or B.device != A_shard.device:
-            raise ValueError(
-                f"Bs[{i}] is {B.dtype} on {B.device} and A_shard is {A_shard.dtype} on {A_shard.device}: use one dtype and device"
-            )
-    extent = shape[gather_dim]
-    if rows is None:
-        rows = (extent,) * world
-    elif len(rows) != world or rows[group.rank()] != extent:
-        raise ValueError(
-            f"rows={rows} must have one entry for each of {world} ranks, and here, on rank {group.rank()}, be {extent}, the "
-            f"size of A_shard {tuple(shape)} in dimension {gather_dim}"
-        )
-    others = _rows_of_one(shape, gather_dim)
+        fp8 = "; for fp8 there is weft.all_gather_scaled_matmul" if A_shard.dtype == TORCH_DTYPE["fp8"] else ""
+        raise ValueError(f"A_shard is {A_shard.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}{fp8}")
+    check_weights(A_shard, Bs)
+    sizes = rows_of_ranks(A_shard.shape, gather_dim, rows, group)
     n = tuple(B.shape[1] for B in Bs)
-    return AllGatherMatmul(world, tuple(r * others for r in rows), n, shape[-1], _DTYPES[A_shard.dtype], return_A)
-
-
-def _rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
-    """How many rows of the matrix one index of `gather_dim` is."""
-    rows = 1
-    for d, extent in enumerate(shape[:-1]):
-        rows *= 1 if d == gather_dim % len(shape) else extent
-    return rows
+    return AllGatherMatmul(group.size(), sizes, n, A_shard.shape[-1], _DTYPES[A_shard.dtype], return_A)
 
 
 # --- for torch.compile: opaque ops; the results begin with the gathered x if it is wanted ---

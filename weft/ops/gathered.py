@@ -15,24 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.runtime.collectives import all_gather_single
+from weft.runtime.collectives import all_gather_single, sendable
 from weft.schedule import AllGatherMatmul
 
 
 def gathered_by_library(x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup) -> torch.Tensor:
-    """[sum(rows), k] on every rank, by torch.distributed."""
-    whole = torch.empty(p.m, p.k, dtype=x.dtype, device=x.device)
+    """[sum(rows), columns of x] on every rank, by torch.distributed. x: [rows[rank], columns]."""
+    gathered = torch.empty(p.m, x.shape[1], dtype=x.dtype, device=x.device)
+    whole, x = sendable(gathered), sendable(x)
     if len(set(p.rows)) == 1:
         all_gather_single(whole, x, group=group)
     elif x.device.type == "cuda":
         dist.all_gather(list(whole.split(p.rows)), x, group=group)
     else:  # gloo gathers equal parts only
-        padded = x.new_zeros(max(p.rows), p.k)
+        padded = x.new_zeros(max(p.rows), x.shape[1])
         padded[: x.shape[0]] = x
         parts = [torch.empty_like(padded) for _ in p.rows]
         dist.all_gather(parts, padded, group=group)
         torch.cat([part[:n] for part, n in zip(parts, p.rows, strict=True)], out=whole)
-    return whole
+    return gathered
 
 
 def gradients(

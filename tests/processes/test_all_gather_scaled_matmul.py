@@ -1,0 +1,104 @@
+"""weft.all_gather_scaled_matmul on CPU processes: results by every schedule, torch.compile, layouts, bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import scaled_ranks as ranks
+import torch
+from scaled_ranks import Case
+
+from weft.launch import Pool
+
+SHARD = "shard[chunks=2,send=in_turn,by=dma]"
+FORWARD = {
+    "a scale for all": Case(),
+    "a scale for each row": Case(by="row"),
+    "scales of all rows on every rank": Case(by="row of all", widths=(16, 32), options={"schedule": "serial"}),
+    "three weights, biases": Case(widths=(16, 48, 32), biased=True, return_A=False),
+    "by row, biases in fp16": Case(widths=(16, 32), by="row", biased=True, out=torch.float16),
+    "fp32, fast": Case(out=torch.float32, fast=True, by="row", options={"schedule": "serial"}),
+    "pinned, A wanted": Case(by="row", options={"schedule": SHARD}),
+    "uneven": Case(rows=(6, 0, 3, 1), by="row", options={"schedule": "gather[by=kernel]"}),
+    "uneven, serial": Case(rows=(6, 0, 3, 1), by="row", options={"schedule": "serial"}),
+    "uneven, scales of all rows": Case(rows=(6, 0, 3, 1), by="row of all"),
+    "a batch of sequences": Case(shape=(2, 3, 16), gather_dim=1, by="row"),
+    "a batch, uneven, scales of all": Case(shape=(2, 3, 16), gather_dim=1, rows=(3, 1, 2, 4), by="row of all"),
+    "one row each": Case(shape=(1, 16), by="row", return_A=False),
+    "no rows": Case(shape=(0, 16), by="row"),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", FORWARD)
+def test_results(pool: Pool, world: int, name: str) -> None:
+    case = FORWARD[name]
+    if world == 1:
+        case = replace(case, options={})
+    pool.run(ranks.forward, case, 2, ranks=world, timeout_s=60)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("by", ["tensor", "row"])
+def test_every_schedule(pool: Pool, world: int, by: str) -> None:
+    case = Case(shape=(8, 32), widths=(16, 32), by=by, biased=True, return_A=False)  # type: ignore[arg-type]
+    builders = {name.split("[")[0] for name in pool.run(ranks.every_schedule, case, ranks=world, timeout_s=120)[0]}
+    assert builders == ({"serial"} if world == 1 else {"serial", "gather", "shard", "ficco_1d", "ficco_1d_collective"})
+
+
+@pytest.mark.parametrize("name", ["a scale for all", "by row, biases in fp16", "a batch of sequences"])
+def test_compiled(pool: Pool, name: str) -> None:
+    pool.run(ranks.compiled, FORWARD[name], ranks=2, timeout_s=120)
+
+
+def test_opcheck(pool: Pool) -> None:
+    pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
+
+
+def test_one_scale_for_all_columns(pool: Pool) -> None:
+    pool.run(ranks.one_scale_for_all_columns, ranks=2, timeout_s=60)
+
+
+def test_weights_by_rows_are_copied_and_warned_about_once(pool: Pool) -> None:
+    for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
+        assert sum("Bs[0] is copied at every call" in text for text in told) == 1
+
+
+def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
+    expected = {
+        "dtype": "A_shard is torch.bfloat16: use torch.float8_e4m3fn",
+        "K": "K=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32",
+        "N": "N of Bs[0]=8 must be a positive multiple of 16, as fp8 GEMMs want it: use 16",
+        "no matrix": "Bs is empty",
+        "one tensor": "B_scales is one tensor of shape (1,): pass a list",
+        "lengths": "B_scales has 2 entries: pass one for each of 1 Bs",
+        "shape of A_scale": "A_scale has shape (5, 1): pass one element, or, for each row a scale, (7, 1) or (14, 1)",
+        "dtype of A_scale": "A_scale is torch.float16 on cpu: use torch.float32",
+        "a number": "A_scale is a float: pass an fp32 tensor",
+        "shape of B_scales": "B_scales[0] has shape (16, 1): pass [1, 16]",
+        "rows of B only": "B_scales[0] has shape (1, 16): pass one element, or A_scale with a scale for each row",
+        "bias": "biases[0] is torch.float32 on cpu: use torch.bfloat16",
+        "shape of bias": "biases[0] has shape (15,), strides (1,): pass a contiguous [16]",
+        "bias of fp32": "fp8 GEMMs add none there; use bf16",
+        "result scale": "result_scales are for fp8 results",
+        "out": "out_dtypes has torch.float8_e4m3fn: use one of torch.bfloat16",
+        "gradient": "an input wants gradients, and there are none of fp8",
+        "2D": "no scaled GEMMs",
+        "deadline": "deadline_s=0 must be positive",
+    }
+    for told in pool.run(ranks.errors, ranks=2, timeout_s=60):
+        assert told.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in told[name], name
+
+
+def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
+    with Pool(2) as alone:
+        found = alone.run(ranks.one_rank_differs, timeout_s=60)
+    for told in found:
+        assert told["refuses"].startswith("RefusedError: rank 0: K=24")
+        for name in ("scales", "out", "fast"):
+            assert told[name].startswith("DisagreementError: ranks call all_gather_scaled_matmul differently."), name
+        assert "by='row'" in told["scales"]
+        assert "fp16" in told["out"]

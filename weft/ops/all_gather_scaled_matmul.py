@@ -1,0 +1,319 @@
+"""weft.all_gather_scaled_matmul: fp8 GEMMs with scales that start before all of their input is there.
+
+The scaled sibling of `weft.all_gather_matmul`, made of the same parts: from one call down, what the caller means is brought into
+one form (`_Call`), then found or made is what was prepared for calls of that form (`_Prepared`), then it runs. Scales of
+rows travel with their rows: each schedule sends them beside the data, under the same signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from weft import plan
+from weft.ops import choosing
+from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
+from weft.ops.gathered import gathered_by_library
+from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, warn_of_copy
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import AllGatherMatmul, Scaled
+from weft.schedule.problem import SCALED_MULTIPLE
+from weft.timeline import Timeline
+
+_FP8 = TORCH_DTYPE["fp8"]
+_OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
+
+
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
+    gather_dim: int,
+    group: dist.ProcessGroup | str,
+    biases: Sequence[torch.Tensor | None] | None = None,
+    result_scales: Sequence[torch.Tensor | None] | None = None,
+    out_dtypes: Sequence[torch.dtype | None] | None = None,
+    use_fast_accum: Sequence[bool] | None = None,
+    *,
+    return_A: bool = True,
+    schedule: str | None = None,
+    rows: Sequence[int] | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """All-gather the fp8 `A_shard` along `gather_dim` over `group` and multiply the result with each of the fp8 `Bs`, scaled.
+
+    Arguments and results are those of `torch.ops.symm_mem.fused_all_gather_scaled_matmul`. Equals
+
+        A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
+
+    with what `weft.all_gather_matmul` says of schedules, memory and first calls. Collective over `group`. Forward only: there
+    are no gradients of fp8, and inputs that want some are refused.
+
+    A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
+    Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
+    A_scale: fp32. Of A_shard's shape but for a last dimension of 1: one for each row, gathered with them. One element: for all
+        of A; each rank takes its own, as in torch's op, and whether ranks have the same nothing checks. Of the shape of all of
+        A but for the last dimension: one for each row, the same on every rank, which takes those of its own rows.
+    B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
+    biases: [N_i] or None each, of the dtype of their result, which is bf16 or fp16 then. None: none.
+    result_scales: None each. They are for fp8 results, of which there are none.
+    out_dtypes: torch.bfloat16, float16 or float32 each. None: bfloat16 (torch's op has fp8 results then).
+    use_fast_accum: whether to accumulate fast, and less exactly, each. None: not.
+    return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
+    gather_dim, group, schedule, rows, deadline_s, timeline: as of `weft.all_gather_matmul`.
+
+    Returns (A or None, [y...]). Raises what `weft.all_gather_matmul` raises. On CPU it computes in fp32: for tests.
+    """
+    check_dimensions(A_shard, gather_dim)
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    for name, given in (("Bs", Bs), ("B_scales", B_scales)):
+        if isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")
+    by_row, scale, refusal = _scale_of_rows(A_scale, A_shard, gather_dim, rows, group)
+    refusal = refusal or _refusal(A_shard, Bs, A_scale, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    one = rows_of_one(A_shard.shape, gather_dim)
+    call = _Call(
+        flattened(A_shard, gather_dim), list(Bs), scale, list(B_scales),
+        [None] * len(Bs) if biases is None else list(biases),
+        ["bf16"] * len(Bs) if out_dtypes is None else [_OUT.get(dtype or torch.bfloat16, "") for dtype in out_dtypes],
+        [False] * len(Bs) if use_fast_accum is None else list(use_fast_accum),
+        by_row, return_A, None if rows is None else [size * one for size in rows],
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if timeline is not None:
+            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+        if refusal:
+            raise ValueError(refusal)
+        name = group if isinstance(group, str) else group.group_name
+        results = torch.ops.weft.all_gather_scaled_matmul(*call, name, schedule or "", deadline_s or 0.0)
+    else:
+        results = _prepared_for(call, group_of(group), schedule, deadline_s, refusal)(call, deadline_s, timeline)
+    results = restored(results, A_shard.shape, gather_dim, rows, group)
+    return (results[0], list(results[1:])) if return_A else (None, list(results))
+
+
+class _Call(NamedTuple):
+    """A call on matrices. scale: of x_shard, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards,
+    if they differ."""
+
+    x: torch.Tensor
+    Bs: list[torch.Tensor]
+    scale: torch.Tensor
+    B_scales: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    out: list[str]
+    fast: list[bool]
+    by_row: bool
+    return_x: bool
+    rows: list[int] | None
+
+
+def _scale_of_rows(
+    A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None, group: dist.ProcessGroup | str
+) -> tuple[bool, torch.Tensor, str]:  # fmt: skip
+    """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1], why not)"""
+    if not isinstance(A_scale, torch.Tensor):
+        return False, A_scale, f"A_scale is a {type(A_scale).__name__}: pass an fp32 tensor"
+    own = (*A_shard.shape[:-1], 1)
+    if A_scale.shape == own:
+        return True, flattened(A_scale, gather_dim).contiguous(), ""
+    if A_scale.numel() == 1:
+        return False, A_scale.reshape(1, 1), ""
+    group, extent = group_of(group), A_shard.shape[gather_dim]
+    sizes = [extent] * group.size() if rows is None else list(rows)
+    whole = list(own)
+    whole[gather_dim] = sum(sizes)
+    if list(A_scale.shape) == whole:
+        mine = A_scale.narrow(gather_dim, sum(sizes[: group.rank()]), extent)
+        return True, flattened(mine, gather_dim).contiguous(), ""
+    why = (
+        f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own} or {tuple(whole)}"
+    )
+    return False, A_scale, why
+
+
+def _refusal(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None, result_scales: Sequence[torch.Tensor | None] | None,
+    out_dtypes: Sequence[torch.dtype | None] | None, use_fast_accum: Sequence[bool] | None,
+) -> str:  # fmt: skip
+    """Why not, of what a `_Call` does not have."""
+    lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
+    for name, given in (lists | {"use_fast_accum": use_fast_accum}).items():
+        if given is not None and len(given) != len(Bs):
+            return f"{name} has {len(given)} entries: pass one for each of {len(Bs)} Bs"
+    if any(scale is not None for scale in result_scales or ()):
+        return "result_scales are for fp8 results: pass None each, and multiply the results, or scale B_scales"
+    for dtype in out_dtypes or ():
+        if dtype is not None and dtype not in _OUT:
+            return f"out_dtypes has {dtype}: use one of {', '.join(map(str, _OUT))}"
+    tensors = (A_shard, A_scale, *Bs, *B_scales, *(biases or ()))
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+        return (
+            "an input wants gradients, and there are none of fp8: call under torch.no_grad(), or pass detached tensors"
+        )
+    return ""
+
+
+class _Prepared(Prepared):
+    operator = "all_gather_scaled_matmul"
+    p: AllGatherMatmul
+
+    def __call__(self, call: _Call, deadline_s: float | None, timeline: Timeline | None) -> list[torch.Tensor]:
+        """[gathered x if wanted, y...]. Autocast, which would reach what a CPU computes, does not reach in."""
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return self(call, deadline_s, timeline)
+        tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}
+        results = []
+        for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
+            tensors[f"w{i}"] = B if _is_column_major(B) else B.t().contiguous().t()
+            tensors[f"w_scale{i}"] = (scale.expand(1, B.shape[1]) if call.by_row else scale.reshape(1, 1)).contiguous()
+            if bias is not None:
+                tensors[f"bias{i}"] = bias.view(1, -1)
+            tensors[f"y{i}"] = y = torch.empty(self.p.m, B.shape[1], dtype=TORCH_DTYPE[out], device=self.device)
+            results.append(y)
+        capturing = self.capturing()
+        if self.known_serial(capturing):
+            return self._in_turn(tensors, results)
+        if call.return_x:
+            tensors["x"] = torch.empty(self.p.m, self.p.k, dtype=_FP8, device=self.device)
+        executor = self.executor(tensors, capturing, deadline_s)
+        if executor is None:
+            return self._in_turn(tensors, results)
+        executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        return [tensors["x"], *results] if call.return_x else results
+
+    def _in_turn(self, tensors: dict[str, torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The library's collective, then its GEMMs."""
+        scaled, x, scale = self.p.scaled, tensors["x_shard"], tensors["x_scale"]
+        assert scaled is not None
+        if self.domain is not None:
+            x = gathered_by_library(x, self.p, self.group)
+            scale = gathered_by_library(scale, self.p, self.group) if scaled.by == "row" else scale
+        elif self.p.return_gathered:
+            x = x.clone()
+        for i, y in enumerate(results):
+            w, w_scale, bias = tensors[f"w{i}"], tensors[f"w_scale{i}"], tensors.get(f"bias{i}")
+            scaled_matmul(x, w, scale, w_scale, bias, fast=scaled.fast[i], out=y)
+        return [x, *results] if self.p.return_gathered else results
+
+
+# --- what was prepared ---
+
+_table: Table[_Prepared] = Table()
+
+
+def _prepared_for(
+    call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None, refusal: str = ""
+) -> _Prepared:
+    pinned = plan.pinned() if schedule is None else schedule
+    x, tensors = call.x, (call.scale, *call.B_scales, *call.biases)
+    layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in call.Bs])
+    small = tuple([(t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in tensors])
+    how = (tuple(call.out), tuple(call.fast), call.by_row, call.return_x, call.rows and tuple(call.rows), refusal)
+    key = (x.shape, x.dtype, x.device, layouts, small, how, pinned)
+    prepared = _table.find(group, key)
+    if prepared is not None:
+        return prepared
+
+    def check() -> tuple[AllGatherMatmul, str]:
+        if refusal:
+            raise ValueError(refusal)
+        p = _problem(call, group)
+        if pinned is not None:
+            choosing.check_name(pinned, p)
+        return p, f"{p}, schedule {pinned or 'chosen'}"
+
+    p = agree(_Prepared.operator, group, x.device, check, deadline_s)[0]
+    for i, B in enumerate(call.Bs):
+        if not _is_column_major(B):
+            warn_of_copy(
+                f"Bs[{i}]", B, "and fp8 GEMMs want columns in one piece; pass weight.t() of a contiguous weight"
+            )
+    return _table.keep(group, key, _Prepared(p, group, x.device, pinned))
+
+
+def _problem(call: _Call, group: dist.ProcessGroup) -> AllGatherMatmul:
+    """The call as a description; raises `ValueError` for what it cannot be."""
+    x = call.x
+    if x.dtype != _FP8:
+        raise ValueError(f"A_shard is {x.dtype}: use {_FP8}, and weft.all_gather_matmul for other dtypes")
+    check_weights(x, call.Bs)
+    for name, scale in (("A_scale", call.scale), *((f"B_scales[{i}]", s) for i, s in enumerate(call.B_scales))):
+        _check_on(x.device, name, scale, torch.float32)
+    for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
+        n = B.shape[1]
+        if scale.numel() != 1 and not (call.by_row and scale.shape == (1, n)):
+            wanted = (
+                f"[1, {n}]"
+                if call.by_row
+                else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
+            )
+            raise ValueError(f"B_scales[{i}] has shape {tuple(scale.shape)}: pass {wanted}")
+        if bias is not None:
+            if out == "fp32":
+                raise ValueError(
+                    f"biases[{i}] and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after"
+                )
+            _check_on(x.device, f"biases[{i}]", bias, TORCH_DTYPE[out])
+            if bias.shape != (n,) or not bias.is_contiguous():
+                raise ValueError(
+                    f"biases[{i}] has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]"
+                )
+    scaled = Scaled(
+        "row" if call.by_row else "tensor", tuple(call.out), tuple(b is not None for b in call.biases), tuple(call.fast)
+    )
+    sizes = rows_of_ranks(x.shape, 0, call.rows, group)
+    n_of = tuple(B.shape[1] for B in call.Bs)
+    return AllGatherMatmul(group.size(), sizes, n_of, x.shape[1], "fp8", call.return_x, scaled)
+
+
+def _check_on(device: torch.device, name: str, tensor: Any, dtype: torch.dtype) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}: pass a tensor of {dtype}")
+    if tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: use {dtype} on {device}")
+
+
+def _is_column_major(B: torch.Tensor) -> bool:
+    row, col = B.stride()
+    return row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0
+
+
+# --- for torch.compile: an opaque op; the results begin with the gathered x if it is wanted ---
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_library.define(
+    "all_gather_scaled_matmul(Tensor x_shard, Tensor[] Bs, Tensor x_scale, Tensor[] B_scales, Tensor?[] biases, str[] out, "
+    "bool[] fast, bool by_row, bool return_x, int[]? rows, str group, str schedule, float deadline_s) -> Tensor[]",
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
+
+
+def _run(*arguments: Any) -> list[torch.Tensor]:
+    *given, group, schedule, deadline_s = arguments
+    call = _Call(*given)
+    prepared = _prepared_for(call, group_of(group), schedule or None, deadline_s or None)
+    return prepared(call, deadline_s or None, None)
+
+
+def _fake(*arguments: Any) -> list[torch.Tensor]:
+    *given, group, _, _ = arguments
+    call = _Call(*given)
+    m = sum(call.rows) if call.rows else call.x.shape[0] * group_of(group).size()
+    ys = [call.x.new_empty(m, B.shape[1], dtype=TORCH_DTYPE[out]) for B, out in zip(call.Bs, call.out, strict=True)]
+    return [call.x.new_empty(m, call.x.shape[1]), *ys] if call.return_x else ys
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("all_gather_scaled_matmul", _run, _device)
+torch.library.register_fake("weft::all_gather_scaled_matmul", _fake, lib=_library)
