@@ -184,9 +184,8 @@ class CudaSchedule:
                 wanted = (t.shape[0], b.cols)
             else:
                 wanted = (b.rows, b.cols)
-            if tuple(t.shape) != wanted and t.dim() == 3:
-                t = t.flatten(0, 1)
-            if t.shape != wanted or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
+            shape = t.shape if t.dim() != 3 else (t.shape[0] * t.shape[1], t.shape[2])
+            if shape != wanted or t.dtype != TORCH_DTYPE[b.dtype] or t.device != self.device:
                 raise ValueError(
                     f"buffer {b.name} is {tuple(t.shape)} {t.dtype} on {t.device} and the schedule was made for "
                     f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"

@@ -130,16 +130,11 @@ class Held:
         return int(sums[first] - sums[first + len(range(first, end, step)) * step])
 
     def over(self, first: Any, end: Any, step: int) -> np.ndarray:
-        """For many parts at once."""
-        first, end = (self._within(bound) for bound in (first, end))
-        sums = self._to_the_end(step)
-        last: np.ndarray = first + np.maximum(0, -((first - end) // step)) * step
-        return sums[first] - sums[last]
-
-    def _within(self, bound: Any) -> np.ndarray:
-        """As a slice takes it."""
-        n = len(self.contents)
-        return np.clip(np.where(np.less(bound, 0), bound + n, bound), 0, n)
+        """For many parts at once; bounds are counted from the front."""
+        sums, first = self._to_the_end(step), np.asarray(first)
+        last = first + np.maximum(0, -((first - end) // step)) * step
+        found: np.ndarray = sums.take(first, mode="clip") - sums.take(last, mode="clip")
+        return found
 
     def _to_the_end(self, step: int) -> np.ndarray:
         if step not in self._sums:
