@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from weft.plan.predict import library_gemms
-from weft.schedule import Problem
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.schedule import AllGatherMatmul, Problem
 from weft.sim.model import MatmulShape
 
 _SLEEP_US = 100.0
 _HOST_US = 10.0  # of a call of torch.mm
+_DRAWN = 1 << 24  # random numbers at a time, in fp32
 _CYCLES_PER_US = 2000  # at least the clock of any present GPU
 
 
@@ -23,14 +27,21 @@ class GemmTimer:
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: of a call of `p`, w0, w1, ..., y0, y1, ... and, if it is returned, x."""
+        """tensors: of a call of `p`, w0, w1, ..., y0, y1, ..., if it is returned, x, and if it has scales, these."""
         weight = tensors["w0"]
         self.tensors, self.device = tensors, weight.device
-        self.weights = {name: t for name, t in tensors.items() if name.startswith("w")}
+        self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
+        self.scaled = p.scaled if isinstance(p, AllGatherMatmul) else None
         largest = max(m * k for m, _, k, _ in library_gemms(p))
         x = tensors["x"].view(-1) if "x" in tensors else torch.empty(largest, dtype=weight.dtype, device=self.device)
         # A generator of its own: the user's random numbers stay what they are.
-        self.x = x.normal_(generator=torch.Generator(self.device).manual_seed(0))
+        generator = torch.Generator(self.device).manual_seed(0)
+        if self.scaled is None:
+            x.normal_(generator=generator)
+        else:  # torch draws no numbers in fp8
+            for part in x.split(_DRAWN):
+                part.copy_(torch.randn(part.numel(), device=self.device, generator=generator))
+        self.x = x
 
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
@@ -41,13 +52,26 @@ class GemmTimer:
         a, b = self.x[: m * k].view(m, k), wide[which][:k, :n]
         out = self.tensors[which.replace("w", "y")][:m, :n]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.mm(a, b, out=out)  # finds and loads a kernel
+        gemm = self._gemm(int(which[1:]), a, b, out)
+        gemm()  # finds and loads a kernel
         torch.cuda._sleep(int(_CYCLES_PER_US * (_SLEEP_US + _HOST_US * (warm + calls))))
         for _ in range(warm - 1):
-            torch.mm(a, b, out=out)
+            gemm()
         begin.record()
         for _ in range(calls):
-            torch.mm(a, b, out=out)
+            gemm()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / calls
+
+    def _gemm(self, i: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        """Of a part of weight i."""
+        if self.scaled is None:
+            return partial(torch.mm, a, b, out=out)
+        x_scale, w_scale, bias = (self.tensors.get(name) for name in ("x_scale", f"w_scale{i}", f"bias{i}"))
+        assert x_scale is not None
+        assert w_scale is not None
+        if self.scaled.by == "row":
+            x_scale, w_scale = x_scale.new_ones(a.shape[0], 1), w_scale[:, : b.shape[1]]
+        bias = None if bias is None else bias[:, : b.shape[1]]
+        return partial(scaled_matmul, a, b, x_scale, w_scale, bias, fast=self.scaled.fast[i], out=out)

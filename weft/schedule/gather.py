@@ -25,12 +25,21 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
     arrived, free = d.signals("arrived", world), d.signals("free", world)
     own = (lookup(starts(p.rows), RANK), lookup(p.rows, RANK))
-    compute = d.lane("compute")
-    for distance in range(1, world):
-        to = peer(world, distance)
-        sender = compute if by == "kernel" else d.lane(f"to +{distance}", "copy")
-        carry(sender.wait(free, to, previous=True), x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
-    carry(compute, x.part(), box.part(own), "kernel")
+    compute, peers = d.lane("compute"), [peer(world, distance) for distance in range(1, world)]
+    if by == "dma":
+        for distance, to in enumerate(peers, start=1):
+            sender = d.lane(f"to +{distance}", "copy").wait(free, to, previous=True)
+            carry(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
+        carry(compute, x.part(), box.part(own), "kernel")
+    else:  # one source after the other, to everybody and to the own place: that is a launch each
+        for to in peers:
+            compute.wait(free, to, previous=True)
+        for i, src in enumerate(x.part()):
+            for to in peers:
+                compute.copy(src, box.part(own, at=to)[i], by)
+            for to in peers if i + 1 == len(x.part()) else ():
+                compute.set(arrived, RANK, at=to)
+            compute.copy(src, box.part(own)[i], by)
     for distance in range(1, world):
         compute.wait(arrived, peer(world, -distance))
     o.multiply_all(compute, box.part())

@@ -89,7 +89,7 @@ def all_gather_matmul_operands(
 ) -> tuple[Draft, Buffer, list[Buffer], list[Buffer], Buffer | None]:
     """(draft, x_shard, weights, outputs, the gathered x if the caller wants it), for schedules that know no scales."""
     if p.scaled is not None:
-        raise NotApplicableError(f"{name} has no scaled GEMMs: a schedule that has them is written with Operands")
+        raise NotApplicableError("it has no scaled GEMMs; schedules that are written with Operands have")
     found = Operands(name, p)
     return found.d, found.x.data, found.ws, found.ys, found.gathered
 
