@@ -386,9 +386,7 @@ class _Compiler:
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = int(copies[0].src.cols) * self._item_bytes(copies[0].src)
         shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
-        if (
-            source[2] == target[2] == width
-        ):  # whole rows are one long one: in blocks, where short rows would be one each
+        if source[2] == target[2] == width:  # one long row: a kernel takes each row in blocks of its own
             shape = Shape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
         targets = [self.result.bases[base] + offset for base, offset, _ in places]
