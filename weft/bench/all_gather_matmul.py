@@ -1,8 +1,9 @@
 """Benchmark of the all-gather that feeds a GEMM: shapes x variants.
 
-Inputs are ordinary tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. Variants:
+Inputs are ordinary tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. With fp8 the operators are
+the scaled ones, with a scale for each whole tensor, and results are bf16. Variants:
 
-    serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm
+    serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
     weft      weft.all_gather_matmul as it chooses
     a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
@@ -41,7 +42,10 @@ from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import WEFT, Planned, check_variants, fitting, gemm_limit, wanted_schedules
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
-from weft.schedule import AllGatherMatmul, Compute, Schedule
+from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
+from weft.runtime.collectives import sendable
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.schedule import AllGatherMatmul, Compute, Schedule, described
 from weft.symm import SymmetricBuffer
 
 _FIXED = (BASELINE, ASYNCTP, WEFT)
@@ -52,23 +56,34 @@ class MatmulWorkload(Workload):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
 
     def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
-        self.shape, self.ranks, self.dtype, self.input_sets = shape, ranks, dtype, input_sets
+        self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, dtype, input_sets
         self.name = shape.name
-        self.problem = AllGatherMatmul.even(
-            shape.m, shape.n, shape.k, ranks.world_size, next(name for name, d in DTYPES.items() if d == dtype)
-        )
+        self.problem = _problem(shape, ranks.world_size, next(name for name, d in DTYPES.items() if d == dtype))
+        self.scaled = self.problem.scaled is not None
+        self.dtype = torch.bfloat16 if self.scaled else dtype
         self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
         generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
-        w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device) * shape.k**-0.5
-        self.w = w.to(dtype).t()
+        w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device)
+        # fp8 has no room for small numbers: there the scale makes w small.
+        self.w = (w if self.scaled else w * shape.k**-0.5).to(dtype).t()
+        self.x_scale = torch.ones(1, 1, device=ranks.device)
+        self.w_scale = self.x_scale * (shape.k**-0.5 if self.scaled else 1.0)
         self.roundings: dict[str, int] = {}  # of an output by each variant that pins a schedule
 
     def whole(self, which: int) -> torch.Tensor:
         """The gathered x, made and not gathered: [m, k]."""
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
+    def gemm(self, x: torch.Tensor) -> torch.Tensor:
+        """By the library, on gathered rows."""
+        if not self.scaled:
+            return torch.mm(x, self.w)
+        y = torch.empty(self.shape.m, self.shape.n, dtype=self.dtype, device=x.device)
+        scaled_matmul(x, self.w, self.x_scale, self.w_scale, fast=False, out=y)
+        return y
+
     def reference(self, which: int) -> torch.Tensor:
-        w, x = self.w.double(), self.whole(which)
+        w, x = self.w.double() * self.w_scale.double(), self.whole(which)
         y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.ranks.device)
         for part, rows in zip(x.split(_BLOCK), y.split(_BLOCK), strict=True):
             torch.mm(part.double(), w, out=rows)
@@ -91,7 +106,7 @@ class MatmulWorkload(Workload):
     def floor_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
         p, (m, n, k) = self.problem, (self.shape.m, self.shape.n, self.shape.k)
-        memory = (m * k + k * n + m * n) * self.dtype.itemsize / ceilings.memory
+        memory = ((m * k + k * n) * self.operands.itemsize + m * n * self.dtype.itemsize) / ceilings.memory
         wire = p.largest_shard_bytes * (p.world_size - 1) / ceilings.link
         assert ceilings.matmul is not None
         return 1e3 * max(memory, wire, p.flops / ceilings.matmul)
@@ -99,7 +114,7 @@ class MatmulWorkload(Workload):
     def _x_shard(self, which: int, rank: int) -> torch.Tensor:
         generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
         size = (self.problem.rows[rank], self.shape.k)
-        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.dtype)
+        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.operands)
 
 
 class Serial:
@@ -109,10 +124,11 @@ class Serial:
 
     def __call__(self, which: int) -> torch.Tensor:
         self.gather(which)
-        return torch.mm(self.gathered, self.work.w)
+        return self.work.gemm(self.gathered)
 
     def gather(self, which: int) -> None:
-        dist.all_gather_into_tensor(self.gathered, self.work.x_shards[which], group=self.work.ranks.group)
+        x = sendable(self.work.x_shards[which])
+        dist.all_gather_into_tensor(sendable(self.gathered), x, group=self.work.ranks.group)
 
 
 class AsyncTP:
@@ -125,9 +141,13 @@ class AsyncTP:
             enable_symm_mem_for_group(self.group_name)
 
     def __call__(self, which: int) -> torch.Tensor:
-        _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            self.work.x_shards[which], [self.work.w], 0, self.group_name, return_A=False
-        )
+        work, x, ops = self.work, self.work.x_shards[which], torch.ops.symm_mem
+        if work.scaled:
+            _, (y,) = ops.fused_all_gather_scaled_matmul(
+                x, [work.w], work.x_scale[0], [work.w_scale], 0, self.group_name, [None], [None], [work.dtype], [False]
+            )
+        else:
+            _, (y,) = ops.fused_all_gather_matmul(x, [work.w], 0, self.group_name, return_A=False)
         return y
 
 
@@ -138,10 +158,12 @@ class Weft:
         self.work, self.schedule = work, schedule
 
     def __call__(self, which: int) -> torch.Tensor:
-        work = self.work
-        _, (y,) = all_gather_matmul(
-            work.x_shards[which], [work.w], 0, work.ranks.group, return_A=False, schedule=self.schedule
-        )
+        work, x, how = self.work, self.work.x_shards[which], {"return_A": False, "schedule": self.schedule}
+        if work.scaled:
+            scales = work.x_scale[0], [work.w_scale]
+            _, (y,) = all_gather_scaled_matmul(x, [work.w], *scales, 0, work.ranks.group, **how)  # type: ignore[arg-type]
+        else:
+            _, (y,) = all_gather_matmul(x, [work.w], 0, work.ranks.group, **how)  # type: ignore[arg-type]
         return y
 
 
@@ -154,7 +176,7 @@ class Alone:
         self.streams = [torch.cuda.Stream(device) for _ in range(peers)] if device.type == "cuda" else []
 
     def gemm(self, which: int) -> torch.Tensor:
-        return torch.mm(self.whole, self.work.w)
+        return self.work.gemm(self.whole)
 
     def communication(self, which: int) -> None:
         """The shard to every peer; on GPUs by copy engines, one stream for each."""
@@ -175,8 +197,14 @@ class Alone:
         """This rank's rows in each peer's memory, the next rank's first. Made late: a first call pays for its own memory."""
         work, rank, world = self.work, self.work.ranks.rank, self.work.ranks.world_size
         shape = (work.shape.m, work.shape.k)
-        self._buffer = SymmetricBuffer(shape, work.dtype, group=work.ranks.group, device=work.ranks.device)
+        self._buffer = SymmetricBuffer(shape, work.operands, group=work.ranks.group, device=work.ranks.device)
         return [self._buffer.peer((rank + i) % world).chunk(world)[rank] for i in range(1, world)]
+
+
+def _problem(shape: MatmulShape, ranks: int, dtype: str) -> AllGatherMatmul:
+    found = described("all_gather_matmul", m=shape.m, n=shape.n, k=shape.k, ranks=ranks, dtype=dtype)
+    assert isinstance(found, AllGatherMatmul)
+    return found
 
 
 def roundings(schedule: Schedule) -> int:
@@ -192,6 +220,7 @@ def roundings(schedule: Schedule) -> int:
 class _AllGatherMatmul(Operator[MatmulShape]):
     name = "all_gather_matmul"
     matmul = True
+    fp8 = True
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
@@ -205,7 +234,7 @@ class _AllGatherMatmul(Operator[MatmulShape]):
                 f"scale={options.scale} is for tables: name a smaller shape, such as --preset 512x1024x256"
             )
         for shape in self.presets(options):
-            AllGatherMatmul.even(shape.m, shape.n, shape.k, options.ranks)  # says which number of rows would do
+            _problem(shape, options.ranks, options.dtype)  # says which number of rows would do
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
         check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from weft.bench.harness import Ranks
+from weft.runtime.scaled_matmul import scaled_matmul
 from weft.symm import SymmetricBuffer
 
 _REPETITIONS = 7
@@ -58,7 +60,13 @@ def measure_ceilings(
     if matmul_dtype is not None:
         extent = _GEMM[ranks.device.type]
         a, b = (torch.randn(extent, extent, device=ranks.device).to(matmul_dtype) for _ in range(2))
-        found.append(2.0 * extent**3 / _best_seconds(lambda: torch.mm(a, b.t()), ranks))
+        one, y = a.new_ones(1, 1, dtype=torch.float32), a.new_empty(extent, extent, dtype=torch.bfloat16)
+        gemm = (
+            partial(scaled_matmul, a, b.t(), one, one, fast=False, out=y)
+            if a.itemsize == 1
+            else partial(torch.mm, a, b.t())
+        )
+        found.append(2.0 * extent**3 / _best_seconds(gemm, ranks))
     return [Ceilings(*values) for values in ranks.gather(found)]
 
 

@@ -14,7 +14,7 @@ from weft import env
 from weft.bench.harness import MODES, Mode
 from weft.bench.operator import operator
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class BenchOptions:
             raise ValueError(f"device={self.device!r} must be 'cpu' or 'cuda'")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if self.dtype == "fp8" and not op.fp8:
+            raise ValueError(f"dtype='fp8': {self.op} has no scaled GEMMs; all_gather_matmul has")
         known = op.modes(self.device)
         if not self.modes or set(self.modes) - set(known):
             raise ValueError(

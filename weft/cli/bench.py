@@ -28,6 +28,7 @@ class Dtype(enum.StrEnum):
     fp32 = "fp32"
     fp16 = "fp16"
     bf16 = "bf16"
+    fp8 = "fp8"
 
 
 def bench(
@@ -72,7 +73,10 @@ def bench(
         ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of inputs and outputs. Default: fp32; bf16 for GEMMs on GPUs.")
+        Dtype | None,
+        typer.Option(
+            help="Of inputs and outputs; fp8: all_gather_matmul's scaled sibling. Default: fp32; bf16 for GEMMs on GPUs."
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Append one JSON object per variant and mode to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small inputs, few repetitions: to try it out.")] = False,
