@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import torch
 
+_ALIGNMENT = 16
+"""Bytes: cuBLAS takes scales of rows from such an address on, and no other."""
+
 
 def scaled_matmul(
     a: torch.Tensor,
@@ -26,6 +29,8 @@ def scaled_matmul(
         return
     if a.device.type == "cuda":
         added = None if bias is None else bias[0]
+        if scale_a.data_ptr() % _ALIGNMENT:  # of rows from somewhere in the middle on
+            scale_a = scale_a.clone()
         torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=out.dtype, use_fast_accum=fast, out=out)
         return
     y = (a.float() @ b.float()).mul_(scale_a).mul_(scale_b)
