@@ -15,7 +15,7 @@ from weft.plan.choose import ALIKE, CLEARLY, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, _built, _lanes_us, predict
 from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Schedule, builder, candidates, unregister
 from weft.schedule.operands import all_gather_matmul_operands
-from weft.sim import Model, model_of, simulate
+from weft.sim import Model, model_of
 
 module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
 H200 = model_of(load_machine("h200"), 2)
@@ -93,7 +93,7 @@ def test_pruning_of_single_runs_loses_nothing(shape: tuple[int, int, int], model
     fastest = min(row.us for row in choice.rows if row.us is not None)
     pruned = 0
     for name, schedule in schedules(problem).items():
-        row, us = choice.row(name), simulate(schedule, model, mode="single").end_us
+        row, us = choice.row(name), predict(schedule, model, "single")
         if row.why_not.startswith(AT_LEAST):
             pruned += 1
             assert us >= float(row.why_not.split()[3]) - 0.1

@@ -112,9 +112,15 @@ class _Built:
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
     """Microseconds of one run, and no less than that many."""
-    if mode == "single":
-        return max(at_least_us, simulate(schedule, model, mode="single").end_us)
-    return max(at_least_us, simulate(schedule, model, runs=2).per_run_us)
+    single = mode == "single"
+    us = simulate(schedule, model, mode="single").end_us if single else simulate(schedule, model, runs=2).per_run_us
+    return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
+
+
+def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:
+    multiplies = any(isinstance(step, Compute) and step.op in MATMULS for step in _steps(schedule))
+    copying = (step for lane in schedule.lanes if lane.resource == "copy" for step in lane.steps)
+    return multiplies and any(isinstance(step, Copy) and step.by == "kernel" for step in copying)
 
 
 def least_us(problem: Problem, model: Model) -> float:

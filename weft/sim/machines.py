@@ -11,6 +11,7 @@ nothing.
     link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
     copy_engine.latency, .bandwidth, .count, .row
     kernel_copy.units                       programs of a copying kernel
+    kernel_copy.beside                      what a run takes longer if such a kernel is beside its GEMMs
     collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
@@ -95,6 +96,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         grouped_efficiency=number("compute.grouped_matmul"),
         library_grouped=(number("compute.library_grouped_matmul"), number("memory.library_grouped_matmul")),
         host_read_us=us("host.read"),
+        kernel_copy_beside_us=us("kernel_copy.beside"),
         all_to_all_bytes_per_us=(
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
         ),
