@@ -131,7 +131,7 @@ class _Prepared(Prepared):
             gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
             tensors["x"] = gathered
             results = [gathered, *results]
-        executor = self.executor(tensors, capturing, deadline_s)
+        executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(x, Bs))
         if executor is None:
             return self._in_turn(x, Bs)
         executor.run(tensors, deadline_s=deadline_s, timeline=timeline)

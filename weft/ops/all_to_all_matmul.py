@@ -164,7 +164,11 @@ class _Prepared(Prepared):
         else:
             made.append(tokens.new_empty(max_rows, p.n))
             tensors["y"] = made[-1]
-        executor = self.executor(tensors, capturing, deadline_s)
+
+        def serial() -> object:
+            return self._in_turn(tokens, w, splits, max_rows, "", deadline_s)
+
+        executor = self.executor(tensors, capturing, deadline_s, serial)
         if executor is None:
             return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
         if on_cpu:

@@ -33,7 +33,7 @@ Tensors: TypeAlias = dict[str, Any]
 
 _REPETITIONS = 5
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
-_CLEARLY = 0.97  # of the serial schedule's time: what another one must beat to be taken
+_CLEARLY = 0.93  # of the serial schedule's time: what another one must beat to be taken, a few runs of each telling
 
 
 def check_name(name: str, p: Problem) -> None:
@@ -75,8 +75,12 @@ def choose(
     pinned: str | None,
     *,
     deadline_s: float | None,
+    serial: Callable[[], object] | None = None,
 ) -> Chosen:
-    """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up."""
+    """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up.
+
+    serial: does it as the operator would by the library, where that is not an executor's work.
+    """
     if pinned is not None:
         names = (pinned, pinned)
     else:
@@ -86,7 +90,7 @@ def choose(
         mine = None if model is None else tuple(plan.choose(p, model, mode=mode).candidate.name for mode in _MODES)
         names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
-            names = _fastest(p, domain, tensors, deadline_s)
+            names = _fastest(p, domain, tensors, deadline_s, serial)
     schedules = {name: named(p, name).build() for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not reads_on_host(schedules[names[1]]) else None
     made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
@@ -160,14 +164,18 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else machine_name()
 
 
-def _fastest(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> tuple[str, str]:
+def _fastest(
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
+) -> tuple[str, str]:
     """For calls, and for calls in graphs: the fastest of the usual ones on the tensors of the first call, or when `p` was measured
     before; serial, if it is not clearly slower and can be captured. Times are kept on disk (`weft.plan.autotune`)."""
 
     def run(candidate: Candidate) -> float:
+        if serial is not None and candidate.name == "serial":
+            return _time_us(serial, domain.device)
         made = executor(candidate.build(), domain)
         try:
-            return _time_us(made, tensors, deadline_s)
+            return _time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain.device)
         finally:
             made.close()
 
@@ -195,13 +203,13 @@ def _applies(candidate: Candidate) -> bool:
     return True
 
 
-def _time_us(made: Any, tensors: Tensors, deadline_s: float | None) -> float:
-    """Median of a run, after one to warm up."""
+def _time_us(call: Callable[[], object], device: torch.device) -> float:
+    """Median of a call, after one to warm up."""
     times = []
     for _ in range(1 + _REPETITIONS):
         start = time.perf_counter()
-        made.run(tensors, deadline_s=deadline_s)
-        if made.domain.device.type == "cuda":
-            torch.cuda.synchronize(made.domain.device)
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append((time.perf_counter() - start) * 1e6)
     return sorted(times[1:])[_REPETITIONS // 2]

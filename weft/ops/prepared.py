@@ -121,13 +121,17 @@ class Prepared:
         chosen = self._chosen
         return chosen is not None and (chosen.captured if capturing else chosen.usual) is None
 
-    def executor(self, tensors: dict[str, Any], capturing: bool, deadline_s: float | None) -> Any:
-        """What runs this call; None: the library's calls do. Collective at the first call, which chooses."""
+    def executor(
+        self, tensors: dict[str, Any], capturing: bool, deadline_s: float | None, serial: Callable[[], object] | None = None
+    ) -> Any:
+        """What runs this call; None: the library's calls do, as `serial` does. Collective at the first call, which chooses."""
         if self._chosen is None:
             if capturing:
                 raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
             assert self.domain is not None
-            self._chosen = choosing.choose(self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s)
+            self._chosen = choosing.choose(
+                self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s, serial=serial
+            )
         return self._chosen.captured if capturing else self._chosen.usual
 
 
