@@ -270,7 +270,7 @@ def layer_of(arguments: argparse.Namespace, ranks: int) -> Layer:
     full, on_cpu = PRESETS[arguments.preset], arguments.device == "cpu"
     shrunk = arguments.shrink or (SHRUNK if on_cpu else 1)
     layer = replace(full, hidden=full.hidden // shrunk, width=full.width // shrunk)
-    layer = replace(layer, tokens=arguments.tokens or (256 if on_cpu else full.tokens))
+    layer = replace(layer, tokens=(256 if on_cpu else full.tokens) if arguments.tokens is None else arguments.tokens)
     if layer.experts % ranks:
         raise ValueError(
             f"{layer.experts} experts cannot be spread evenly over {ranks} ranks: use a number that divides them"

@@ -238,14 +238,16 @@ def copies(group: dist.ProcessGroup) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def one_scale_for_all_columns(group: dist.ProcessGroup) -> None:
-    """Of one row with one scale it is the row's; a single scale of B is then each column's."""
-    case = Case(shape=(1, 32), by="row")
-    made = Data(case, group.size(), group.rank(), 4)
-    made.B_scales = [scales(group.rank(), (), 5)]
-    A, ys = made.call(group)
-    made.B_scales = [scale.expand(1, 16).contiguous() for scale in made.B_scales]
-    made.check(A, ys)
+def one_row_and_one_scale(group: dist.ProcessGroup) -> None:
+    """[1, 1] on a rank with one row could be the row's: it is the scale of all of A, which here is the same on all ranks."""
+    rows, rank = [1, 4], group.rank()
+    made = Data(Case(shape=(4, 32)), group.size(), rank, 4)
+    shards = [made.shards[source][: rows[source]] for source in range(2)]
+    one = torch.full((1, 1), 0.5)
+    _, (y,) = weft.all_gather_scaled_matmul(
+        shards[rank], made.Bs, one, [torch.full((1,), 2.0)], 0, group, None, None, [torch.float32], rows=rows
+    )
+    torch.testing.assert_close(y, torch.cat(shards).float() @ made.Bs[0].float(), rtol=1e-5, atol=1e-5)
 
 
 def captured(group: dist.ProcessGroup, case: Case, replays: int) -> None:

@@ -56,8 +56,8 @@ def test_opcheck(pool: Pool) -> None:
     pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
 
 
-def test_one_scale_for_all_columns(pool: Pool) -> None:
-    pool.run(ranks.one_scale_for_all_columns, ranks=2, timeout_s=60)
+def test_one_element_is_the_scale_of_everything_where_the_weights_have_one_too(pool: Pool) -> None:
+    pool.run(ranks.one_row_and_one_scale, ranks=2, timeout_s=60)
 
 
 def test_weights_by_rows_are_copied_and_warned_about_once(pool: Pool) -> None:

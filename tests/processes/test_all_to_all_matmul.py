@@ -101,7 +101,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "splits of floats": "splits is torch.float32: use torch.int64",
         "splits of a rank": "splits has shape (2,): it must be [4], a number for each of 2 experts of 2 ranks",
         "splits elsewhere": "splits is on meta and tokens on cpu",
-        "max_rows": "max_rows=-1 must not be negative",
+        "max_rows": "max_rows=-1 must be a whole number from 0 on",
         "capacity": "capacity=3 must be at least 1, and at least the 4 rows of tokens",
         "schedule": "no schedule 'dispach'",
         "cannot": "copy engines take sizes from the host",

@@ -77,7 +77,7 @@ def all_gather_scaled_matmul(
     for name, given in (("Bs", Bs), ("B_scales", B_scales)):
         if isinstance(given, torch.Tensor):
             raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")
-    by_row, scale, refusal = _scale_of_rows(A_scale, A_shard, gather_dim, rows, group)
+    by_row, scale, refusal = _scale_of_rows(A_scale, B_scales, A_shard, gather_dim, rows, group)
     refusal = refusal or _refusal(A_shard, Bs, A_scale, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     one = rows_of_one(A_shard.shape, gather_dim)
     call = _Call(
@@ -117,13 +117,16 @@ class _Call(NamedTuple):
 
 
 def _scale_of_rows(
-    A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None, group: dist.ProcessGroup | str
+    A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
+    group: dist.ProcessGroup | str,
 ) -> tuple[bool, torch.Tensor, str]:  # fmt: skip
     """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1], why not)"""
     if not isinstance(A_scale, torch.Tensor):
         return False, A_scale, f"A_scale is a {type(A_scale).__name__}: pass an fp32 tensor"
     own = (*A_shard.shape[:-1], 1)
-    if A_scale.shape == own:
+    # One element may be the scale of everything, or of a rank's only row: the weights' scales are of the same kind.
+    of_everything = A_scale.numel() == 1 and all(getattr(scale, "numel", int)() == 1 for scale in B_scales)
+    if A_scale.shape == own and not of_everything:
         return True, flattened(A_scale, gather_dim).contiguous(), ""
     if A_scale.numel() == 1:
         return False, A_scale.reshape(1, 1), ""

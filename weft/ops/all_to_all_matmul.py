@@ -80,7 +80,10 @@ def all_to_all_matmul(
     Memory: y; and of symmetric memory (W - 1) x capacity x K elements for each of the last 64 shapes (on GPUs it is kept until
         the group goes). The serial schedule takes twice the rows that come, K wide, instead.
 
-    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank, and `DisagreementError`
+    Calls on one group are made by one thread at a time.
+
+    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor, no
+        number or no group, which only its own rank can tell; then others wait until their deadline), and `DisagreementError`
         when ranks describe different calls. Later, splits that do not fit (CPU) and T above the capacity (where there is one:
         not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet, a T above the capacity is a
         `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to which more than max_rows rows
@@ -92,8 +95,11 @@ def all_to_all_matmul(
     """
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
-    if max_rows is not None and max_rows < 0:
-        raise ValueError(f"max_rows={max_rows} must not be negative: it is how many rows y has")
+    for name, count in (("max_rows", max_rows), ("capacity", capacity)):
+        if not (
+            count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
+        ):
+            raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
     if not isinstance(tokens, torch.Tensor):
         raise ValueError(f"tokens is a {type(tokens).__name__}: pass a torch tensor [T, K]")
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
@@ -164,11 +170,7 @@ class _Prepared(Prepared):
         else:
             made.append(tokens.new_empty(max_rows, p.n))
             tensors["y"] = made[-1]
-
-        def serial() -> object:
-            return self._in_turn(tokens, w, splits, max_rows, "", deadline_s)
-
-        executor = self.executor(tensors, capturing, deadline_s, serial)
+        executor = self._executor(tensors, w, capturing, deadline_s)
         if executor is None:
             return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
         if on_cpu:
@@ -180,6 +182,34 @@ class _Prepared(Prepared):
         else:
             executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         return made[-1], Sizes(splits, received)
+
+    def _executor(
+        self, tensors: dict[str, torch.Tensor], w: torch.Tensor, capturing: bool, deadline_s: float | None
+    ) -> Any:
+        """Chosen on tokens of the description's number, as many for each expert: the first call may have hardly any."""
+        if self._chosen is not None or capturing:
+            return self.executor(tensors, capturing, deadline_s)
+        p, device = self.p, self.device
+        assert self.domain is not None
+        splits = torch.tensor([p.splits[self.domain.rank]], device=device)
+        tokens = tensors["tokens"].new_zeros(p.rows[self.domain.rank], p.k)
+
+        def make_y(rows: int) -> torch.Tensor:
+            return tokens.new_empty(rows, p.n)
+
+        arriving = sum(row[self.domain.rank * p.experts + e] for row in p.splits for e in range(p.experts))
+        y: Any = make_y if p.exact or device.type == "cpu" else make_y(arriving)
+        even = {
+            **tensors,
+            "tokens": tokens,
+            "splits": splits,
+            "y": y,
+            "received": torch.empty_like(tensors["received"]),
+        }
+        rows = None if p.exact else arriving
+        return self.executor(
+            even, capturing, deadline_s, lambda: self._in_turn(tokens, w, splits.view(-1), rows, "", deadline_s)
+        )
 
     def _in_turn(
         self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
@@ -220,8 +250,9 @@ class _Function(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, received, sizes = prepared(tokens, w, splits, max_rows, deadline_s, timeline)
         sizes.fetch()  # so that backward finds them on the host
-        ctx.prepared, ctx.sizes = prepared, sizes
-        ctx.save_for_backward(tokens, w, received)  # the last, which the caller has too, so that changing it is noticed
+        ctx.prepared, ctx.sizes, ctx.tokens_like = prepared, sizes, (tokens.shape, tokens.dtype)
+        # Of tokens the gradient of weights is made; of received, which the caller has too, so that changing it is noticed.
+        ctx.save_for_backward(tokens if ctx.needs_input_grad[6] else None, w, received)
         ctx.mark_non_differentiable(received)
         return y, received
 
@@ -230,6 +261,9 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         tokens, w, _ = ctx.saved_tensors
         wanted = ctx.needs_input_grad[5:]
+        if tokens is None:
+            shape, dtype = ctx.tokens_like
+            tokens = grad_y.new_empty(shape, dtype=dtype)
         grads = gradients(tokens.contiguous(), w, ctx.sizes, ctx.prepared.group, grad_y, wanted)
         return None, None, None, None, None, *grads
 
@@ -308,6 +342,8 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
             raise ValueError(f"{name} is a {type(t).__name__}: pass a torch tensor {like}")
         if t.device != tokens.device:
             raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
+        if not t.layout == tokens.layout == torch.strided:
+            raise ValueError(f"tokens is {tokens.layout} and {name} is {t.layout}: pass dense tensors (to_dense())")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
             f"w_experts has shape {tuple(w.shape)}: it must be [E, K={shape[1]}, N] to follow tokens {shape}, with E and N of at "
@@ -328,9 +364,10 @@ def _wrong_values(tokens: torch.Tensor, splits: torch.Tensor) -> str:
     """Why these splits will not do for these tokens, if the host can tell without a wait."""
     if splits.device.type != "cpu":
         return ""
-    least, total = int(splits.min()), int(splits.sum())
+    numbers = splits.tolist()  # whose sum does not wrap around
+    least, total = min(numbers), sum(numbers)
     if least < 0:
-        return f"splits has {least} at {int(splits.argmin())}: numbers of tokens must not be negative"
+        return f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative"
     if total != tokens.shape[0]:
         return f"splits add up to {total} and tokens has {tokens.shape[0]} rows: pass how many are for each expert"
     return ""

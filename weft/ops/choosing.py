@@ -185,7 +185,7 @@ def _fastest(
 
     usual = [candidate for candidate in candidates(p) if p.worth_running(candidate) and _applies(candidate)]
     # Each is run by itself, a few times: only one holds memory.
-    times = plan.autotune(p, usual, run, agree, machine=device_name(domain.device), mode="single", rounds=1)
+    times = plan.autotune(p, usual, run, agree, machine=device_name(domain.device), mode="single", rounds=2)
 
     def best(names: list[str]) -> str:
         fastest = min(names, key=lambda name: times[name])

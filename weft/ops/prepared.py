@@ -33,6 +33,10 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={group!r} is no process group that this rank belongs to: only its members make this call"
+        )
     return group
 
 
@@ -122,9 +126,14 @@ class Prepared:
         return chosen is not None and (chosen.captured if capturing else chosen.usual) is None
 
     def executor(
-        self, tensors: dict[str, Any], capturing: bool, deadline_s: float | None, serial: Callable[[], object] | None = None
+        self,
+        tensors: dict[str, Any],
+        capturing: bool,
+        deadline_s: float | None,
+        serial: Callable[[], object] | None = None,
     ) -> Any:
-        """What runs this call; None: the library's calls do, as `serial` does. Collective at the first call, which chooses."""
+        """What runs this call; None: the library's calls do, as `serial` does. Collective at the first call, which chooses, and
+        for that computes with `tensors`."""
         if self._chosen is None:
             if capturing:
                 raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
@@ -175,6 +184,8 @@ def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
 
 
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
+    if not x.numel():  # of nothing, any strides are contiguous to torch
+        return x.new_empty(x.shape)
     if x.is_contiguous():
         return x
     warn_of_copy(name, x, "pass one with contiguous rows")

@@ -177,7 +177,11 @@ class Program:
         self._making = threading.Lock()
 
     def close(self) -> None:
-        """Forget the steps, which refer to this program as it does to them."""
+        """Forget what steps do, which refers to this program as it does to them: memory is given up now, and not whenever
+        garbage is collected."""
+        for _, steps in self.lanes:
+            for bound in steps:
+                bound.call = _not_bound
         self.lanes.clear()
         self._given.clear()
 

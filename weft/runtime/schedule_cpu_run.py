@@ -25,6 +25,7 @@ from weft.runtime.collectives import all_gather_single, sendable
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
+_OWN_LANE_S = 5.0
 _LOOK_S = 0.1  # how long a wait for the library's collective lasts before it looks at the state of the group
 # `all_gather_into_tensor` is its name before torch 2.13.
 _abandoned: list[Any] = []  # collectives that did not end, and the memory that the library may still touch
@@ -148,7 +149,9 @@ class Run:
             return
         for rank in needs:
             self.calls.meet(rank, name, self._deadline_s)
-        self.domain.wait(address, wanted, name=name, peer=peer, deadline_s=self._deadline_s)
+        # Who waits for another lane of its own rank leaves it to that lane to say what is missing.
+        deadline_s = self._deadline_s + (_OWN_LANE_S if peer == self.domain.rank else 0.0)
+        self.domain.wait(address, wanted, name=name, peer=peer, deadline_s=deadline_s)
 
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
         """dst [sum(rows), cols] = src [rows[rank], cols] of all ranks, by the library. One thread at a time.

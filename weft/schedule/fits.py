@@ -21,7 +21,9 @@ from weft.schedule.steps import (
     Region,
     Set,
     Step,
+    Tiles,
     Wait,
+    totals_of,
     variables_of,
 )
 from weft.schedule.text import describe
@@ -79,6 +81,12 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
         for step in lane.steps:
             if isinstance(step, Read):
                 known[step.region.buffer] = step.by
+            for part in [] if isinstance(step, Tiles) else totals_of(step):
+                buffer = schedule.buffer(part.buffer) if part.buffer in held else None
+                size = buffer.rows * buffer.cols if buffer and isinstance(buffer.rows, int) else part.end
+                if not 0 <= part.first <= part.end <= size:
+                    text = f"elements {part.first} to {part.end} of {part.buffer}, which has {size}"
+                    yield f"lane {lane.name}: {describe(step, rank)}: {text}"
             for name in sorted(variables_of(step)):
                 where = f"lane {lane.name}: {describe(step, rank)}"
                 if name not in held:

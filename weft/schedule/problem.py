@@ -245,6 +245,8 @@ class AllToAllMatmul(Problem):
             raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}, most={self.most}: sizes must not be negative")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        if self.dtype == "fp8":
+            raise ValueError("dtype='fp8': experts are multiplied in bf16, fp16 or fp32; fp8 is for all_gather_matmul")
         everywhere = self.world_size * self.experts
         if not self.splits:
             even = tuple(

@@ -125,6 +125,8 @@ class Draft:
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
         """Sizes depend on what `buffer` holds: on each rank probably this, row by row."""
         size = buffer.rows * buffer.cols
+        if any(int(n) != n or n < 0 for of_rank in expected for n in of_rank):
+            raise ValueError(f"buffer {buffer.name} holds whole numbers from 0 on, and expected are {expected}")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
                 f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected are "
@@ -187,6 +189,8 @@ class LaneDraft:
         return self._add(Tiles(kernel, index, extent, body))
 
     def read(self, buffer: Buffer, by: Literal["device", "host"] = "device") -> LaneDraft:
+        if by not in ("device", "host"):
+            raise ValueError(f"lane {self.name}: by={by!r} is not known; numbers are read by 'device' or by 'host'")
         return self._add(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:

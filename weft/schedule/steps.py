@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
-from weft.schedule.expr import RANK, Expr, Index, Values
+from weft.schedule.expr import RANK, Expr, Index, Total, Values
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4}
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
@@ -286,6 +286,17 @@ def variables_of(item: Any) -> set[str]:
         own = {item.index} if isinstance(item, Tiles | For) else set()
         return set[str]().union(*(variables_of(getattr(item, f.name)) for f in fields(item))) - own
     return set()
+
+
+def totals_of(item: Any) -> list[Total]:
+    """The sums over what buffers hold in a step of a rank."""
+    if isinstance(item, Expr):
+        return list(item.totals()[1])
+    if isinstance(item, tuple):
+        return [total for part in item for total in totals_of(part)]
+    if isinstance(item, Region | Copy | Compute | Collective):
+        return [total for f in fields(item) for total in totals_of(getattr(item, f.name))]
+    return []
 
 
 def _listed(numbers: tuple[Index, ...]) -> str:
