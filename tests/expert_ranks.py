@@ -304,11 +304,14 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
     return found
 
 
+NEVER = "dispatch[by=dma,rest=each]"  # the serial schedule waits as long as the process group does
+
+
 def never_comes(group: dist.ProcessGroup) -> str:
     """Rank 0 calls twice and the others once."""
-    call(group)
+    call(group, schedule=NEVER)
     if group.rank() == 0:
-        return told(lambda: call(group, deadline_s=1))
+        return told(lambda: call(group, schedule=NEVER, deadline_s=1))
     time.sleep(3)
     return ""
 

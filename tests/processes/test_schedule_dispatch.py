@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dispatch_ranks as ranks
+import dispatch_cpu_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
 

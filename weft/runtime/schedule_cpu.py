@@ -53,7 +53,7 @@ class CpuSchedule:
         self.schedule, self.domain = schedule, domain
         self._program: Program | None = Program(schedule, checked, Run(schedule.name, domain))
         self._workers = [_Worker(f"weft {schedule.name}, {name}") for name, _ in self._program.lanes[1:]]
-        self._end_workers = weakref.finalize(self, _end_all, self._workers)
+        self._end = weakref.finalize(self, _end_all, self._workers, self._program)
         domain._holders.add(self)
 
     def run(
@@ -118,12 +118,8 @@ class CpuSchedule:
 
     def close(self) -> None:
         """End the threads of this rank and give its memory up. Idempotent, not collective."""
-        self._end_workers()
-        program, self._program = self._program, None
-        # Not during a run, which may be what collects the garbage that calls this.
-        if program is not None and program.run.calls.lock.acquire(blocking=False):
-            program.close()
-            program.run.calls.lock.release()
+        self._end()
+        self._program = None
 
     def __enter__(self) -> CpuSchedule:
         return self
@@ -196,6 +192,10 @@ class _Worker(threading.Thread):
             self._done.release()
 
 
-def _end_all(workers: list[_Worker]) -> None:
+def _end_all(workers: list[_Worker], program: Program) -> None:
     for worker in workers:
         worker.end()
+    # Not during a run, which may be what collects the garbage that brings us here.
+    if program.run.calls.lock.acquire(blocking=False):
+        program.close()
+        program.run.calls.lock.release()
