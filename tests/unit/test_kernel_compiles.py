@@ -207,6 +207,6 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_grouped_matmul_with_pointers(dtype: torch.dtype, key: dict[str, Any], tmp_path: Path) -> None:
     built = grouped("sm_90", dtype, grouped_code.PLAIN, **key)
-    assert registers_and_stack(built.asm["cubin"], tmp_path)[1] <= 32  # bytes: a number or two, in fp32 and some versions of Triton
+    assert registers_and_stack(built.asm["cubin"], tmp_path)[1] <= 32  # bytes; some versions of Triton spill a few
     assert ("cp.async.cg" in built.asm["ptx"]) == key.get("aligned", True)  # 16 bytes at a time
     assert grouped("gfx942", dtype, grouped_code.PLAIN, **key).asm["hsaco"]
