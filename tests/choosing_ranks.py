@@ -12,7 +12,6 @@ from matmul_ranks import close
 from weft import symm
 from weft.hw import load_machine
 from weft.ops import choosing
-from weft.plan.predict import reads_on_host
 from weft.schedule import AllToAllMatmul
 from weft.sim import model_of
 
@@ -45,7 +44,7 @@ def chooses_for_experts(group: dist.ProcessGroup, exact: bool, known: bool) -> t
             made.run(tensors, deadline_s=60)
             close(results[-1][: len(wanted)], wanted, wanted.float())
             assert torch.equal(tensors["received"], came)
-        assert chosen.captured is None or not reads_on_host(chosen.captured.schedule)
+        assert chosen.captured is None or not chosen.captured.schedule.reads_on_host
         return tuple("" if one is None else one.schedule.name for one in (chosen.usual, chosen.captured))  # type: ignore
     finally:
         choosing._calibrated_model = original

@@ -221,21 +221,6 @@ def play_absurd_counts() -> None:
         held.launch({}, y_rows=200)
 
 
-def play_offsets() -> None:
-    from weft.runtime.grouped_matmul import launch_offsets
-
-    for world, experts, dtype in ((1, 1, torch.int32), (3, 5, torch.int64), (4, 256, torch.int32)):
-        counts = torch.randint(0, 9, (world, experts), generator=torch.Generator().manual_seed(1))
-        wanted, total = counts.sum(0).cumsum(0), torch.full((1,), -1)
-        around = torch.full((experts + 2,), -1, dtype=dtype)
-        launch_offsets(counts, around[1:-1], total, y_rows=10**6)
-        assert around.tolist() == [-1, *wanted.tolist(), -1]
-        assert total.tolist() == wanted[-1:].tolist()
-        launch_offsets(counts, around[1:-1], total, y_rows=3)
-        assert around.tolist() == [-1, *wanted.clamp(max=3).tolist(), -1]
-        assert total.tolist() == wanted[-1:].tolist()
-
-
 def play_refusals() -> None:
     """What cannot be right is refused with the values."""
     good = Rank(Case(2, 3), 0, 1)
@@ -254,7 +239,6 @@ def play_refusals() -> None:
 
 
 OTHERS = {
-    "offsets": play_offsets,
     "random shapes": play_random,
     "more rows than y has": play_too_many_rows,
     "absurd counts": play_absurd_counts,

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from weft.errors import ScheduleError
-from weft.runtime.stream_late import reads_on_host, segments_of
+from weft.runtime.stream_late import segments_of
 from weft.schedule import AllToAllMatmul, Compute, NotApplicableError, Schedule, Tiles, candidates
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
@@ -55,8 +55,8 @@ def test_other_tiles_are_refused() -> None:
 
 
 def test_only_copies_by_kernel_leave_the_host_out() -> None:
-    assert all(reads_on_host(schedule) for _, schedule in schedules(2, 4))
+    assert all(schedule.reads_on_host for _, schedule in schedules(2, 4))
     bounded = schedules(2, 4, exact=False)
     assert bounded
-    assert not any(reads_on_host(schedule) for _, schedule in bounded)
+    assert not any(schedule.reads_on_host for _, schedule in bounded)
     assert all("by=kernel" in name for name, _ in bounded)

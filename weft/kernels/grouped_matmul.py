@@ -235,18 +235,3 @@ def grouped_matmul_kernel(
                     w_at += BLOCK_K * w_step
             y_at = y + (y_row + in_tile).to(tl.int64)[:, None] * (y_stride // ALIGN * ALIGN) + columns[None, :]
             tl.store(y_at, acc.to(DTYPE), mask=(in_tile < left)[:, None] & is_column[None, :])
-
-
-@triton.jit(do_not_specialize=["y_rows"], do_not_specialize_on_alignment=["counts", "offsets", "total"])
-def offsets_kernel(
-    counts, offsets, total, y_rows: tl.int32,
-    W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr,
-):  # fmt: skip
-    """offsets[e] = rows of y up to and including expert e, at most y_rows; total[0] = all rows, however many. One program."""
-    source = tl.arange(0, W_P2)[:, None]
-    expert = tl.arange(0, E_P2)
-    rows = tl.load(counts + source * E + expert[None, :], mask=(source < W) & (expert < E)[None, :], other=0)
-    ends = tl.cumsum(tl.sum(rows, 0), 0)
-    kept = tl.minimum(ends, y_rows).to(offsets.dtype.element_ty)
-    tl.store(offsets + expert, kept, mask=expert < E)
-    tl.store(total, tl.max(ends, 0).to(total.dtype.element_ty))

@@ -63,8 +63,8 @@ def all_gather_matmul(
 
     Returns (A or None, [A @ B for B in Bs]), on GPUs valid in stream order, in ordinary memory. The first call of a shape
     is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
-    Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs it is kept until the
-        group goes).
+    Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
+        CUDA graph has captured stay, and large ones that are not called any more go sooner).
 
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank, and `DisagreementError`
     when ranks describe different calls; `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.

@@ -77,8 +77,9 @@ def all_to_all_matmul(
         max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
         Under torch.compile y without max_rows has a size that is known when it runs, for which
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
-    Memory: y; and of symmetric memory (W - 1) x capacity x K elements for each of the last 64 shapes (on GPUs it is kept until
-        the group goes). The serial schedule takes twice the rows that come, K wide, instead.
+    Memory: y; and of symmetric memory (W - 1) x capacity x K elements for each of the last 64 shapes (on GPUs those that a
+        CUDA graph has captured stay, and large ones that are not called any more go sooner).
+        The serial schedule takes twice the rows that come, K wide, instead.
 
     Calls on one group are made by one thread at a time.
 
@@ -123,9 +124,8 @@ class _Prepared(Prepared):
 
     def __init__(self, p: AllToAllMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
         super().__init__(p, group, device, pinned)
-        self.agreed: set[tuple[bool, bool]] = (
-            set()
-        )  # which gradients ranks have agreed to want: of tokens, of w_experts
+        # Which gradients ranks have agreed to want: of tokens, of w_experts.
+        self.agreed: set[tuple[bool, bool]] = set()
 
     def __call__(
         self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
@@ -187,7 +187,7 @@ class _Prepared(Prepared):
         self, tensors: dict[str, torch.Tensor], w: torch.Tensor, capturing: bool, deadline_s: float | None
     ) -> Any:
         """Chosen on tokens of the description's number, as many for each expert: the first call may have hardly any."""
-        if self._chosen is not None or capturing:
+        if self._chosen is not None or capturing or self.pinned is not None:
             return self.executor(tensors, capturing, deadline_s)
         p, device = self.p, self.device
         assert self.domain is not None

@@ -22,7 +22,7 @@ from weft.hw import file_of, load_machine
 from weft.plan import gemms
 from weft.plan.machine import machine_name
 from weft.plan.pin import named
-from weft.plan.predict import library_gemms, reads_on_host
+from weft.plan.predict import library_gemms
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -92,7 +92,7 @@ def choose(
         if names is None:
             names = _fastest(p, domain, tensors, deadline_s, serial)
     schedules = {name: named(p, name).build() for name in names if name != "serial"}
-    captured = names[1] if names[1] in schedules and not reads_on_host(schedules[names[1]]) else None
+    captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
@@ -191,7 +191,7 @@ def _fastest(
         fastest = min(names, key=lambda name: times[name])
         return "serial" if "serial" in names and times[fastest] >= _CLEARLY * times["serial"] else fastest
 
-    capturable = [candidate.name for candidate in usual if not reads_on_host(candidate.build())]
+    capturable = [candidate.name for candidate in usual if not candidate.build().reads_on_host]
     return best(list(times)), best(capturable or list(times))
 
 

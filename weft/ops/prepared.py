@@ -21,7 +21,8 @@ from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
 
 KEPT = 64  # shapes per operator and group: each holds memory and threads
-KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that are not the latest
+KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
+WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
 
 T = TypeVar("T")
 
@@ -80,6 +81,7 @@ class Prepared:
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
+        self.called_at = 0  # by the operator's calls, when this was used last
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -152,11 +154,16 @@ class Table(Generic[P]):
 
     def __init__(self) -> None:
         self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, P]] = weakref.WeakKeyDictionary()
+        self._calls = 0
 
     def find(self, group: dist.ProcessGroup, key: Hashable) -> P | None:
         known = self._of_group.get(group)
         prepared = None if known is None else known.get(key)
-        return None if prepared is None or prepared.stale else prepared
+        if prepared is None or prepared.stale:
+            return None
+        self._calls += 1
+        prepared.called_at = self._calls
+        return prepared
 
     def known(self, group: dist.ProcessGroup) -> list[P]:
         """The oldest first."""
@@ -165,9 +172,14 @@ class Table(Generic[P]):
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
         known = self._of_group.setdefault(group, {})
         # All ranks make the same calls, so all drop the same.
-        idle = [key for key, one in known.items() if not one.captured]
-        while idle and (len(known) >= KEPT or sum(known[key].nbytes for key in idle) > KEPT_BYTES):
+        free = [key for key, one in known.items() if not one.captured]
+        idle = [key for key in free if known[key].called_at < self._calls - WHILE]
+        while free and len(known) >= KEPT:
+            idle = [key for key in idle if key != free[0]]
+            known.pop(free.pop(0)).close()
+        while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
             known.pop(idle.pop(0)).close()
+        prepared.called_at = self._calls
         known[key] = prepared
         return prepared
 

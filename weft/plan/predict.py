@@ -29,7 +29,6 @@ from weft.schedule import (
     For,
     NotApplicableError,
     Problem,
-    Read,
     Schedule,
     Step,
     Tiles,
@@ -204,7 +203,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         gemms=len(matmuls) + sum(isinstance(step, Tiles) and step.kernel in grouped for _, step in steps),
         steps=len(steps),
         copies_by_kernel=sum(on == "copy" and isinstance(step, Copy) and step.by == "kernel" for on, step in steps),
-        reads_on_host=reads_on_host(schedule),
+        reads_on_host=schedule.reads_on_host,
         rough=any(
             isinstance(step, Compute) and step.accumulate and ITEM_BYTES[buffers[step.out.buffer].dtype] <= 2
             for _, step in steps
@@ -230,11 +229,6 @@ def _with_matmul(schedule: Schedule) -> set[str]:
         for step in _steps(schedule)
         if isinstance(step, Tiles) and any(isinstance(one, Compute) and one.op == "matmul" for one in step.body)
     }
-
-
-def reads_on_host(schedule: Schedule) -> bool:
-    """Whether the host takes sizes from the device in between, which no CUDA graph can."""
-    return any(isinstance(step, Read) and step.by == "host" for step in _steps(schedule))
 
 
 def _steps(schedule: Schedule) -> Iterator[Step]:

@@ -16,7 +16,7 @@ from weft import env
 from weft.kernels import grouped_matmul as device_code
 from weft.kernels.grouped_matmul import Config, choose_config
 
-__all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "launch_offsets", "prepare"]
+__all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "prepare"]
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
@@ -195,8 +195,8 @@ class GroupedMatmul:
         n_experts: int | None = None,
         spare: int = 0,
     ) -> None:
-        self._world, self._experts = world, experts = tuple(counts.shape)
-        n_sources = world - first_source if n_sources is None else n_sources
+        self._world, experts = counts.shape
+        n_sources = self._world - first_source if n_sources is None else n_sources
         n_experts = experts - first_expert if n_experts is None else n_experts
         self._inbox, self._counts, self._splits, self._config = inbox, counts, splits, config
         self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
@@ -309,41 +309,3 @@ def _check(
             raise ValueError(
                 f"{name} is {table.dtype} with strides {table.stride()}: make it int64 with contiguous rows"
             )
-
-
-@lru_cache(maxsize=64)
-def _compiled_offsets(device: torch.device, world_size: int, experts: int, dtype: torch.dtype) -> Any:
-    with torch.cuda.device(device):
-        compiled = device_code.offsets_kernel.warmup(
-            torch.int64, dtype, torch.int64, 1, grid=(1,), **_table_constants(world_size, experts)
-        )
-        compiled._init_handles()
-    return compiled
-
-
-def _table_constants(world_size: int, experts: int) -> dict[str, int]:
-    rounded = triton.next_power_of_2(world_size), triton.next_power_of_2(experts)
-    return dict(zip(("W", "E", "W_P2", "E_P2"), (world_size, experts, *rounded), strict=True))
-
-
-def launch_offsets(counts: torch.Tensor, offsets: torch.Tensor, total: torch.Tensor, *, y_rows: int) -> None:
-    """Enqueue: offsets[e] = rows of y up to and including expert e, at most y_rows, as torch's grouped_mm wants them.
-
-    counts: int64 [W, E]. offsets: int32 or int64 [E]. total: int64 [1], all rows, also those beyond y_rows.
-    """
-    if (
-        offsets.shape != counts.shape[1:]
-        or offsets.dtype not in (torch.int32, torch.int64)
-        or total.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"offsets {offsets.dtype} {tuple(offsets.shape)} and total {total.dtype}: make them int32 or int64 "
-            f"[{counts.shape[1]}], one for each expert, and int64 [1]"
-        )
-    constants = _table_constants(*counts.shape)
-    if counts.device.type != "cuda":
-        device_code.offsets_kernel[(1, 1, 1)](counts, offsets, total, y_rows, **constants)
-        return
-    compiled = _compiled_offsets(counts.device, *counts.shape, offsets.dtype)
-    with torch.cuda.device(counts.device):
-        compiled[(1, 1, 1)](counts, offsets, total, y_rows, *constants.values())

@@ -29,7 +29,6 @@ from weft.errors import DeadlineError, ScheduleError
 from weft.kernels.signals import POISON
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
 from weft.runtime.stream_compiler import StreamItems, compile_streams, crossing_signals
-from weft.runtime.stream_late import reads_on_host
 from weft.runtime.stream_watch import watch
 from weft.schedule import Schedule, Wait
 from weft.schedule.order import issue_order
@@ -76,7 +75,7 @@ class CudaSchedule:
         self.epoch_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.zero_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.known: dict[str, tuple[int, ...]] = {}  # what buffers hold, as far as the host has read it in this run
-        self._reads_on_host = reads_on_host(schedule)
+        self._reads_on_host = schedule.reads_on_host
         self.caller: torch.cuda.Stream | None = None  # of a run whose sizes the host reads
         self._epoch = 0
         self._captured = False

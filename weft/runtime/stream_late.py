@@ -23,7 +23,7 @@ from weft.errors import ScheduleError
 from weft.kernels import totals as device_code
 from weft.runtime.move import loaded
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Read, Schedule, Tiles
+from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Schedule, Tiles
 from weft.schedule.expr import Total
 from weft.schedule.steps import put_in, variables_of
 
@@ -37,10 +37,6 @@ _BLOCK = 128
 def is_late(step: Any) -> bool:
     """Whether a step of a rank has sizes or places that only the run knows."""
     return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
-
-
-def reads_on_host(schedule: Schedule) -> bool:
-    return any(isinstance(s, Read) and s.by == "host" for lane in schedule.lanes for s in lane.steps)
 
 
 class Totals:

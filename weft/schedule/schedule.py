@@ -64,6 +64,17 @@ class Schedule:
         """What expressions may name, at a rank: its number, and what buffers are expected to hold there."""
         return {"rank": rank, **{held.buffer: held.expected[rank] for held in self.contents}}
 
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether the host takes sizes from the device in between, which no CUDA graph can."""
+        left = [step for lane in self.lanes for step in lane.steps]
+        while left:
+            step = left.pop()
+            if isinstance(step, Read) and step.by == "host":
+                return True
+            left += step.body if isinstance(step, For) else ()
+        return False
+
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
         """The lanes of one rank as numbers, loops written out, steps on empty regions left out. Tiles stay one step, in whose
         body the tile's own number is the only variable.

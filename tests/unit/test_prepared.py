@@ -1,0 +1,49 @@
+"""What operators keep of the shapes that they have met: not too many, and never at the cost of those in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.ops.prepared import KEPT, KEPT_BYTES, WHILE, Table
+
+
+class _Group:
+    """Stands for a process group: something that can be referred to weakly."""
+
+
+class _Made:
+    stale = False
+
+    def __init__(self, nbytes: int = 0, captured: bool = False) -> None:
+        self.nbytes, self.captured, self.closed, self.called_at = nbytes, captured, False, 0
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_shapes_in_use_stay_however_large() -> None:
+    table, group = Table[Any](), _Group()
+    large = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(6)]  # type: ignore[arg-type]
+    for turn in range(3 * WHILE):
+        assert table.find(group, turn % 6) is large[turn % 6]  # type: ignore[arg-type]
+    table.keep(group, "new", _Made(KEPT_BYTES))  # type: ignore[arg-type]
+    assert not any(one.closed for one in large)
+
+
+def test_large_shapes_that_are_not_called_any_more_go_but_for_what_a_graph_holds() -> None:
+    table, group = Table[Any](), _Group()
+    old, held = _Made(KEPT_BYTES), _Made(KEPT_BYTES, captured=True)
+    last, used = _Made(KEPT_BYTES), _Made()
+    for key, one in enumerate((old, held, last, used)):
+        table.keep(group, key, one)  # type: ignore[arg-type]
+    for _ in range(WHILE + 1):
+        table.find(group, 3)  # type: ignore[arg-type]
+    table.keep(group, "new", _Made())  # type: ignore[arg-type]
+    assert [one.closed for one in (old, held, last, used)] == [True, False, False, False]
+    assert table.find(group, 0) is None  # type: ignore[arg-type]
+
+
+def test_of_many_shapes_the_oldest_go() -> None:
+    table, group = Table[Any](), _Group()
+    made = [table.keep(group, key, _Made(captured=key == 0)) for key in range(KEPT + 2)]  # type: ignore[arg-type]
+    assert [key for key, one in enumerate(made) if one.closed] == [1, 2]
