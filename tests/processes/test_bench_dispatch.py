@@ -150,7 +150,8 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
     known = {c.name for c in candidates(AllToAllMatmul.even(48, 40, 16, 3, 2))}
     chosen = {r["variant"]: r["chosen"] for r in rows if r["chosen"]}
     assert set(chosen) == {"weft", "weft-bounded"}
-    assert set(chosen.values()) <= known
+    # "..., in graphs ..." where a captured call takes another one.
+    assert {name for text in chosen.values() for name in text.split(", in graphs ")} <= known
     json.dumps(rows, allow_nan=False)
     assert f"| {SHAPE.name} |" in markdown(rows)
 
