@@ -2,7 +2,8 @@
 //
 // A Python loop over a schedule's operations costs microseconds for each; a whole small call may take 70. So they are
 // recorded once, with buffers, streams and events as numbers, and `run` issues a range of them with the addresses of
-// that call's tensors: no allocation, no Python object and no GIL in the loop. Kernels go between two ranges.
+// that call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels are among them, loaded by who
+// compiled them; a library's calls go between two ranges.
 //
 // Order: operations of one stream happen in order. `write` keeps the driver's default memory barrier (a fence for the
 // whole system, over what the stream did before), so that a `wait` of another rank's stream that finds the value is
@@ -10,11 +11,13 @@
 // 64-bit counters that only grow, compared by signed difference: what is written and awaited is epoch + delta.
 //
 // The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
-// the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management"), 64-bit
-// addresses. Only NVIDIA's driver is loaded; HIP names these functions otherwise.
+// the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management", "Execution
+// Control"), 64-bit addresses. Only NVIDIA's driver is loaded; HIP names these functions otherwise.
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +27,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "copy.hpp"
@@ -57,6 +61,8 @@ static_assert(offsetof(CudaMemcpy2D, src_device) == 32 && offsetof(CudaMemcpy2D,
 constexpr int memory_type_unified = 4;          // CU_MEMORYTYPE_UNIFIED
 constexpr unsigned event_disable_timing = 2;    // CU_EVENT_DISABLE_TIMING
 constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with the memory barrier
+constexpr int error_invalid_value = 1;          // CUDA_ERROR_INVALID_VALUE
+constexpr size_t most_parameters = 64;
 constexpr unsigned wait_value_geq = 0;          // CU_STREAM_WAIT_VALUE_GEQ: int64(*address - value) >= 0
 
 template <typename... Part>
@@ -80,6 +86,9 @@ struct Driver {
     Result (*event_record)(Handle, Handle);
     Result (*event_destroy)(Handle);
     Result (*stream_wait_event)(Handle, Handle, unsigned);
+    Result (*launch_kernel)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **,
+                            void **);
+    Result (*parameter_info)(Handle, size_t, size_t *, size_t *) = nullptr;  // drivers before CUDA 12.4 lack it
     Result (*error_name)(Result, const char **);
     Result (*error_string)(Result, const char **);
 
@@ -105,6 +114,9 @@ struct Driver {
         find(event_record, {"cuEventRecord"});
         find(event_destroy, {"cuEventDestroy_v2"});
         find(stream_wait_event, {"cuStreamWaitEvent"});
+        find(launch_kernel, {"cuLaunchKernel"});
+        if (void *symbol = dlsym(loaded, "cuFuncGetParamInfo"))
+            parameter_info = reinterpret_cast<decltype(parameter_info)>(symbol);
         find(error_name, {"cuGetErrorName"});
         find(error_string, {"cuGetErrorString"});
     }
@@ -117,13 +129,46 @@ struct Driver {
     }
 };
 
+// A kernel that is on the device, and what it is called with: numbers, addresses of bases, the epoch.
+class KernelCall {
+  public:
+    enum class Source { number, base, epoch };
+    struct Parameter {
+        Source source;
+        int64_t base = 0, number = 0;  // `number` is added to the base's address, or to the epoch
+    };
+
+    KernelCall(uint64_t function, int64_t programs, int64_t threads, int64_t shared_bytes)
+        : function(reinterpret_cast<Handle>(function)), programs(programs), threads(threads), shared_bytes(shared_bytes) {
+        require(function != 0, "function=0 is no kernel");
+        require(programs > 0 && threads > 0 && shared_bytes >= 0, "programs=", programs, " and threads=", threads,
+                " must be positive, and shared_bytes=", shared_bytes, " not negative");
+    }
+    KernelCall &number(int64_t value) { return append({Source::number, 0, value}); }
+    KernelCall &base(int64_t base, int64_t offset) { return append({Source::base, base, offset}); }
+    KernelCall &epoch(int64_t delta) { return append({Source::epoch, 0, delta}); }
+
+    Handle function;
+    int64_t programs, threads, shared_bytes;
+    std::vector<Parameter> parameters;
+    // The driver reads as many bytes from each as the kernel declares: the low ones, as machines with GPUs have them.
+    std::vector<uint64_t> values;
+
+  private:
+    KernelCall &append(const Parameter &parameter) {
+        parameters.push_back(parameter);
+        values.push_back(0);
+        return *this;
+    }
+};
+
 using Event = std::unique_ptr<void, Result (*)(Handle)>;  // that a context went first is a result, and ignored
 
 // One struct for all kinds: programs are short, and the loop reads them in order. A signal's place is `dst`.
 struct Operation {
-    enum class Kind { copy, write, wait, record, wait_event } kind;
+    enum class Kind { copy, write, wait, record, wait_event, launch } kind;
     int64_t stream;
-    int64_t event = 0, delta = 0;
+    int64_t event = 0, delta = 0, launch = 0;
     int64_t dst_base = 0, dst_offset = 0, dst_pitch = 0;
     int64_t src_base = 0, src_offset = 0, src_pitch = 0;
     int64_t width_bytes = 0, rows = 0;
@@ -136,6 +181,7 @@ struct Operation {
         case Kind::write: return text("write of epoch + ", delta, " at base ", dst_base, " + ", dst_offset);
         case Kind::wait: return text("wait for epoch + ", delta, " at base ", dst_base, " + ", dst_offset);
         case Kind::record: return text("record of event ", event);
+        case Kind::launch: return text("launch ", launch);
         default: return text("wait for event ", event);
         }
     }
@@ -182,6 +228,30 @@ class StreamProgram {
         return append({.kind = kind, .stream = stream, .event = event});
     }
 
+    // The first of `calls` is launched whose bases' addresses are all multiples of the number beside it.
+    size_t launch(int64_t stream, std::vector<std::pair<int64_t, KernelCall>> calls) {
+        require(!calls.empty(), "a launch needs at least one kernel");
+        for (const auto &[alignment, call] : calls) {
+            require(alignment > 0, "alignment=", alignment, " must be positive");
+            for (const auto &parameter : call.parameters)
+                if (parameter.source == KernelCall::Source::base)
+                    require_below("base", parameter.base, "n_bases", bases_.size());
+            require_parameters(call);
+        }
+        require_idle();
+        launches_.push_back(std::move(calls));
+        return append({.kind = Kind::launch, .stream = stream, .launch = int64_t(launches_.size() - 1)});
+    }
+    // Bytes of each, or nothing where the driver cannot tell.
+    std::vector<size_t> parameters_of(uint64_t function) const {
+        std::vector<size_t> sizes;
+        size_t offset = 0, bytes = 0;
+        while (driver_.parameter_info &&
+               driver_.parameter_info(reinterpret_cast<Handle>(function), sizes.size(), &offset, &bytes) == 0)
+            sizes.push_back(bytes);
+        return sizes;
+    }
+
     size_t size() const { return operations_.size(); }
 
     void run(int64_t first, int64_t last, nb::handle bases, nb::handle streams, int64_t epoch) {
@@ -204,13 +274,14 @@ class StreamProgram {
     }
 
   private:
-    Result issue(const Operation &op, uint64_t epoch) const {
+    Result issue(const Operation &op, uint64_t epoch) {
         const Handle stream = streams_[size_t(op.stream)];
         switch (op.kind) {
         case Kind::copy: return issue_copy(op, stream);
         case Kind::write: return driver_.write_value(stream, dst(op), epoch + uint64_t(op.delta), write_value_default);
         case Kind::wait: return driver_.wait_value(stream, dst(op), epoch + uint64_t(op.delta), wait_value_geq);
         case Kind::record: return driver_.event_record(events_[size_t(op.event)].get(), stream);
+        case Kind::launch: return issue_launch(launches_[size_t(op.launch)], stream, epoch);
         default: return driver_.stream_wait_event(stream, events_[size_t(op.event)].get(), 0);
         }
     }
@@ -225,6 +296,37 @@ class StreamProgram {
         copy.dst_device = dst(op), copy.dst_pitch = size_t(op.dst_pitch);
         copy.width_bytes = size_t(op.width_bytes), copy.height = size_t(op.rows);
         return driver_.memcpy_2d_async(&copy, stream);
+    }
+    Result issue_launch(std::vector<std::pair<int64_t, KernelCall>> &calls, Handle stream, uint64_t epoch) {
+        for (auto &[alignment, call] : calls) {
+            void *places[most_parameters];
+            bool aligned = true;
+            for (size_t i = 0; i < call.parameters.size(); ++i) {
+                const auto &[source, base, number] = call.parameters[i];
+                uint64_t value = uint64_t(number);
+                if (source == KernelCall::Source::epoch) value += epoch;
+                if (source == KernelCall::Source::base) {
+                    value += bases_[size_t(base)];
+                    aligned = aligned && value % uint64_t(alignment) == 0;
+                }
+                call.values[i] = value;
+                places[i] = &call.values[i];
+            }
+            if (aligned)
+                return driver_.launch_kernel(call.function, unsigned(call.programs), 1, 1, unsigned(call.threads), 1, 1,
+                                             unsigned(call.shared_bytes), stream, places, nullptr);
+        }
+        return error_invalid_value;
+    }
+    void require_parameters(const KernelCall &call) const {
+        const auto sizes = parameters_of(reinterpret_cast<uint64_t>(call.function));
+        require(!driver_.parameter_info || sizes.size() == call.parameters.size(), "the kernel takes ", sizes.size(),
+                " parameters, and ", call.parameters.size(), " are given");
+        require(call.parameters.size() <= most_parameters, "a kernel of ", call.parameters.size(),
+                " parameters: at most ", most_parameters);
+        for (size_t i = 0; i < sizes.size(); ++i)
+            require(sizes[i] <= sizeof(uint64_t), "parameter ", i, " of the kernel has ", sizes[i],
+                    " bytes: numbers have at most 8");
     }
     Address dst(const Operation &op) const { return bases_[size_t(op.dst_base)] + uint64_t(op.dst_offset); }
 
@@ -263,6 +365,7 @@ class StreamProgram {
     std::vector<Handle> streams_;
     std::vector<Event> events_;
     std::vector<Operation> operations_;
+    std::vector<std::vector<std::pair<int64_t, KernelCall>>> launches_;
     bool running_ = false;
 };
 
@@ -270,6 +373,13 @@ class StreamProgram {
 
 void register_stream_program(nb::module_ &m) {
     using P = StreamProgram;
+    using K = KernelCall;
+    nb::class_<K>(m, "KernelCall", "A loaded kernel, and what it is called with.")
+        .def(nb::init<uint64_t, int64_t, int64_t, int64_t>(), nb::arg("function"), nb::arg("programs"),
+             nb::arg("threads"), nb::arg("shared_bytes"))
+        .def("number", &K::number, nb::arg("value"), nb::rv_policy::reference)
+        .def("base", &K::base, nb::arg("base"), nb::arg("offset"), nb::rv_policy::reference)
+        .def("epoch", &K::epoch, nb::arg("delta"), nb::rv_policy::reference);
     nb::class_<P>(m, "StreamProgram", "Operations on CUDA streams, recorded once and issued many times.")
         .def(nb::init<int64_t, int64_t, int64_t, const std::string &>(), nb::arg("n_bases"), nb::arg("n_streams"),
              nb::arg("n_events"), nb::arg("library") = "libcuda.so.1")
@@ -279,6 +389,8 @@ void register_stream_program(nb::module_ &m) {
         .def("wait", &P::signal<Kind::wait>, nb::arg("stream"), nb::arg("base"), nb::arg("offset"), nb::arg("delta"))
         .def("record", &P::event<Kind::record>, nb::arg("stream"), nb::arg("event"))
         .def("wait_event", &P::event<Kind::wait_event>, nb::arg("stream"), nb::arg("event"))
+        .def("launch", &P::launch, nb::arg("stream"), nb::arg("calls"))
+        .def("parameters_of", &P::parameters_of, nb::arg("function"))
         .def("__len__", &P::size)
         .def("run", &P::run, nb::arg("first"), nb::arg("last"), nb::arg("bases"), nb::arg("streams"), nb::arg("epoch"));
 }

@@ -58,8 +58,27 @@ def copy_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, width_bytes: int
     """
 
 # csrc/stream_program.cpp
+class KernelCall:
+    """A kernel that is loaded on the device, and what it is called with, in the order of its parameters.
+
+    Args:
+        function: the driver's handle of it (CUfunction), in the context that will be current.
+        programs, threads: how many blocks (along x), and threads in each.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    def __init__(self, function: int, programs: int, threads: int, shared_bytes: int) -> None: ...
+    def number(self, value: int) -> KernelCall:
+        """The next parameter is `value`, or its low bytes if it is a shorter one."""
+
+    def base(self, base: int, offset: int) -> KernelCall:
+        """The next parameter is the address of base number `base`, `offset` bytes on."""
+
+    def epoch(self, delta: int) -> KernelCall:
+        """The next parameter is epoch + `delta`."""
+
 class StreamProgram:
-    """Copies, signals and events on CUDA streams: recorded once, issued many times with other buffers.
+    """Copies, signals, events and kernels on CUDA streams: recorded once, issued many times with other buffers.
 
     Buffers, streams and events are numbers; `run` says which addresses and stream handles they are. Methods that record
     return the operation's index and raise ValueError, with the values, for a number, offset or size out of range.
@@ -107,6 +126,15 @@ class StreamProgram:
 
     def wait_event(self, stream: int, event: int) -> int:
         """Hold the stream until the event's last record before this call is reached."""
+
+    def launch(self, stream: int, calls: list[tuple[int, KernelCall]]) -> int:
+        """Launch the first kernel whose bases, with their offsets, are all multiples of the number beside it.
+
+        Raises ValueError if a kernel has other parameters than are given, as far as the driver can tell.
+        """
+
+    def parameters_of(self, function: int) -> list[int]:
+        """Bytes of each parameter of a kernel; none if the driver cannot tell (before CUDA 12.4)."""
 
     def __len__(self) -> int: ...
     def run(

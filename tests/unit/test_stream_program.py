@@ -102,6 +102,22 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     NOTE("wait_event", stream, (uint64_t)event, flags);
     return 0;
 }
+size_t kernels[3][9] = {{3, 8, 8, 4}, {1, 8}, {2, 8, 128}};  // of each: how many parameters, and their bytes
+#ifndef OLD
+int cuFuncGetParamInfo(size_t *kernel, size_t i, size_t *offset, size_t *bytes) {
+    if (i >= kernel[0]) return 1;
+    *offset = 0, *bytes = kernel[1 + i];
+    return 0;
+}
+#endif
+int cuLaunchKernel(size_t *kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   void *stream, void **parameters, void **extra) {
+    uint64_t found[4] = {0};
+    if (gy * gz * by * bz != 1 || extra) return 1;
+    for (size_t i = 0; i < kernel[0]; ++i) memcpy(&found[i], parameters[i], kernel[1 + i]);
+    NOTE("launch", stream, (uint64_t)kernel, gx, bx, shared, found[0], found[1], found[2]);
+    return 0;
+}
 int cuGetErrorName(int error, const char **name) { *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : NULL; return error != 1; }
 int cuGetErrorString(int error, const char **text) { *text = error == 1 ? "invalid argument" : NULL; return error != 1; }
 """
@@ -128,6 +144,13 @@ class Driver:
         program = _core.StreamProgram(n_bases, n_streams, n_events, self.path)
         self["n_calls"] = 0
         return program
+
+    def kernel(self, number: int, programs: int = 1, threads: int = 32, shared_bytes: int = 0) -> _core.KernelCall:
+        return _core.KernelCall(self.handle(number), programs, threads, shared_bytes)
+
+    def handle(self, number: int) -> int:
+        """Of one of its kernels."""
+        return ctypes.addressof((ctypes.c_size_t * 27).in_dll(self.library, "kernels")) + 72 * number
 
     def calls(self) -> list[tuple]:
         """The calls since the last time, each (name, stream handle, its numbers padded with 0)."""
@@ -258,6 +281,53 @@ def test_each_operation_asks_the_driver_for_one_thing_in_order(driver):
     assert signals.tolist() == [0, 105, 0, 0]
 
 
+def test_a_kernel_is_launched_with_numbers_bases_and_the_epoch(driver):
+    program = driver.program(2, 2, 0)
+    kernel = driver.kernel(0, programs=7, threads=256, shared_bytes=1024).base(1, 24).epoch(-1).number(2**31 - 1)
+    assert program.launch(1, [(8, kernel)]) == 0
+    for epoch, base in ((100, 4096), (101, 8192)):
+        program.run(0, 1, [0, base], [0, 5], epoch)
+        launched = call("launch", 5, driver.handle(0), 7, 256, 1024, base + 24, epoch - 1, 2**31 - 1)
+        assert driver.calls() == [launched]
+
+
+@pytest.mark.parametrize(("bases", "taken"), [((32, 64), 0), ((32, 8), 1), ((6, 64), 2)])
+def test_the_first_kernel_is_launched_that_the_addresses_suit(driver, bases, taken):
+    program = driver.program(2, 1, 0)
+    kernels = [driver.kernel(0, programs=10 + i).base(0, 0).base(1, 16).number(i) for i in range(3)]
+    program.launch(0, list(zip((16, 4, 1), kernels, strict=True)))
+    program.run(0, 1, bases, [0], 0)
+    ((_, _, _, programs, _, _, first, second, number, _),) = driver.calls()
+    assert (programs, first, second, number) == (10 + taken, bases[0], bases[1] + 16, taken)
+
+
+def test_addresses_that_suit_no_kernel_are_an_error(driver):
+    program = driver.program(1, 1, 0)
+    program.launch(0, [(8, driver.kernel(1).base(0, 0))])
+    with pytest.raises(RuntimeError, match=re.escape("operation 0, launch 0, on stream 0: CUDA_ERROR_INVALID_VALUE")):
+        program.run(0, 1, [12], [0], 0)
+    assert driver.calls() == []
+
+
+def test_what_a_kernel_does_not_take_is_refused(driver):
+    program = driver.program(1, 1, 0)
+    assert [program.parameters_of(driver.handle(i)) for i in range(3)] == [[8, 8, 4], [8], [8, 128]]
+    kernel = driver.kernel
+    for calls, named in [
+        ([], "at least one kernel"),
+        ([(8, kernel(0).number(1))], "takes 3 parameters, and 1 are given"),
+        ([(8, kernel(2).number(1).number(2))], "parameter 1 of the kernel has 128 bytes: numbers have at most 8"),
+        ([(8, kernel(1).base(1, 0))], "base=1 must be at least 0 and below n_bases=1"),
+        ([(0, kernel(1).number(1))], "alignment=0 must be positive"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(named)):
+            program.launch(0, calls)
+    assert len(program) == 0
+    for arguments in ((0, 1, 1, 0), (8, 0, 1, 0), (8, 1, 0, 0), (8, 1, 1, -1)):
+        with pytest.raises(ValueError, match=r"is no kernel|must be positive, and shared_bytes"):
+            _core.KernelCall(*arguments)
+
+
 @pytest.mark.parametrize(("width", "rows"), [(0, 5), (8, 0), (0, 0)])
 def test_a_copy_of_nothing_is_an_operation_that_issues_nothing(driver, width, rows):
     program = driver.program(2, 1, 0)
@@ -379,6 +449,7 @@ def test_older_names_of_the_stream_memory_operations_are_found(build):
     program.wait(0, 0, 0, 1)
     program.run(0, 2, [signal.ctypes.data], [0], 1)
     assert [c[0] for c in old.calls()] == ["write", "wait"]
+    assert program.parameters_of(old.handle(0)) == [], "nor did it tell parameters"
 
 
 @pytest.mark.parametrize("named", ["n_bases", "n_streams", "n_events"])

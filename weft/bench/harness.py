@@ -1,13 +1,17 @@
 """Timing across ranks: arms alternate, a repetition takes as long as its slowest rank, and calls come in three ways.
 
-- `single`: all ranks start together, one call, a synchronisation. What a caller sees who waits for each result.
+- `single`: a call, a synchronisation, and the next call: what a loop sees that waits for each result. Ranks start
+  together, and then their collectives keep them so. (Pauses between calls would let the device idle, after which any launch
+  takes about twice as long.)
 - `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls
-  are enqueued behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work.
+  are enqueued behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work,
+  and behind a meeting of the devices, so that none waits in its first call for another's sleep to end.
   Calls that wait for the device themselves cannot be enqueued ahead, and get no sleep.
   On CPU a call returns when its result is there, so `queued` only drops the common start.
 - `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
 
-Arms take turns inside each repetition (clocks, temperature and neighbours drift), starting with another arm each time.
+Arms take turns inside each repetition (clocks, temperature and neighbours drift), in another order each time: an arm that
+always follows the same one would be measured at the clock that this one leaves behind.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +34,8 @@ _SLEEP_CYCLES_PER_S = (
     2.0e9  # at least the clock of any present GPU: a sleep may be longer than asked, never much shorter
 )
 _LONGEST_SLEEP_S = 0.2
+_MOST_CALLS = 20  # in a row
+_MOST_REPLAYS = 12  # of graphs: with more of NCCL's before it, launching one waits for the device
 _ATTEMPTS = 4  # to enqueue a row of calls before the sleep is over
 
 
@@ -64,6 +71,24 @@ class Ranks:
         until = self.most(time.perf_counter()) + 3e-4
         while time.perf_counter() < until:
             pass
+
+    def meet_on_device(self) -> None:
+        """Enqueue: what comes after this on the current stream begins when all ranks' streams have come here."""
+        if self._meeting is not None:
+            self._meeting.barrier()
+
+    @cached_property
+    def _meeting(self) -> Any:
+        """Of signals in symmetric memory: where a graph holds collectives of NCCL, others of NCCL before it would keep the
+        host from launching the graph until they are done."""
+        if self.world_size == 1:
+            return None
+        import torch.distributed._symmetric_memory as symm_mem
+
+        try:
+            return symm_mem.rendezvous(symm_mem.empty(1, dtype=torch.int64, device=self.device), self.group.group_name)
+        except RuntimeError:  # devices that cannot reach each other start as well as their hosts do
+            return None
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -119,18 +144,19 @@ def time_arms(
     replays. `waiting`: arms that wait for the device in each call.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
-    calls = 1 if mode == "single" else max(3, min(20, round(0.25 * seconds / slowest_s)))
+    most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
+    calls = max(3, min(most, round(0.25 * seconds / slowest_s)))
+    calls = 1 if mode == "single" and ranks.device.type == "cpu" else calls
     count = max(repetitions[0], min(repetitions[1], round(seconds / (slowest_s * calls))))
-    clock = _HostClock if ranks.device.type == "cpu" else _OneCallClock if mode == "single" else _QueueClock
+    clock = _HostClock if ranks.device.type == "cpu" else _SingleClock if mode == "single" else _QueueClock
     clocks: dict[str, _Clock] = {
         name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in arms.items()
     }
     names = list(arms)
     mine: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for repetition in range(count):
-        start = repetition % len(names)
-        for name in names[start:] + names[:start]:
-            mine[name].append(clocks[name].measure(repetition))
+        for number in np.random.default_rng(repetition).permutation(len(names)):  # the same on all ranks
+            mine[names[number]].append(clocks[names[number]].measure(repetition))
         advance(1 / count)
     timings = {}
     for name in names:
@@ -175,17 +201,21 @@ class _HostClock:
         return 1e3 * seconds, 1e6 * seconds
 
 
-class _OneCallClock(_HostClock):
-    """One call and a synchronisation."""
+class _SingleClock(_HostClock):
+    """One call and a synchronisation, in a row of such: the medians. The first follows a pause, and does not count."""
 
     def measure(self, repetition: int) -> tuple[float, float]:
+        found = []
         torch.cuda.synchronize(self.ranks.device)
         self.ranks.start_together()
-        start = time.perf_counter()
-        self.call(repetition % self.input_sets)
-        host_s = time.perf_counter() - start
-        torch.cuda.synchronize(self.ranks.device)
-        return 1e3 * (time.perf_counter() - start), 1e6 * host_s
+        for i in range(1 + self.calls):
+            start = time.perf_counter()
+            self.call((repetition + i) % self.input_sets)
+            host_s = time.perf_counter() - start
+            torch.cuda.synchronize(self.ranks.device)
+            found.append((1e3 * (time.perf_counter() - start), 1e6 * host_s))
+        call_ms, host_us = np.median(np.asarray(found[1:]), axis=0)
+        return float(call_ms), float(host_us)
 
 
 @dataclass
@@ -202,6 +232,7 @@ class _QueueClock(_HostClock):
             torch.cuda.synchronize(self.ranks.device)
             self.ranks.start_together()
             torch.cuda._sleep(int(self.sleep_s * _SLEEP_CYCLES_PER_S))
+            self.ranks.meet_on_device()
             before.record()
             start = time.perf_counter()
             for i in range(self.calls):

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from weft import _core
 from weft.kernels import move as device_code
+from weft.runtime.kernel_call import Base, Epoch, kernel_call, loaded
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ALIGNMENT = 16  # the widest access, in bytes
@@ -73,26 +75,43 @@ class Move:
             started, int(advance),
         )  # fmt: skip
         self._sizes = sizes
-        self._grid = (max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES))), 1, 1)
+        self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
         self._variants = {step: _compiled_move(device, step, warps) for step in {self._step, min(self._step, 2), 1}}
 
-    def launch(self, epoch_given: int, source: int = 0, target: int = 0, source_rows: int = 0) -> None:
-        """On the current stream; the epoch is what the device's word says plus `epoch_given`.
-
-        source_rows: with `sizes`, how many rows there are from `source` on.
-        """
+    def launch(
+        self, epoch_given: int, source: int = 0, target: int = 0, source_rows: int = 0, *, stream: int | None = None
+    ) -> None:
+        """The epoch is what the device's word says plus `epoch_given`. source_rows: with `sizes`, how many rows there are from
+        `source` on. stream: its handle (default: the current one)."""
         step = self._step
         if (source | target) & (step - 1):
             step = min(step, _greatest_power_of_two(source, target))
             step = step if step in self._variants else 2 if step > 2 else 1
         compiled, constants = self._variants[step]
+        arguments = self._arguments(step, source, target, epoch_given, source_rows)
+        compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
+
+    def record(
+        self, program: _core.StreamProgram, stream: int, epoch: int | Epoch, source: int | Base, target: int | Base
+    ) -> bool:
+        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        calls = [
+            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target, epoch, 0)))
+            for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
+        ]
+        known = [(step, call) for step, call in calls if call is not None]
+        if len(known) == len(calls):
+            program.launch(stream, known)
+        return len(known) == len(calls)
+
+    def _arguments(self, step: int, source: Any, target: Any, epoch: Any, source_rows: int) -> tuple[Any, ...]:
         item, shape = min(8, step), self._shape
-        compiled[self._grid](
+        return (
             source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
-            *self._tables, epoch_given, self._sizes, source_rows, *constants,
+            *self._tables, epoch, self._sizes, source_rows,
         )  # fmt: skip
 
 
@@ -103,8 +122,8 @@ class Stamps:
         self.times = torch.zeros(count, dtype=torch.int64, device=device)
         self._compiled = _compiled_small(device, "stamp_kernel")
 
-    def launch(self, index: int) -> None:
-        self._compiled[(1, 1, 1)](self.times, index, torch.version.hip is None)
+    def launch(self, index: int, stream: int) -> None:
+        self._compiled[(1, 1, 1)](self.times, index, torch.version.hip is None, stream=stream)
 
 
 @lru_cache(maxsize=64)
@@ -129,14 +148,6 @@ def _compiled_small(device: torch.device, name: str) -> Any:
     kernel = getattr(device_code, name)
     arguments = [1 if n == "index" else torch.int64 for n in kernel.arg_names[:-1]]
     return loaded(device, kernel, arguments, 1, {"PTX": torch.version.hip is None})
-
-
-def loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
-    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
-    with torch.cuda.device(device):
-        compiled = kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
-        compiled._init_handles()
-    return compiled
 
 
 def _greatest_power_of_two(*numbers: int) -> int:

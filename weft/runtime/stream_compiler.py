@@ -24,6 +24,7 @@ import torch.distributed as dist
 from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, sendable
+from weft.runtime.kernel_call import Base, Epoch
 from weft.runtime.move import Move, Shape, Stamps
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.stream_late import Gemms, HostRead, LateCopy, Totals, is_late, segments_of
@@ -99,9 +100,10 @@ class StreamItems:
         self.spans: list[tuple[str, str, int]] = []
         self.stamps: Stamps | None = None
         self.program: Any = None
+        self.kept: list[Any] = []  # whose memory the program's operations use
         self.bases: list[int] = []
         self.epoch = 0  # as launches of the run are told it
-        self.leaves_main = False  # whether calls or launches go to other streams than the caller's
+        self.leaves_main = False  # whether calls go to other streams than the caller's
 
     def issue(self, tensors: Tensors, epoch: int) -> None:
         owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
@@ -115,14 +117,15 @@ class StreamItems:
             if kind == _NATIVE:
                 program.run(what, where, bases, streams, epoch)
                 continue
+            if kind == _LAUNCH:
+                what(bases, given, streams[where])
+                continue
             if where:
                 torch.cuda.set_stream(owner.side[where - 1])
             if kind == _CALL:
                 what(tensors)
-            elif kind == _LATE:
-                what(tensors, bases)
             else:
-                what(bases, given)
+                what(tensors, bases)
             if where:
                 torch.cuda.set_stream(main)
 
@@ -165,7 +168,7 @@ class _Compiler:
         self._events = 0
         self._native_from = 0
         self._event_of: dict[Key, int] = {}
-        self._told = False
+        self._told = False  # where the watchdog looks whether runs get on
         self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
@@ -192,14 +195,18 @@ class _Compiler:
         owner, program = self.owner, self.program
         lanes = len(owner.lanes)
         fork, joints = self._event(), [self._event() for _ in range(lanes)]
-        program.record(0, fork)
-        for lane in range(1, lanes):
-            program.wait_event(lane, fork)
-        if not self.on_device:  # off the path of the run: writing to host memory takes microseconds
-            program.wait_event(self._monitor, fork)
-            program.write(self._monitor, self._started, 0, 0)
         groups = self._groups()
         last = {group.lane: group for group in groups}
+        # That the run has started is told by its first launch, if nothing can hold that back; else off the path of the run,
+        # since writing to host memory takes microseconds.
+        self._told = not self.on_device and not any(g.lane == 0 and _moves(g) for g in groups[:1])
+        awaiting = [*range(1, lanes), *([self._monitor] if self._told else [])]
+        if awaiting:
+            program.record(0, fork)
+        for lane in awaiting:
+            program.wait_event(lane, fork)
+        if self._told:
+            program.write(self._monitor, self._started, 0, 0)
         # Where the epoch is the device's, the run's last launch advances it, when nobody needs the old one any more.
         ending = last[0] if self.on_device and isinstance(last[0].steps[0], Set) and self._uses_epoch(last[0]) else None
         for group in groups:
@@ -214,13 +221,13 @@ class _Compiler:
             sets = [] if ending is None else [self._word(step) for step in ending.steps]
             self._move(0, Move(owner.epoch_word, sets=sets, started=self._tell_started(), advance=True), None, None)
         self._flush()
-        self.result.leaves_main = any(item.kind != _NATIVE and item.where for item in self.result.items)
+        self.result.leaves_main = any(item.kind in (_CALL, _LATE) and item.where for item in self.result.items)
         return self.result
 
     def _tell_started(self) -> int:
-        """Where the first launch of a run whose epoch is the device's says that it has started; 0 for the others."""
+        """Where the first launch of a run says that it has started, if that is not told otherwise; 0 for the others."""
         told, self._told = self._told, True
-        return 0 if told or not self.on_device else self.result.bases[self._started]
+        return 0 if told else self.result.bases[self._started]
 
     # --- grouping ---
 
@@ -318,7 +325,7 @@ class _Compiler:
             self._stamp(group.lane, 2 * first)
         copies = [step for step in group.steps if isinstance(step, Copy)]
         step = group.steps[0]
-        if (copies and copies[0].by == "kernel") or (self.on_device and self._uses_epoch(group)):
+        if _moves(group) or (self.on_device and self._uses_epoch(group)):
             self._launch(group, copies)
         elif isinstance(step, Copy):
             self._copy(group.lane, step)
@@ -397,11 +404,16 @@ class _Compiler:
     def _move(
         self, lane: int, move: Move, source: tuple[int, int, int] | None, target: tuple[int, int, int] | None
     ) -> None:
-        def launch(bases: list[int], epoch: int) -> None:
-            if source is None or target is None:
-                move.launch(epoch)
-            else:
-                move.launch(epoch, bases[source[0]] + source[1], bases[target[0]] + target[1])
+        """source, target: as `_place` says them."""
+        self.result.kept.append(move)
+        epoch = 1 if self.on_device else Epoch(0)  # after the device's word, or after zero
+        places = [0 if place is None else Base(place[0], place[1]) for place in (source, target)]
+        if move.record(self.program, lane, epoch, *places):
+            return
+
+        def launch(bases: list[int], epoch: int, stream: int) -> None:
+            at = [0 if place is None else bases[place[0]] + place[1] for place in (source, target)]
+            move.launch(epoch, *at, stream=stream)
 
         self._flush()
         self.result.items.append(_Item(_LAUNCH, launch, lane))
@@ -441,8 +453,10 @@ class _Compiler:
             self.owner.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)]
         )
         self._sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
-        self._flush()
-        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch: totals.launch(), lane))
+        self.result.kept.append(totals)
+        if not totals.record(self.program, lane):
+            self._flush()
+            self.result.items.append(_Item(_LAUNCH, lambda bases, epoch, stream: totals.launch(stream), lane))
 
     def _tiles(self, lane: int, step: Tiles) -> None:
         owner = self.owner
@@ -465,7 +479,7 @@ class _Compiler:
         stamps = self.result.stamps
         assert stamps is not None
         self._flush()
-        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch: stamps.launch(index), lane))
+        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch, stream: stamps.launch(index, stream), lane))
 
     def _call(self, lane: int, call: Callable[[Tensors], None]) -> None:
         self._flush()
@@ -543,6 +557,11 @@ class _Compiler:
     def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
         """In the order of lanes: the same places on all ranks."""
         return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
+
+
+def _moves(group: _Group) -> bool:
+    """Whether it is a launch that copies."""
+    return any(isinstance(step, Copy) and step.by == "kernel" for step in group.steps)
 
 
 def _whole(region: Region) -> Region:

@@ -21,7 +21,7 @@ import torch
 from weft import _core
 from weft.errors import ScheduleError
 from weft.kernels import totals as device_code
-from weft.runtime.move import loaded
+from weft.runtime.kernel_call import kernel_call, loaded
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Schedule, Tiles
 from weft.schedule.expr import Total
@@ -47,15 +47,22 @@ class Totals:
         most = max((len(terms) for _, terms in parts), default=0)
         rows = [[_term(t) for t in terms] + [(0, 0, 1)] * (most - len(terms)) for _, terms in parts]
         device = held.device
-        self._held, self._n_terms = held, most
         self._terms = torch.tensor(rows, dtype=torch.int64, device=device)
         self._constants = torch.tensor([constant for constant, _ in parts], dtype=torch.int64, device=device)
         self.numbers = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._compiled = _compiled_totals(device)
 
-    def launch(self) -> None:
-        grid = (len(self.numbers), 1, 1)
-        self._compiled[grid](self._held, self._terms, self._constants, self.numbers, self._n_terms, _BLOCK)
+        self._arguments = (held, self._terms, self._constants, self.numbers, most)
+
+    def launch(self, stream: int) -> None:
+        self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
+
+    def record(self, program: _core.StreamProgram, stream: int) -> bool:
+        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
+        if call is not None:
+            program.launch(stream, [(1, call)])
+        return call is not None
 
     def address(self, number: int) -> int:
         return self.numbers.data_ptr() + 8 * number
