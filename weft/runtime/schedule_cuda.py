@@ -64,8 +64,7 @@ class CudaSchedule:
         self.own = self._own_buffers()
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
-            # Of high priority as well: streams of the caller's may share its hardware queue, and keep the caller waiting.
-            self.monitor = torch.cuda.Stream(self.device, priority=-1)
+            self.monitor = torch.cuda.Stream(self.device)
             # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
             self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
         self._poison = torch.full((max(1, self.layout.n_counters),), POISON, dtype=torch.int64, pin_memory=True)
