@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weft import plan
@@ -99,7 +101,7 @@ def test_the_slowest_rank_counts_and_only_what_all_have() -> None:
 
 def test_a_model_knows_what_was_measured_before_what_was_calibrated() -> None:
     a, b = (8192, 5120, 8192, "bf16"), (4096, 4096, 4096, "bf16")
-    calibrated = H200.with_measured({a: 800.0, b: 250.0})
+    calibrated = replace(H200.with_measured({a: 800.0, b: 250.0}), sustained=1.0)
     assert gemms.informed(calibrated, NAME) is calibrated
     gemms.learn(NAME, [{a: 890.0}])
     model = gemms.informed(calibrated, NAME)
@@ -111,6 +113,14 @@ def test_a_model_knows_what_was_measured_before_what_was_calibrated() -> None:
     gemms.learn(NAME, [{b: 260.0}])
     assert gemms.informed(calibrated, NAME).matmul_us(*b) == pytest.approx(260.0)
     assert gemms.informed(calibrated, "another") is calibrated
+
+
+def test_long_gemms_are_taken_to_be_slower_in_sustained_work() -> None:
+    long, short = (8192, 5120, 8192, "bf16"), (64, 4096, 4096, "bf16")
+    gemms.learn(NAME, [{long: 900.0, short: 30.0}])
+    model = gemms.informed(replace(H200, sustained=1.2), NAME)
+    assert model.matmul_us(*long) == pytest.approx(900.0 * 1.2)
+    assert model.matmul_us(*short) == pytest.approx(30.0 * 1.02)
 
 
 def test_slow_pieces_are_not_chosen() -> None:

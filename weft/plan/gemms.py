@@ -9,7 +9,8 @@ make others the fast ones, by times that only were predicted: so there is a seco
 What a time means: a GPU that has rested runs at a higher clock until its power limit ends that, some 10 to 20 ms later, and
 schedules are chosen for sustained work. So if any of the GEMMs is a long one, the first that is timed, the longest, runs for
 15 ms before its clock starts; the others follow within a millisecond, and are timed as warm as it left the device. That is
-less than the 20 ms before each GEMM of a calibration: times of GEMMs of several milliseconds may still be a few percent short.
+still short of hours of work: a long GEMM is taken to be slower than it was measured by what the machine's model says
+(`Model.sustained`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ BUDGET_US = 60_000.0
 _ENOUGH_US = 3000.0  # of calls of one GEMM
 _LONG_US = 200.0  # from here on the clock matters, below the power limit is not reached
 _WARM_US = 15_000.0
+_SUSTAINED_US = 300.0  # of GEMMs: shorter ones by less
 _MOST_CALLS = 50
 _SCHEDULES = 6  # whose GEMMs are measured: the fastest by prediction that have GEMMs of their own
 _WITHIN = 1.5  # of the fastest prediction: what is slower will not win by what GEMMs are mispredicted
@@ -100,6 +102,7 @@ def informed(model: Model, machine: str) -> Model:
         return model
     before, known, found = _informed.get((machine, model.world_size), (None, None, model))
     if before is not model or known is not here:
-        found = model.with_measured({**model.measured_us, **here})
+        slower = {shape: us * (1 + (model.sustained - 1) * min(1.0, us / _SUSTAINED_US)) for shape, us in here.items()}
+        found = model.with_measured({**model.measured_us, **slower})
         _informed[machine, model.world_size] = model, here, found
     return found

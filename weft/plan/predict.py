@@ -1,13 +1,13 @@
 """What each candidate takes on the model of a machine: every schedule is built, and simulated unless it is hopeless.
 
-A prediction is the time of a run that follows another one ("queued", and "graph", in which the host takes no part either),
-or of a run that begins on idle devices, with the host's time for each step ("single").
+A prediction is the time of a run that follows another one ("queued"; "graph", where kernels take the part of stream
+operations), or of a run that begins on idle devices, with the host's time for each step ("single").
 
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
 So schedules are simulated by rising bounds, and those not at all of which the bound is no better than the best single run so
-far, or `HOPELESS` times the best queued one: what comes near is shown with its time. Equal schedules under two names are
-simulated once. Those of the last problem are kept, and their times on the last model, as a problem is often decided several
-times: for calls and for graphs, before and after its GEMMs were measured.
+far, or `HOPELESS` times the best of those in a row: what comes near is shown with its time. Equal schedules under two names
+are simulated once. Those of the last problem are kept, as a problem is often decided several times: for calls and for graphs,
+before and after its GEMMs were measured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AT_LEAST = "takes at least"
 """How `Row.why_not` begins for a candidate that was not simulated, because it cannot be the fastest."""
 
 HOPELESS = 2.5
-"""Times the fastest queued prediction: what takes longer for certain is not simulated."""
+"""Times the fastest prediction: what takes longer for certain is not simulated."""
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Told what is done next, and which part of everything was done before."""
@@ -111,8 +111,11 @@ class _Built:
 
 def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0.0) -> float:
     """Microseconds of one run, and no less than that many."""
-    single = mode == "single"
-    us = simulate(schedule, model, mode="single").end_us if single else simulate(schedule, model, runs=2).per_run_us
+    if mode == "single":
+        us = simulate(schedule, model, mode=mode).end_us
+    else:
+        us = simulate(schedule, model, mode=mode, runs=2).per_run_us
+    us += model.graph_run_us if mode == "graph" else 0.0
     return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
 
 
@@ -144,11 +147,8 @@ def predicted_rows(
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     elif mode == "single":
         times = _single_times(schedules, model, needed, progress)
-    elif (last := _last.get("queued")) and last[0] is built and last[1] is model and last[2] == needed:
-        times = last[3]
     else:
-        times = _queued_times(problem, built, model, needed, progress)
-        _last["queued"] = (built, model, needed, times)
+        times = _times_in_a_row(problem, built, model, mode, needed, progress)
     rows = [replace(one.row, problem=problem, model=model) for one in built]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
 
@@ -156,8 +156,6 @@ def predicted_rows(
 # -- schedules
 
 _kept: dict[tuple, list[_Built]] = {}
-_last: dict[str, tuple[list[_Built], Model, frozenset[str], dict[str, float | str]]] = {}
-"""The last candidates, what they were simulated on, which had to be, and their queued times."""
 
 
 def _built(problem: Problem, progress: Progress) -> list[_Built]:
@@ -278,11 +276,11 @@ def _timed(row: Row, time: float | str | None) -> Row:
     return row if time is None else replace(row, predicted_us=time)
 
 
-def _queued_times(
-    problem: Problem, built: list[_Built], model: Model, needed: frozenset[str], progress: Progress
+def _times_in_a_row(
+    problem: Problem, built: list[_Built], model: Model, mode: Mode, needed: frozenset[str], progress: Progress
 ) -> dict[str, float | str]:
-    """Microseconds of queued runs, or why there is no need to know: compared with those of candidates that graphs can capture,
-    too, where it is one."""
+    """Microseconds of queued or captured runs, or why there is no need to know: compared with those of candidates that graphs
+    can capture, too, where it is one."""
     least = least_us(problem, model)
     bounds = {one.row.candidate.name: max(least, _lanes_us(one, model)) for one in built if one.schedule is not None}
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
@@ -294,7 +292,7 @@ def _queued_times(
         if bounds[name] > HOPELESS * (best if on_host[name] else best_captured) and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
             continue
-        times[name] = us = predict(schedules[name], model, "queued", least)
+        times[name] = us = predict(schedules[name], model, mode, least)
         best = min(best, us)
         best_captured = best_captured if on_host[name] else min(best_captured, us)
     return times

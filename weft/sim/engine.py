@@ -36,14 +36,15 @@ def simulate(
     model: Model,
     *,
     runs: int = 1,
-    mode: Literal["queued", "single"] = "queued",
+    mode: Literal["queued", "graph", "single"] = "queued",
     late_us: Sequence[float] = (),
 ) -> Simulated:
     """What `schedule` does on `model`.
 
     runs: how many in a row; each rank begins a run when its own last one has ended.
-    mode: "queued": the host is ahead, its launches cost nothing. "single": every run begins with idle devices, and the host
-    needs `model.host_step_us` for each step.
+    mode: "queued": the host is ahead, its launches cost nothing. "graph": captured and replayed, signals between ranks are set
+    and awaited by kernels; what that adds to the end of a run (`model.graph_run_us`) is not in it. "single": every run begins
+    with idle devices, and the host needs `model.host_step_us` for each step.
     late_us: by how much each rank comes late to each of its runs; nothing: not at all.
 
     `ScheduleError` if a lane waits for ever, with all lanes that do, or if a schedule takes no time though its model does.
@@ -57,7 +58,7 @@ def simulate(
     late = tuple(late_us) or (0.0,) * schedule.world_size
     if len(late) != schedule.world_size or min(late) < 0:
         raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
-    program = lower(schedule, model, alike=len(set(late)) == 1)
+    program = lower(schedule, model, alike=len(set(late)) == 1, captured=mode == "graph")
     engine = _Engine(program, late, _issue_times(program, model) if mode == "single" else None, runs)
     result = engine.run()
     works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))

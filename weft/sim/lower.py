@@ -8,6 +8,7 @@ times faster as there are ranks. Where sizes or signals do not turn around like 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias, cast
@@ -127,16 +128,18 @@ class _Item(NamedTuple):
         False  # done by the kernel before it: a set at its end, a copy of the same rows to elsewhere, more of its tiles
     )
     tiled: tuple[_Tiled, ...] = ()  # by rank
+    kernels: int = 0  # a captured graph has that many for this signal alone
 
 
-def lower(schedule: Schedule, model: Model, *, alike: bool = True) -> Program:
-    """alike: ranks may be represented by rank 0, if the schedule allows it."""
-    return _Lowering(schedule, model).program(alike)
+def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> Program:
+    """alike: ranks may be represented by rank 0, if the schedule allows it. captured: as runs of a graph."""
+    return _Lowering(schedule, model, captured).program(alike)
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, model: Model) -> None:
-        self.schedule, self.model, self.world = schedule, model, schedule.world_size
+    def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
+        self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
+        self._awaiting: dict[str, int] = {}  # kernels that wait for a signal, by its name
         self._vectors: dict[tuple[str, Turn, ByRank], ByRank] = {}
         self._buffers = {b.name: b for b in schedule.buffers}
         self._values = values_of_ranks(schedule)
@@ -146,6 +149,11 @@ class _Lowering:
 
     def program(self, alike: bool) -> Program:
         items = [self._items(lane.steps) for lane in self.schedule.lanes]
+        if self.captured:
+            caller = next((i for i, lane in enumerate(self.schedule.lanes) if lane.resource == "compute"), None)
+            items = [_with_kernels(of_lane, number == caller) for number, of_lane in enumerate(items)]
+            for item in (item for of_lane in items for item in of_lane if isinstance(item.origin.step, Wait)):
+                self._awaiting[item.signal] = max(item.kernels, self._awaiting.get(item.signal, 0))
         symmetric = alike and self.world > 1 and self._turns_around([item for lane in items for item in lane])
         ranks = (0,) if symmetric else tuple(range(self.world))
         counters: dict[tuple[int, str, int], int] = {}
@@ -343,6 +351,7 @@ class _Lowering:
     ) -> Task:
         step = item.origin.step
         remote_us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
+        remote_us += self.model.graph_signal_us * (item.kernels + self._awaiting.get(item.signal, 0))
         raises = tuple(
             (counters[counter], one.times, remote_us if one.distance else self.model.signal_local_us)
             for counter, one in self._counters(item, rank, symmetric)
@@ -374,6 +383,8 @@ class _Lowering:
         found = self._costs[key]
         load = self._load(found, rank, symmetric)
         latency_us = 0.0 if item.carried else found.latency_us
+        if self.captured and isinstance(step, Collective):
+            latency_us += self.model.graph_collective_us
         return Work(found.what, latency_us, found.work_us, load, found.joins, found.sent_bytes)
 
     def _operands(self, step: Copy | Compute | Collective | Read, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
@@ -398,6 +409,28 @@ class _Lowering:
             by_how[how][number] = by_how[how].get(number, 0.0) + amount
         load = Load(*(tuple(sorted(amounts.items())) for amounts in by_how.values()))
         return self._load_ids.setdefault(load, len(self._load_ids))
+
+
+def _with_kernels(items: list[_Item], of_caller: bool) -> list[_Item]:
+    """A copying kernel sets and waits for what stands around it, and tiles do; the caller's lane ends with a kernel that sets."""
+    steps = [item.origin.step for item in items]
+    works = [place for place, step in enumerate(steps) if not isinstance(step, Set | Wait)]
+    found = []
+    for place, item in enumerate(items):
+        at = bisect.bisect(works, place)
+        before = steps[works[at - 1]] if at else None
+        after = steps[works[at]] if at < len(works) else None
+        if isinstance(steps[place], Wait):
+            item = item._replace(kernels=int(not (_signals(before) or _signals(after))))
+        elif isinstance(steps[place], Set):
+            item = item._replace(kernels=int(not (_signals(before) or (of_caller and after is None))))
+        found.append(item)
+    return found
+
+
+def _signals(step: Step | None) -> bool:
+    """Whether it is a kernel that sets and waits."""
+    return isinstance(step, Tiles) or (isinstance(step, Copy) and step.by == "kernel")
 
 
 _NO_TILES = _Tiled((), ())

@@ -3,6 +3,7 @@ nothing.
 
     compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
     compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated
+    compute.sustained                       what a long matmul takes in long work, over a short measurement of it
     compute.grouped_matmul                  what a kernel for the segments of many experts reaches of that
     compute.library_grouped_matmul          what the library's kernel for them does, and
     memory.library_grouped_matmul           of memory.copy_bandwidth
@@ -16,6 +17,7 @@ nothing.
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
     signal.local, .remote, .kernel, host.step, host.read
+    graph.run, .signal, .collective         what runs, signals between ranks and collectives take longer in captured graphs
 """
 
 from __future__ import annotations
@@ -97,6 +99,10 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         library_grouped=(number("compute.library_grouped_matmul"), number("memory.library_grouped_matmul")),
         host_read_us=us("host.read"),
         kernel_copy_beside_us=us("kernel_copy.beside"),
+        sustained=number("compute.sustained"),
+        graph_run_us=us("graph.run"),
+        graph_signal_us=us("graph.signal"),
+        graph_collective_us=us("graph.collective"),
         all_to_all_bytes_per_us=(
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
         ),

@@ -84,6 +84,8 @@ class Model:
 
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by what it got wrong at the nearest."""
+    sustained: float = 1.0
+    """Time of a long matmul at the clock that hours of work leave it, over what a short measurement finds."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     kernel_copy_beside_us: float = 0.0
@@ -95,6 +97,12 @@ class Model:
     grouped_efficiency: float = 1.0
     """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
+    graph_run_us: float = 0.0
+    """What a run takes longer in a captured graph: a kernel ends it that counts runs."""
+    graph_signal_us: float = 0.0
+    """The same of a signal to a peer for each kernel that does nothing but set it, or wait for it."""
+    graph_collective_us: float = 0.0
+    """The same of a collective of the library."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
