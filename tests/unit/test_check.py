@@ -102,6 +102,7 @@ def test_bad_input_is_refused_with_values_and_the_fix(given_input, batch_sizes, 
         ([WEIGHTS[0].half(), WEIGHTS[1]], ["'users'", "float16", "float32"]),
         ([WEIGHTS[0], torch.zeros(4, 30).t()], ["'pairs'", "strides (1, 30)", "contiguous()"]),
         ([WEIGHTS[0], WEIGHTS[1].to("meta")], ["'pairs'", "meta", "'users'", "cpu"]),
+        ([weight.to("meta") for weight in WEIGHTS], ["'users'", "meta", "no values", "to_empty"]),
     ],
 )
 def test_bad_tables_are_refused(weights, words):
@@ -116,6 +117,7 @@ def test_bad_tables_are_refused(weights, words):
         ({0: -1}, ["'pairs'", "'i'", "offsets[0]", "-1", "0 or more"]),
         ({6: 2}, ["'users'", "'u'", "offsets[5]", "sample 1", "is 5", "2", "ascend"]),
         ({9: 99}, ["'users'", "'friend'", "offsets[9]", "sample 1", "is 99", "10"]),
+        (dict(enumerate(range(2, 15))), ["'users'", "'friend'", "ends at 13", "begin at 2", "pass offsets - 2"]),
         ({12: 14}, ["'users'", "'friend'", "offsets[11]", "sample 3", "ends at 14", "12 values"]),
         ({1: -7}, ["'pairs'", "'i'", "offsets[0]", "next is -7"]),
     ],

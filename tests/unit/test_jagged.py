@@ -113,6 +113,24 @@ def test_the_feature_major_layout():
         jagged.weights()
 
 
+def test_bags_that_are_a_part_of_the_values():
+    offsets = torch.tensor([2, 3, 3, 4, 6])  # 2 keys x 2 samples, amid 8 values
+    part = KeyedJaggedTensor(["f1", "f2"], torch.arange(8), torch.arange(8) + 0.5, offsets=offsets)
+    bags = [[[2], []], [[3], [4, 5]]]
+    assert bags_of(part) == bags_of(part.permute([0, 1])) == bags_of(part.to("cpu")) == bags
+    assert part.permute([1]).weights().tolist() == [3.5, 4.5, 5.5]
+    assert part.offsets_or_none() is offsets
+    # Of lengths alone it is known, also once offsets have been made of them, that they are of all values.
+    whole = KeyedJaggedTensor.from_lengths_sync(["f1"], torch.arange(3), torch.tensor([1, 2]))
+    assert whole.offsets_or_none() is None
+    assert whole.to("cpu").offsets_or_none() is None
+
+
+def test_an_offset_below_zero_does_not_count_from_the_end():
+    below = KeyedJaggedTensor(["f1", "f2"], torch.arange(8), offsets=torch.tensor([-3, -1, 8]))
+    assert below.permute([0]).values().tolist() == []  # two ids too few, which whoever reads the bags refuses
+
+
 def test_no_keys_but_a_batch():
     empty = KeyedJaggedTensor(
         [], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int64), stride=7

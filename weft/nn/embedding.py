@@ -8,10 +8,11 @@ In both cases a rank gets the pooled vectors of all tables for its own samples, 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.runtime.embedding_plan import EmbeddingPlan
+from weft.sparse.check import DEVICE_TYPES, no_tables_on
 from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.sparse.placement import place_tables
-from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding
+from weft.sparse.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
@@ -37,10 +39,17 @@ class ShardedEmbeddingBagCollection(nn.Module):
     tables exist here, so `state_dict()` is this rank's share. They start uniform in +-1/sqrt(num_embeddings), drawn
     from torch's default generator; `load_full_weights` copies an unsharded collection's.
 
+    `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need
+    the same dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched.
+    `copy.deepcopy` copies the weights for use on the same group, and is not collective. The module does not pickle
+    (`TypeError`): save its `state_dict()` on every rank, and load it into one made anew.
+
     Args:
         tables: `weft.EmbeddingBagConfig` or TorchRec's, one dtype for all. Output columns follow their order.
         group: a process group that this rank is in. There is no default: pass `dist.group.WORLD` for all ranks.
-        device: where this rank's tables and features live; default the current GPU for an NCCL group, else the CPU.
+        device: where this rank's tables and features live; default the current GPU for an NCCL group, else the CPU. On
+            "meta" the tables take no memory and cannot be called before `to_empty(device=...)`, which leaves the values
+            to be loaded.
         placement: the owner of each table, by name or in table order; default balanced (`weft.sparse.place_tables`).
         rows_read: mean rows per sample and table, by name or in table order, which the balance goes by; default 1 per
             feature. Give it where pooling factors differ.
@@ -91,7 +100,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
             if not isinstance(is_weighted, bool):
                 raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
-            self.device = _device_for(group, device)
+            device = _device_for(group, device)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
@@ -108,7 +117,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
             )
         except (ValueError, TypeError) as error:
             refusal = error
-        self.sharding = _agree(group, sharding, {**self._settings, "input": input, "is_weighted": is_weighted}, refusal)
+        sharding = _agree(group, sharding, {**self._settings, "input": input, "is_weighted": is_weighted}, refusal)
+        self._settle(sharding, cast(torch.device, device))
         for index in self.sharding.local_tables(self.rank):
             table = self.sharding.tables[index]
             # Past add_module, which refuses names that the container has for itself: a table may be called "items".
@@ -117,7 +127,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
         self._length_per_key = [slot.dim for slot in self.sharding.slots]
-        self._input_dist = InputDist(self.sharding, group, self.device, is_weighted=is_weighted)
 
     def forward(self, features: Any, *, batch_sizes: Sequence[int] | None = None) -> KeyedTensor:
         """Pool `features` (a KeyedJaggedTensor, ours or TorchRec's): a KeyedTensor of [local batch, sum(D)] values.
@@ -131,7 +140,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """
         if self.input == "local_batch":
             refusal = None
-            if batch_sizes is not None:
+            if self.device.type == "meta":
+                refusal = ValueError(no_tables_on(self.device))
+            elif batch_sizes is not None:
                 refusal = ValueError(
                     f"batch_sizes={batch_sizes} goes with input='global_batch': leave it out, ranks exchange the sizes of "
                     f"local batches"
@@ -162,7 +173,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         if not self._is_weighted:
             jagged = replace(jagged, weights=None)
         elif jagged.weights is None:  # no weights: too few, unless there are no ids either
-            jagged = replace(jagged, weights=torch.empty(0, device=jagged.values.device))
+            jagged = replace(jagged, weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
         keys = jagged.keys
         if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
@@ -189,6 +200,51 @@ class ShardedEmbeddingBagCollection(nn.Module):
         with torch.no_grad():
             for name, weight in local.items():
                 weight.copy_(weights[name])
+
+    def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
+        """Take note of what the tables are and of the device that they are on."""
+        self.sharding, self.device = sharding, device
+        # Ranks with tables on meta still take part, to say that they refuse.
+        speaks_on = _device_for(self.group, None) if device.type == "meta" else device
+        self._input_dist = InputDist(sharding, self.group, speaks_on, is_weighted=self._is_weighted)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """`nn.Module`'s way to convert and to move parameters: `half()`, `to(...)`, `cuda()` and others end here."""
+        if not recurse:  # this module's own parameters: none
+            return super()._apply(fn, recurse)
+        # What it makes of any table; a rank that owns none learns it too.
+        after = fn(torch.empty(0, 1, dtype=self.sharding.dtype, device=self.device))
+        if after.dtype not in DTYPES:
+            raise ValueError(
+                f"the tables cannot become {after.dtype}: they may be {', '.join(map(str, DTYPES))}. Convert the other "
+                f"modules one by one and leave this one out, or convert its output: module(features).values().to(...)"
+            )
+        if after.device.type not in (*DEVICE_TYPES, "meta"):
+            raise ValueError(no_tables_on(after.device))
+        super()._apply(fn)
+        sharding = self.sharding
+        if after.dtype != sharding.dtype:
+            sharding = replace(sharding, tables=tuple(replace(t, dtype=after.dtype) for t in sharding.tables))
+        self._settle(sharding, after.device)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = self.__new__(type(self))
+        memo[id(self.group)] = self.group  # which cannot be copied, and need not be
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __copy__(self) -> Self:
+        copied = self.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: it belongs to a process group, and rank {self.rank} of "
+            f"{self.sharding.world_size} has a part of the tables. Save module.state_dict() on every rank, make the "
+            f"module anew with the same arguments where it is wanted, and load_state_dict() there"
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """All tables, of all ranks, in the order of the output's columns."""
@@ -235,6 +291,8 @@ def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> 
         device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is no device: {error}") from None
+    if device.type not in (*DEVICE_TYPES, "meta"):
+        raise ValueError(f"device={str(device)!r}: tables are pooled on {' or '.join(DEVICE_TYPES)}, pass one of them")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(device)!r}, but torch sees no GPU here: `weft doctor` says why")
     if device.type == "cuda" and device.index is None:

@@ -43,6 +43,7 @@ class _LocalBatch:
     layout: _Layout
     values: torch.Tensor
     lengths: torch.Tensor
+    offsets: torch.Tensor | None  # where they were given: then the bags may be a part of `values`
     weights: torch.Tensor | None
     batch_size: int
 
@@ -65,9 +66,10 @@ class InputDist:
         """This rank's features of the global batch, and every rank's batch size.
 
         `features`: a KeyedJaggedTensor (ours or TorchRec's) of this rank's samples; ranks may have different batch
-        sizes. Keys that no table uses stay behind. If any rank's input is bad, every rank raises `RefusedError` (a
-        `ValueError`) with that rank's reason; `DisagreementError` if ids are int32 here and int64 there. `refusal` is
-        what the caller has refused already: the other ranks are told.
+        sizes. Keys that no table uses stay behind, and so do values before the first offset and after the last: bags
+        may share their values with other batches. Lengths alone have to add up to all values. If any rank's input is
+        bad, every rank raises `RefusedError` (a `ValueError`) with that rank's reason; `DisagreementError` if ids are
+        int32 here and int64 there. `refusal` is what the caller has refused already: the other ranks are told.
         """
         local = None
         try:
@@ -85,12 +87,16 @@ class InputDist:
                     f"ids are int{heads[0][1]} on rank 0 and int{bits} on rank {rank}: give all ranks one dtype"
                 )
         assert local is not None
-        return self._exchange_features(local, heads, own[_HEAD:]), tuple(head[2] for head in heads)
+        return self._exchange_features(local, heads, own), tuple(head[2] for head in heads)
 
     def _read(self, features: Any) -> _LocalBatch:
         check_keyed(features)
         keys, batch_size = tuple(features.keys()), features.stride()
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
+        # Asked for only where they are there: to make them from lengths costs a kernel, and they would begin at 0.
+        offsets = getattr(features, "offsets_or_none", features.offsets)()
+        if isinstance(offsets, torch.Tensor) and offsets.numel() == 0:  # TorchRec's, of no bags
+            offsets = None
         if self._layout is None or self._layout.keys != keys:
             self._layout = self._lay_out(keys)
         if not self.is_weighted:
@@ -98,12 +104,13 @@ class InputDist:
         elif weights is None:
             raise ValueError("is_weighted=True but the features have no weights: pass one float32 weight per value")
         named = [("values", values, INDEX_DTYPES), ("lengths", lengths, INDEX_DTYPES)]
+        named += [] if offsets is None else [("offsets", offsets, INDEX_DTYPES)]
         for name, tensor, dtypes in named if weights is None else [*named, ("weights", weights, (torch.float32,))]:
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
             if tensor.dim() != 1 and name != "lengths":
                 raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
-            if not tensor.is_contiguous():
+            if not tensor.is_contiguous() and name != "offsets":
                 raise ValueError(f"{name} has strides {tensor.stride()}: pass {name}.contiguous()")
             if tensor.dtype not in dtypes:
                 raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
@@ -117,7 +124,7 @@ class InputDist:
             raise ValueError(
                 f"{values.numel()} values: a rank's batch may have at most 2**31 - 1 ids, use a smaller one"
             )
-        return _LocalBatch(self._layout, values, lengths, weights, batch_size)
+        return _LocalBatch(self._layout, values, lengths, offsets, weights, batch_size)
 
     def _lay_out(self, keys: tuple[str, ...]) -> _Layout:
         block_of_key = {key: block for block, key in enumerate(keys)}
@@ -130,7 +137,7 @@ class InputDist:
         return _Layout(keys, flat, torch.tensor(header, dtype=torch.int64, device=self.device))
 
     def _exchange_headers(self, local: _LocalBatch | None) -> tuple[list[list[int]], list[int]]:
-        """The header that each rank sent here, and this rank's own with a count for every block of its input."""
+        """The header that each rank sent here, and this rank's own: with a count for every block, and the first offset."""
         words = [_HEAD + len(features) for features in self.features_of_rank]
         mine = words[self.rank]
         if local is None:
@@ -138,23 +145,32 @@ class InputDist:
             send = torch.cat([torch.nn.functional.pad(own, (0, count - _HEAD)) for count in words])
         else:
             counts = local.lengths.view(len(local.layout.keys), local.batch_size).sum(1, dtype=torch.int64)
-            refused = (local.lengths < 0).any() | (counts.sum() != local.values.numel())
-            sizes = torch.tensor([local.values.dtype.itemsize * 8, local.batch_size], device=self.device)
-            own = torch.cat([refused.to(torch.int64).view(1), sizes, counts])
+            count = local.values.numel()
+            known = [local.values.dtype.itemsize * 8, local.batch_size, 0]
+            sizes, begin = torch.tensor(known, device=self.device).split(2)
+            if local.offsets is None:
+                wrong = counts.sum() != count
+            else:
+                begin, end = local.offsets[:1].to(torch.int64), local.offsets[-1:]
+                wrong = (begin < 0) | (end > count) | (end - begin != counts.sum())
+            refused = (local.lengths < 0).any() | wrong
+            own = torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin])
             send = own[local.layout.header_index]
         received = self._all_to_all([send], [words], [[mine] * self.world_size])[0]
         host = torch.cat([received, own]).tolist()  # the one wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
-    def _exchange_features(self, local: _LocalBatch, heads: list[list[int]], counts: list[int]) -> JaggedInput:
+    def _exchange_features(self, local: _LocalBatch, heads: list[list[int]], own: list[int]) -> JaggedInput:
         blocks, batch_size = local.layout.blocks, local.batch_size
+        counts, begin = own[_HEAD:-1], own[-1]
+        bags = slice(begin, begin + sum(counts))
         features = self.features_of_rank[self.rank]
         lengths = local.lengths.to(torch.int32).view(len(local.layout.keys), batch_size)
         in_order = blocks == tuple(range(len(lengths)))
         send = [
             (lengths if in_order else lengths[list(blocks)]).flatten(),
-            _reordered(local.values, counts, blocks),
-            *([] if local.weights is None else [_reordered(local.weights, counts, blocks)]),
+            _reordered(local.values[bags], counts, blocks),
+            *([] if local.weights is None else [_reordered(local.weights[bags], counts, blocks)]),
         ]
         ends = list(accumulate((len(names) for names in self.features_of_rank), initial=0))
         ids_out = [sum(counts[block] for block in blocks[begin:end]) for begin, end in pairwise(ends)]
@@ -193,7 +209,7 @@ class InputDist:
         return received
 
     def _bad_lengths(self, local: _LocalBatch) -> str:
-        """Why the device refused: a negative length, or lengths that do not add up."""
+        """Why the device refused: a negative length, or lengths or offsets that do not fit the values."""
         negative = (local.lengths < 0).nonzero()
         if negative.numel():
             block, sample = divmod(int(negative[0]), local.batch_size)
@@ -203,9 +219,18 @@ class InputDist:
                 f"feature {feature!r} (tables {tables}), sample {sample}: length {int(local.lengths[negative[0]])} is "
                 f"negative: a bag holds 0 or more ids, offsets must ascend"
             )
+        total, count = int(local.lengths.sum()), local.values.numel()
+        if local.offsets is None:
+            return (
+                f"lengths sum to {total} but there are {count} values: the bags must hold all values, so correct the "
+                f"lengths, or pass offsets to use a part of the values"
+            )
+        begin, end = int(local.offsets[0]), int(local.offsets[-1])
+        if end - begin != total:
+            return f"lengths sum to {total} but offsets go from {begin} to {end}: pass one of the two"
         return (
-            f"lengths sum to {int(local.lengths.sum())} but there are {local.values.numel()} values: the bags must "
-            f"hold all values, so correct the lengths (or the last offset)"
+            f"offsets go from {begin} to {end} but there are {count} values: offsets are positions in values, 0 or "
+            f"more{f', so if only the values before were cut off, pass offsets - {begin}' if begin > 0 else ''}"
         )
 
     def _raise_refusals(self, refusal: Exception | None) -> None:

@@ -180,12 +180,12 @@ def _device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.d
 
 
 # Checking 64 tables takes longer than launching the kernel, and they are the same at every call.
-_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], list[tuple[int, ...]]]] = {}
+_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], list[tuple[Any, ...]]]] = {}
 
 
-def _layout(weights: list[torch.Tensor]) -> list[tuple[int, ...]]:
+def _layout(weights: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     """What an in-place change of a tensor that was checked would change."""
-    return [(weight.data_ptr(), weight.size(0), weight.stride(0)) for weight in weights]
+    return [(weight.data_ptr(), weight.dtype, weight.size(0), weight.stride(0)) for weight in weights]
 
 
 def _known(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> bool:

@@ -19,6 +19,7 @@ from weft.sparse.jagged import JaggedInput
 from weft.sparse.tables import EmbeddingSharding, Slot
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+DEVICE_TYPES = ("cpu", "cuda")
 _OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second reading of each offset comes from the cache
 
 
@@ -78,6 +79,8 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             f"{len(weights)} weights for rank {rank}, which owns {len(local)} tables ({names}): pass one tensor per "
             f"table, in that order"
         )
+    if local and weights[0].device.type not in DEVICE_TYPES:
+        raise ValueError(f"table {sharding.tables[local[0]].name!r}: {no_tables_on(weights[0].device)}")
     for index, weight in zip(local, weights, strict=True):
         table = sharding.tables[index]
         shape = (table.num_embeddings, table.embedding_dim)
@@ -102,6 +105,15 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
                 f"{weights[0].device}: move all tables of a rank to one device"
             )
     return weights[0].device if local else None
+
+
+def no_tables_on(device: torch.device) -> str:
+    """Say that tables on `device` cannot be pooled, and where they could."""
+    if device.type == "meta":
+        return (
+            "the weight is on meta and holds no values: module.to_empty(device='cpu' or 'cuda'), then load its values"
+        )
+    return f"the weight is on {device}: tables are pooled on {' or '.join(DEVICE_TYPES)}, move it there"
 
 
 def refuse_unknown_features(keys: Sequence[str], sharding: EmbeddingSharding) -> None:
@@ -147,7 +159,11 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
             fail(at, f"is {here} and the next is {after}: offsets must ascend, a bag ends where the next begins")
     if last > count:
         at = int((offsets > count).nonzero()[0])
-        fail(max(at - 1, 0), f"begins a bag that ends at {int(offsets[at])}, beyond the {count} values")
+        cut = f": offsets begin at {first}, so if only the values before were cut off, pass offsets - {first}"
+        fail(
+            max(at - 1, 0),
+            f"begins a bag that ends at {int(offsets[at])}, beyond the {count} values{cut if first else ''}",
+        )
 
 
 def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:

@@ -57,7 +57,9 @@ class KeyedJaggedTensor:
     """Bags of ids for T named features and B samples, feature-major; fields and methods as TorchRec's.
 
     `values` [N] int32 or int64 ids, `weights` [N] or None (one per id), and `lengths` [T * B] or `offsets`
-    [T * B + 1] (one of them is enough). `stride` is B; it is derived, except that without keys it has to be given.
+    [T * B + 1] (one of them is enough). Bags by lengths begin at the first value; offsets may also begin above 0 and
+    end before N, as of a slice of a larger batch that shares its values. `stride` is B; it is derived, except that
+    without keys it has to be given.
     Every key has the same B: TorchRec's variable stride per key is not taken. Nothing here copies, or waits for a GPU,
     but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
     """
@@ -98,7 +100,7 @@ class KeyedJaggedTensor:
         if weights is not None and weights.numel() != values.numel():
             raise ValueError(f"{weights.numel()} weights for {values.numel()} values: pass one weight per value")
         self._values, self._weights, self._stride = values, weights, stride
-        self._lengths, self._offsets = lengths, offsets
+        self._lengths, self._offsets, self._given_offsets = lengths, offsets, offsets
         self._offset_per_key: list[int] | None = None
 
     @classmethod
@@ -158,6 +160,10 @@ class KeyedJaggedTensor:
             self._offsets = offsets_of(self._lengths)
         return self._offsets
 
+    def offsets_or_none(self) -> torch.Tensor | None:
+        """The offsets that this was made with: None if from lengths alone, whose bags are all of `values`."""
+        return self._given_offsets
+
     def stride(self) -> int:
         """B, the number of samples."""
         return self._stride
@@ -176,7 +182,7 @@ class KeyedJaggedTensor:
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
         """The keys numbered `indices`, in that order (a copy of their bags)."""
-        begins = self.offset_per_key()
+        begins = [max(0, begin) for begin in self.offset_per_key()]  # a slice from below 0 would count from the end
         lengths = self.lengths().view(len(self._keys), self._stride)[list(indices)]
 
         def gather(flat: torch.Tensor) -> torch.Tensor:
@@ -207,7 +213,7 @@ class KeyedJaggedTensor:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         values = self._values.to(device, non_blocking=non_blocking)
-        weights, lengths, offsets = moved(self._weights), moved(self._lengths), moved(self._offsets)
+        weights, lengths, offsets = moved(self._weights), moved(self._lengths), moved(self._given_offsets)
         there = KeyedJaggedTensor(self._keys, values, weights, lengths, offsets, self._stride)
         there._offset_per_key = self._offset_per_key
         return there
