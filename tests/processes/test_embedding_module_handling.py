@@ -1,0 +1,375 @@
+"""What happens to a `ShardedEmbeddingBagCollection` in a program: its features share values, it is copied, pickled,
+converted and moved. Each result against `torch.nn.functional.embedding_bag` on one rank, each refusal on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from pool import error_of
+
+import weft
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingBagCollection
+from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor
+
+TABLES = (EmbeddingBagConfig(50, 8, "users", ("u", "friend")), EmbeddingBagConfig(20, 3, "items", ("i",), "mean"))
+KEYS = ["u", "friend", "i"]
+BATCH = 4
+PLACEMENTS = [[0, 1], [1, 1]]  # with the second, rank 0 owns nothing
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as workers:
+        yield workers
+
+
+def made(group, **options) -> ShardedEmbeddingBagCollection:
+    module = ShardedEmbeddingBagCollection(TABLES, group=group, **options)
+    module.load_full_weights(full_weights())
+    return module
+
+
+def full_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {t.name: torch.randn(t.num_embeddings, t.embedding_dim, generator=generator) for t in TABLES}
+
+
+def features(seed: int, before: int = 0, after: int = 0, dtype=torch.int64, keys=KEYS) -> KeyedJaggedTensor:
+    """`BATCH` samples with 0 to 4 ids a bag, amid values of others that are out of every range."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 5, (len(keys) * BATCH,), generator=generator)
+    count = int(lengths.sum())
+    own = torch.randint(0, 20, (count,), generator=generator)
+    weights = torch.rand(before + count + after, generator=generator)
+    values = torch.cat([torch.full((before,), 10**6), own, torch.full((after,), -1)]).to(dtype)
+    offsets = before + torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return KeyedJaggedTensor(list(keys), values, weights, offsets=offsets.to(dtype))
+
+
+def reference(given: KeyedJaggedTensor, full: dict[str, torch.Tensor], weighted: bool = False) -> torch.Tensor:
+    """[batch, sum(D)] by `embedding_bag`, table by table; weights of a mean are divided by the bag's length after."""
+    columns = []
+    for table in TABLES:
+        for feature in table.feature_names:
+            bags = given[feature]
+            weights = bags.weights_or_none() if weighted else None
+            mode = "sum" if weighted else table.pooling
+            pooled = torch.nn.functional.embedding_bag(
+                bags.values(), full[table.name], bags.offsets(), mode=mode, per_sample_weights=weights,
+                include_last_offset=True,
+            )  # fmt: skip
+            mean = weighted and table.pooling == "mean"
+            columns.append(pooled / bags.lengths().clamp(min=1)[:, None] if mean else pooled)
+    return torch.cat(columns, dim=1)
+
+
+def close(output: torch.Tensor, wanted: torch.Tensor) -> bool:
+    # At most 4 rows of magnitude below 5, summed in float32 and rounded once to the output's dtype.
+    tolerance = 4 * 5 * max(torch.finfo(output.dtype).eps, 4 * torch.finfo(torch.float32).eps)
+    return output.shape == wanted.shape and bool((output.double() - wanted.double()).abs().max() <= tolerance)
+
+
+# --- features that share their values ---
+
+
+class TorchRecLike:
+    """The methods of a KeyedJaggedTensor that every object must have: it cannot say whether offsets were given."""
+
+    def __init__(self, ours: KeyedJaggedTensor):
+        for name in ("keys", "values", "lengths", "offsets", "weights_or_none", "stride"):
+            setattr(self, name, getattr(ours, name))
+
+
+def pooled(group, parts: list, options: dict) -> torch.Tensor:
+    module = made(group, **options)
+    part = parts[group.rank()]
+    module(part)
+    return module(part).values().clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_offsets_may_begin_above_zero_and_end_before_the_values(pool, dtype, ranks, weighted, foreign):
+    parts = [features(rank, before=5 * (1 - rank), after=3 * rank, dtype=dtype) for rank in range(ranks)]
+    given = [TorchRecLike(part) for part in parts] if foreign else parts
+    outputs = pool.run(pooled, given, {"is_weighted": weighted}, ranks=ranks)
+    for output, part in zip(outputs, parts, strict=True):
+        assert close(output, reference(part, full_weights(), weighted))
+
+
+@pytest.mark.parametrize("keys", [KEYS, ["i", "unused", "friend", "u"]])
+def test_a_global_batch_may_be_a_part_of_the_values(pool, keys):
+    whole = features(7, before=5, after=2, keys=keys)
+    outputs = pool.run(pooled, [whole, whole], {"input": "global_batch"}, ranks=2)
+    assert close(torch.cat(outputs), reference(whole, full_weights()))
+
+
+def test_the_two_halves_of_a_batch(pool):
+    """One tensor of values, and each rank has a range of its offsets."""
+    tables = (EmbeddingBagConfig(50, 8, "users", ("u",)),)
+    ids, offsets = torch.arange(20), torch.tensor([0, 3, 3, 7, 8, 12, 20])
+    parts = [KeyedJaggedTensor(["u"], ids, offsets=some) for some in (offsets[:4], offsets[3:])]
+    outputs = pool.run(halves, tables, parts, ranks=2)
+    wanted = torch.nn.functional.embedding_bag(
+        ids, full_weights()["users"], offsets, mode="sum", include_last_offset=True
+    )
+    assert close(torch.cat(outputs), wanted)
+
+
+def halves(group, tables, parts) -> torch.Tensor:
+    module = ShardedEmbeddingBagCollection(tables, group=group)
+    module.load_full_weights({"users": full_weights()["users"]})
+    return module(parts[group.rank()]).values().clone()
+
+
+def refused(
+    group, bad: KeyedJaggedTensor, good: KeyedJaggedTensor, options: dict
+) -> tuple[tuple[str, str], torch.Tensor]:
+    module = made(group, **options)
+    return error_of(lambda: module(bad if group.rank() == 1 else good)), module(good).values().clone()
+
+
+def given_as(what: str) -> KeyedJaggedTensor:
+    good = features(1, before=5)
+    keys, values, offsets = good.keys(), good.values(), good.offsets()
+    if what == "values cut off":
+        return KeyedJaggedTensor(keys, values[5:], offsets=offsets)
+    if what == "below zero":
+        return KeyedJaggedTensor(keys, values[5:], offsets=offsets - 7)
+    if what == "two stories":
+        return KeyedJaggedTensor(keys, values, lengths=offsets.diff() + 1, offsets=offsets)
+    return KeyedJaggedTensor(keys, values, lengths=offsets.diff())
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("values cut off", ["offsets go from 5 to", "pass offsets - 5"]),
+        ("below zero", ["offsets go from -2 to", "0 or more"]),
+        ("two stories", ["lengths sum to", "offsets go from 5 to", "pass one of the two"]),
+        ("lengths alone", ["lengths sum to", "pass offsets to use a part of the values"]),
+    ],
+)
+def test_offsets_that_do_not_fit_are_refused_by_all(pool, what, words):
+    good = features(0)
+    for (kind, text), after in pool.run(refused, given_as(what), good, {}, ranks=2):
+        assert kind == "RefusedError"
+        for word in ["rank 1: ", *words]:
+            assert word in text, text
+        assert close(after, reference(good, full_weights()))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("values cut off", ["beyond the", "pass offsets - 5"]), ("below zero", ["offsets[0]", "is -2", "0 or more"])],
+)
+def test_offsets_of_a_global_batch_that_do_not_fit_are_refused_by_all(pool, what, words):
+    options = {"input": "global_batch", "placement": [1, 0]}
+    for (kind, text), _ in pool.run(refused, given_as(what), features(0), options, ranks=2):
+        assert kind == "RefusedError"
+        for word in ["rank 1: ", *words]:
+            assert word in text, text
+
+
+# --- copies ---
+
+
+class Model(torch.nn.Module):
+    def __init__(self, group, **options):
+        super().__init__()
+        self.embeddings, self.dense = made(group, **options), torch.nn.Linear(2, 1)
+
+
+def copied(group, placement) -> tuple:
+    model = Model(group, placement=placement)
+    given = features(group.rank())
+    model.embeddings(given)  # so that there is something in use to copy
+    other = copy.deepcopy(model).embeddings
+    with torch.no_grad():
+        for weight in model.embeddings.parameters():
+            weight.zero_()
+    mine = model.embeddings(given).values().clone()
+    shallow = copy.copy(other)
+    shares = all(a is b for a, b in zip(shallow.parameters(), other.parameters(), strict=True))
+    return mine, other(given).values().clone(), shares, other.group is group, list(other.state_dict())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_deep_copy_has_its_own_weights_on_the_same_group(pool, placement):
+    for rank, (mine, others, shares, same_group, names) in enumerate(pool.run(copied, placement, ranks=2)):
+        assert not mine.any()
+        assert close(others, reference(features(rank), full_weights()))
+        assert shares
+        assert same_group
+        assert names == [f"embedding_bags.{t.name}.weight" for t, r in zip(TABLES, placement, strict=True) if r == rank]
+
+
+def pickled(group) -> list[tuple[str, str]]:
+    model = Model(group)
+    attempts = (
+        lambda: pickle.dumps(model),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: pickle.dumps(model.embeddings),
+    )
+    return [error_of(attempt) for attempt in attempts]
+
+
+def test_pickling_is_refused_with_the_way_to_save(pool):
+    for rank, errors in enumerate(pool.run(pickled, ranks=2)):
+        for kind, text in errors:
+            assert kind == "TypeError"
+            for word in ("ShardedEmbeddingBagCollection", f"rank {rank} of 2", "state_dict()", "load_state_dict()"):
+                assert word in text
+
+
+def saved(group) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(made(group).state_dict(), file)
+    file.seek(0)
+    anew = ShardedEmbeddingBagCollection(TABLES, group=group)
+    anew.load_state_dict(torch.load(file))
+    return anew(features(group.rank())).values().clone()
+
+
+def test_what_the_refusal_recommends_works(pool):
+    for rank, output in enumerate(pool.run(saved, ranks=2)):
+        assert close(output, reference(features(rank), full_weights()))
+
+
+# --- conversions and moves ---
+
+CONVERSIONS = {
+    "half": (lambda m: m.half(), torch.float16),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+    "to": (lambda m: m.to(torch.float16), torch.float16),
+    "there and back": (lambda m: m.half().bfloat16().float(), torch.float32),
+    "to where it is": (lambda m: m.to("cpu"), torch.float32),
+    "shared memory": (lambda m: m.share_memory(), torch.float32),
+}
+
+
+def converted(group, what: str, options: dict) -> tuple:
+    model = Model(group, **options)
+    given = features(0) if "input" in options else features(group.rank())
+    model.embeddings(given)
+    CONVERSIONS[what][0](model)
+    module = model.embeddings
+    weights = {name: bag.weight.detach() for name, bag in module.embedding_bags.items()}
+    return module(given).values().clone(), weights, {table.dtype for table in module.embedding_bag_configs()}
+
+
+@pytest.mark.parametrize("what", CONVERSIONS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("given", ["local_batch", "global_batch"])
+def test_converted_tables(pool, what, placement, given):
+    local, dtype = given == "local_batch", CONVERSIONS[what][1]
+    options = {"placement": placement} if local else {"placement": placement, "input": given}
+    answers = pool.run(converted, what, options, ranks=2)
+    full = {name: weight for _, weights, _ in answers for name, weight in weights.items()}
+    for rank, (output, _, dtypes) in enumerate(answers):
+        rows = slice(None) if local else slice(2 * rank, 2 * rank + 2)
+        assert output.dtype == dtype
+        assert dtypes == {dtype}
+        # In float64 from the converted weights: the conversion itself is torch's.
+        in_double = {name: weight.double() for name, weight in full.items()}
+        assert close(output, reference(features(rank if local else 0), in_double)[rows])
+
+
+def unconvertible(group, what: str) -> tuple:
+    module = made(group)
+    calls = {
+        "double": lambda: module.double(),
+        "to float64": lambda: module.to(torch.float64),
+        "complex": lambda: module.to(torch.complex64),
+        "float8": lambda: module.to(torch.float8_e4m3fn),
+    }
+    return error_of(calls[what]), module(features(group.rank())).values().clone()
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [("double", "float64"), ("to float64", "float64"), ("complex", "complex64"), ("float8", "float8_e4m3fn")],
+)
+def test_dtypes_that_no_table_can_have_are_refused_and_leave_all_as_it_was(pool, what, dtype):
+    for rank, ((kind, text), after) in enumerate(pool.run(unconvertible, what, ranks=2)):
+        assert kind == "ValueError"
+        for word in (f"torch.{dtype}", "torch.float32, torch.float16, torch.bfloat16", "module(features)"):
+            assert word in text
+        assert close(after, reference(features(rank), full_weights()))
+
+
+def converted_by_one(group) -> tuple:
+    module = made(group)
+    given = features(group.rank())
+    if group.rank() == 1:
+        module.half()
+    error = error_of(lambda: module(given))
+    return error, module.half()(given).values().clone()
+
+
+def test_a_conversion_on_one_rank_alone_is_a_disagreement(pool):
+    for (kind, text), after in pool.run(converted_by_one, ranks=2):
+        assert kind == "DisagreementError"
+        assert "torch.float16" in text
+        assert after.dtype == torch.float16
+
+
+def on_meta(group, placement, given, only) -> tuple:
+    module = made(group, placement=placement, input=given)
+    if group.rank() in only:
+        module.to("meta")
+    error = error_of(lambda: module(features(0)))
+    module.to_empty(device="cpu")
+    module.load_full_weights(full_weights())
+    return error, module(features(0)).values().clone()
+
+
+@pytest.mark.parametrize("given", ["local_batch", "global_batch"])
+@pytest.mark.parametrize("only", [[0, 1], [1]])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tables_on_meta_are_refused_by_all_until_they_are_back(pool, given, only, placement):
+    wanted = reference(features(0), full_weights())
+    for rank, ((kind, text), after) in enumerate(pool.run(on_meta, placement, given, only, ranks=2)):
+        assert kind == "RefusedError"
+        assert f"rank {only[0] if given == 'local_batch' or only[0] in placement else 1}: " in text
+        assert "on meta" in text
+        assert "to_empty" in text
+        assert close(after, wanted if given == "local_batch" else wanted[2 * rank : 2 * rank + 2])
+
+
+def made_on_meta(group) -> tuple:
+    module = ShardedEmbeddingBagCollection(TABLES, group=group, device="meta")
+    module.to_empty(device="cpu")
+    module.load_full_weights(full_weights())
+    return module(features(group.rank())).values().clone(), error_of(lambda: made(group, device="xpu"))
+
+
+def test_a_module_made_on_meta_and_a_device_that_is_none(pool):
+    for rank, (output, (kind, text)) in enumerate(pool.run(made_on_meta, ranks=2)):
+        assert close(output, reference(features(rank), full_weights()))
+        assert kind == "RefusedError"
+        assert "device='xpu'" in text
+        assert "cpu or cuda" in text
+
+
+def reinterpreted(group) -> tuple[str, str]:
+    """The same tensor, at the address and with the strides that were checked, has become another dtype."""
+    sharding, memory = EmbeddingSharding(TABLES[1:], (0,), 1), torch.rand(20 * 3)
+    weight, given = memory.view(20, 3), features(0, keys=["i"])
+    weft.embedding_all_to_all([weight], given, sharding, group=group)
+    weight.data = memory.view(torch.float16)[: 20 * 3].view(20, 3)
+    return error_of(lambda: weft.embedding_all_to_all([weight], given, sharding, group=group))
+
+
+def test_a_table_that_was_checked_is_checked_again_when_its_dtype_changes(pool):
+    ((kind, text),) = pool.run(reinterpreted, ranks=1)
+    assert kind == "RefusedError"
+    assert "the weight is torch.float16" in text
