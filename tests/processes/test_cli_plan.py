@@ -74,21 +74,74 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
 
 
-def test_experts_must_divide(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["weft", *EXPERTS, "--experts", "9"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experts", "9"], "experts=9 must be a positive multiple of ranks=2"),
+        (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to multiply"),
+        (
+            ["--experts", "8", "--mode", "graph"],
+            "plan it with --bounded (in Python bounded=True), and call it with max_rows",
+        ),
+    ],
+)
+def test_what_experts_cannot_be(arguments: list[str], message: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", *EXPERTS, *arguments])
     with pytest.raises(SystemExit):
         main()
-    assert "experts=9 must be a positive multiple of ranks=2" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
+    comma, times = (
+        runner.invoke(app, [*COMMAND, "--shape", shape, "--hw", "h200"]).output
+        for shape in ("512, 4096, 8192", "512x4096x8192")
+    )
+    assert "[512, 8192] gathered from 2 ranks @ [8192, 4096]" in comma
+    assert comma == times
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "512,4096"], "shape '512,4096' must be three whole numbers M,N,K"),
+        (["--json", "."], "'--json': file '.' is a directory"),
+        (["--json", "/proc/nowhere/results.jsonl"], "No such file or directory: '/proc/nowhere'"),
+        (["--pictures", __file__], "is a file"),
+        (["--seconds", "inf"], "less than or equal to 3600"),
+    ],
+)
+def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
+    arguments: list[str], message: str, monkeypatch, capsys
+) -> None:
+    command = ["bench", "all_gather_matmul", "--device", "cpu", "--preset", "8x8x8", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["weft", *command, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "512,4096"], "--shape '512,4096' must be three whole numbers M,N,K above 0"),
+        (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three whole numbers"),
+        (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three whole numbers"),
+        (["--shape", "512,8,0"], "M=512, N=8, K=0: there is nothing to multiply; each must be at least 1"),
+        (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 72"),
+        (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
+        (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
-        (["--shape", "512,8,8", "--dtype", "bf8"], "dtype='bf8' is not known"),
+        (
+            ["--shape", "512,8,8", "--dtype", "bf8", "--hw", "h200"],
+            "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16",
+        ),
     ],
 )
 def test_a_refusal_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:

@@ -123,13 +123,23 @@ def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.Monk
         ({"hw": "h900"}, "no machine 'h900'"),
         ({"M": 1001}, "m=1001 must be divisible by world_size=2"),
         ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
-        ({"dtype": "bf8"}, "dtype='bf8' is not known"),
+        ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
+        ({"M": 0}, "M=0, N=4096, K=8192: there is nothing to multiply; each must be at least 1"),
+        ({"N": -8}, "n=-8"),
         ({"mode": "eager"}, "mode='eager' is not known"),
     ],
 )
 def test_what_is_not_known_is_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         explanation(**options)
+
+
+def test_only_bounded_dispatches_can_be_captured() -> None:
+    with pytest.raises(ValueError, match=r"no graph can capture all_to_all_matmul .* plan it with --bounded"):
+        plan.explain("all_to_all_matmul", **SHAPE, ranks=2, hw="h200", experts=8, mode="graph")
+    assert "graph" in plan.explain(
+        "all_to_all_matmul", **SHAPE, ranks=2, hw="h200", experts=8, mode="graph", bounded=True
+    )
 
 
 def test_an_unknown_operator_is_named() -> None:

@@ -78,13 +78,17 @@ def bench(
             help="Of inputs and outputs; fp8: all_gather_matmul's scaled sibling. Default: fp32; bf16 for GEMMs on GPUs."
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Append one JSON object per variant and mode to this file.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Append one JSON object per variant and mode to this file."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small inputs, few repetitions: to try it out.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(help="For the slowest variant in each mode. Default: 1, with --quick 0.1.")
+        float | None, typer.Option(max=3600, help="For the slowest variant in each mode. Default: 1, with --quick 0.1.")
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(help="inefficiency: draw the paper's figures 7 to 10 into this folder.")
+        Path | None,
+        typer.Option(file_okay=False, help="inefficiency: draw the paper's figures 7 to 10 into this folder."),
     ] = None,
 ) -> None:
     """Measure an operator against its baselines, after checking every variant against float64.
@@ -111,19 +115,20 @@ def bench(
     from weft.bench.options import BenchOptions
     from weft.bench.run import bench as run
 
-    run(
-        BenchOptions.from_text(
-            operator.value,
-            preset=preset,
-            ranks=ranks,
-            device=None if device is None else device.value,
-            variants=variants,
-            modes=[m.value for m in mode or []],
-            scale=scale,
-            dtype=None if dtype is None else dtype.value,
-            json=json,
-            quick=quick,
-            seconds=seconds,
-            pictures=pictures,
-        )
+    options = BenchOptions.from_text(
+        operator.value,
+        preset=preset,
+        ranks=ranks,
+        device=None if device is None else device.value,
+        variants=variants,
+        modes=[m.value for m in mode or []],
+        scale=scale,
+        dtype=None if dtype is None else dtype.value,
+        json=json,
+        quick=quick,
+        seconds=seconds,
+        pictures=pictures,
     )
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)  # what cannot be is said before anything is measured
+    run(options)

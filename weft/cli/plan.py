@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json as json_text
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,8 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
+_MOST_RANKS = 72  # of one NVLink domain. The model links each to each, and time grows with their square
+
 _Hw = Annotated[
     str | None,
     typer.Option(metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."),
@@ -37,7 +40,9 @@ _Mode = Annotated[
     ),
 ]
 _All = Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")]
-_Json = Annotated[Path | None, typer.Option(help="Write everything to this file, as one JSON object.")]
+_Json = Annotated[
+    Path | None, typer.Option(dir_okay=False, writable=True, help="Write everything to this file, as one JSON object.")
+]
 
 
 @plan.command("all_gather_matmul")
@@ -48,7 +53,9 @@ def all_gather_matmul(
             metavar="M,N,K", help="M: gathered rows. N: columns of one rank's weight. K: what is summed over."
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs; M must be divisible by them.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=_MOST_RANKS, help="GPUs, all linked to each other; M must be divisible by them.")
+    ] = 2,
     hw: _Hw = None,
     dtype: _Dtype = "bf16",
     mode: _Mode = PlanMode.queued,
@@ -79,7 +86,7 @@ def all_to_all_matmul(
         ),
     ],
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each.")],
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="GPUs, all linked to each other.")] = 2,
     bounded: Annotated[
         bool,
         typer.Option("--bounded", help="With max_rows: the host does not wait for the number of rows that arrive."),
@@ -188,8 +195,10 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    sizes = text.split(",")
-    if len(sizes) != 3 or not all(size.strip().isdecimal() for size in sizes):
-        raise ValueError(f"shape {text!r} must be three whole numbers M,N,K, as 16384,8192,4096")
-    m, n, k = (int(size) for size in sizes)
+    sizes = re.fullmatch(r"(\d+)[,x](\d+)[,x](\d+)", text.replace(" ", ""))
+    if sizes is None:
+        raise ValueError(
+            f"--shape {text!r} must be three whole numbers M,N,K above 0, as 16384,8192,4096 or 16384x8192x4096"
+        )
+    m, n, k = map(int, sizes.groups())
     return m, n, k

@@ -19,7 +19,7 @@ from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
 from weft.plan.predict import AT_LEAST, Mode, Progress, Row
-from weft.schedule import candidates, described
+from weft.schedule import AllToAllMatmul, candidates, described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 
@@ -159,7 +159,8 @@ def explain(
         `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
 
-    `ValueError` for an operator, machine, dtype or mode that is not known, or an M or `experts` that `ranks` do not divide.
+    `ValueError` for an operator, machine, dtype or mode that is not known, an M or `experts` that `ranks` do not divide, a size
+    below 1, or mode "graph" for all_to_all_matmul that is not bounded, which no graph can capture.
     """
     return str(
         explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, dtype=dtype, mode=mode, experts=experts, bounded=bounded)
@@ -181,10 +182,17 @@ def explanation(
     progress: Progress = lambda what, share: None,
 ) -> Explanation:
     """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
-    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded)
     machine, model, notes = machine_and_model(hw, ranks)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
+    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded)
+    if not problem.has_work:
+        raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to multiply; each must be at least 1")
+    if mode == "graph" and isinstance(problem, AllToAllMatmul) and problem.exact:
+        raise ValueError(
+            f"mode='graph': no graph can capture {op} that returns exactly the rows that arrive, since the host reads how many; "
+            f"plan it with --bounded (in Python bounded=True), and call it with max_rows"
+        )
     known = {candidate.name for candidate in candidates(problem)}
     measured = {name: us for name, us in remembered(problem, machine.name, mode).items() if name in known}
     choice = decide(problem, model, mode=mode, measured=measured if "serial" in measured else None, progress=progress)
