@@ -24,20 +24,19 @@ import torch.distributed as dist
 
 from weft import plan
 from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Call, Mode, Ranks
+from weft.bench.harness import Call, Ranks
+from weft.bench.matmul_operator import MatmulOperator
 from weft.bench.matmul_results import (
     ASYNCTP,
     BASELINE,
     COLLECTIVE,
     COMMUNICATION,
     GEMM,
+    TABLES,
     MeasuredMatmul,
-    show_summary,
-    table,
 )
 from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
-from weft.bench.operator import Operator, Record
 from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import WEFT, Planned, check_variants, fitting, gemm_limit, wanted_schedules
 from weft.ops import choosing
@@ -217,22 +216,13 @@ def roundings(schedule: Schedule) -> int:
     return max(count.values(), default=1)
 
 
-class _AllGatherMatmul(Operator[MatmulShape]):
-    name = "all_gather_matmul"
-    matmul = True
+class _AllGatherMatmul(MatmulOperator[MatmulShape]):
+    name, small = "all_gather_matmul", "512x1024x256"
     fp8 = True
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
-
-    def default_dtype(self, device: str) -> str:
-        return "bf16" if device == "cuda" else "fp32"
+    tables = TABLES
 
     def check_options(self, options: BenchOptions) -> None:
-        if options.scale is not None:
-            raise ValueError(
-                f"scale={options.scale} is for tables: name a smaller shape, such as --preset 512x1024x256"
-            )
+        super().check_options(options)
         for shape in self.presets(options):
             _problem(shape, options.ranks, options.dtype)  # says which number of rows would do
         if ASYNCTP in options.variants and options.device != "cuda":
@@ -251,23 +241,11 @@ class _AllGatherMatmul(Operator[MatmulShape]):
         arms, notes = _arms(work, serial, options)
         beside: dict[str, Call] = {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}
         results = measure_arms(
-            work,
-            arms,
-            beside,
-            modes=options.modes,
-            seconds=options.time_s,
-            repetitions=options.repetitions,
-            step=step,
+            work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
         planned = None if work.choice is None else Planned.of_choice(work.choice)
         floor_ms = max(work.floor_ms(c) for c in ceilings)
-        return MeasuredMatmul(preset, ranks.world_size, tuple(arms), results, planned, ceilings, floor_ms, tuple(notes))
-
-    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        show_summary(written, options)
-
-    def table(self, rows: Sequence[Record]) -> str:
-        return table(rows)
+        return MeasuredMatmul(preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), planned, floor_ms)
 
 
 OPERATOR = _AllGatherMatmul()

@@ -35,16 +35,15 @@ from weft.bench.dispatch_results import (
     GEMM_EACH,
     MINE,
     PADDED,
+    TABLES,
     Load,
     MeasuredDispatch,
-    show_summary,
-    table,
 )
 from weft.bench.dispatch_shapes import MoeShape, find_shapes
-from weft.bench.harness import Call, Mode, Ranks
+from weft.bench.harness import Call, Ranks
+from weft.bench.matmul_operator import MatmulOperator
 from weft.bench.matmul_shapes import shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
-from weft.bench.operator import Operator, Record
 from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import OWN_SERIAL, WEFT, check_variants, fitting, free_bytes, gemm_limit, wanted_schedules
 from weft.ops.all_to_all_matmul import all_to_all_matmul, prepared_calls
@@ -227,21 +226,12 @@ class Alone:
         )
 
 
-class _AllToAllMatmul(Operator[MoeShape]):
-    name = "all_to_all_matmul"
-    matmul = True
-
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
-
-    def default_dtype(self, device: str) -> str:
-        return "bf16" if device == "cuda" else "fp32"
+class _AllToAllMatmul(MatmulOperator[MoeShape]):
+    name, small = "all_to_all_matmul", "512x1024x256-e8-top2"
+    tables = TABLES
 
     def check_options(self, options: BenchOptions) -> None:
-        if options.scale is not None:
-            raise ValueError(
-                f"scale={options.scale} is for tables: name a smaller shape, such as --preset 512x1024x256-e8-top2"
-            )
+        super().check_options(options)
         for shape in self.presets(options):
             if shape.experts % options.ranks:
                 fitting_ranks = [ranks for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0]
@@ -266,24 +256,12 @@ class _AllToAllMatmul(Operator[MoeShape]):
             del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes
         work.waiting = [name for name in arms if name != PADDED and not name.endswith(BOUNDED)]
         results = measure_arms(
-            work,
-            arms,
-            beside,
-            modes=options.modes,
-            seconds=options.time_s,
-            repetitions=options.repetitions,
-            step=step,
+            work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
         chosen = {name: work.taken(bounded=name != WEFT) for name in MINE if name in arms}
         return MeasuredDispatch(
-            preset.name, preset.sources, work.load, ranks.world_size, tuple(arms), results, chosen, ceilings, tuple(notes)
-        )  # fmt: skip
-
-    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        show_summary(written, options)
-
-    def table(self, rows: Sequence[Record]) -> str:
-        return table(rows)
+            preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.load, chosen
+        )
 
 
 OPERATOR = _AllToAllMatmul()

@@ -1,0 +1,229 @@
+"""What the benchmarks of operators with a GEMM share: how they are called, what is recorded and printed of each configuration
+(`MeasuredArms`), and of all of them together (`Tables`).
+
+An arm is a baseline, or the operator as it chooses, or it is pinned to a schedule, after which it is named.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from weft.bench import records
+from weft.bench.ceilings import Ceilings
+from weft.bench.console import print_table
+from weft.bench.dispatch_shapes import MoeShape
+from weft.bench.harness import Mode
+from weft.bench.matmul_shapes import MatmulShape
+from weft.bench.measure import Results
+from weft.bench.operator import Operator, Preset, Record
+from weft.bench.options import BenchOptions
+from weft.bench.tables import markdown_table, milliseconds, number, times
+
+P = TypeVar("P", bound=Preset)
+
+
+class Tables(ABC):
+    """Records of one mode as a table with a row for each shape, and sentences about all of them."""
+
+    baselines: tuple[str, ...]
+    compared: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Arms that choose: the baselines with which they are compared, their own first."""
+    head: tuple[str, ...]
+    tail: tuple[str, ...]
+    """Columns before and after the times."""
+    optional: tuple[str, ...] = ()
+    """Columns that a narrow terminal leaves out, the last first."""
+
+    @abstractmethod
+    def described(self, record: Record) -> list[str]:
+        """Cells of `head`, from any record of a shape."""
+
+    @abstractmethod
+    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+        """Cells of `tail`."""
+
+    @abstractmethod
+    def said(self, rows: Sequence[Record]) -> list[str]:
+        """What the shapes say together, in sentences."""
+
+    def show(self, written: Sequence[Record], options: BenchOptions) -> None:
+        """Print a table for each mode."""
+        for mode in options.modes:
+            rows = [r for r in written if r["mode"] == mode]
+            if rows:
+                title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
+                print_table(title, *self._lines(rows), self.said(rows), optional=self.optional)
+
+    def markdown(self, rows: Sequence[Record]) -> str:
+        return "\n\n".join([markdown_table(*self._lines(rows)), *self.said(rows)])
+
+    def overs(self, rows: Sequence[Record], variant: str) -> list[str]:
+        """Of the baselines with which `variant` is compared those that were measured."""
+        there = {over for r in rows if r["variant"] == variant for over in r["speedup_over"]}
+        return [over for over in self.compared[variant] if over in there]
+
+    def fastest(self, rows: Sequence[Record], config: str) -> tuple[float, str] | None:
+        """(milliseconds, variant) of the fastest pinned schedule."""
+        pinned = [r for r in rows if r["config"] == config and r["variant"] not in (*self.baselines, *self.compared)]
+        return min(((r["p50_ms"], r["variant"]) for r in pinned), default=None)
+
+    def _lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        """(header, cells): shape, times, ratios, what they are judged by; where schedules were pinned the best of them."""
+        variants = [v for v in (*self.baselines, *self.compared) if any(r["variant"] == v for r in rows)]
+        compared = [(variant, over) for variant in self.compared for over in self.overs(rows, variant)]
+        best = {r["config"]: self.fastest(rows, r["config"]) for r in rows}
+        pinned = any(best.values())
+        header = [*self.head, *variants, *(f"{variant} vs {over}" for variant, over in compared), *self.tail]
+        header += ["best schedule", "of them"] if pinned else []
+        lines = []
+        for config in best:
+            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
+            cells = self.described(next(iter(by_variant.values())))
+            cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
+            cells += [times(by_variant.get(v, {}).get("speedup_over", {}).get(over)) for v, over in compared]
+            cells += self.judged(by_variant)
+            if pinned:
+                ms, name = best[config] or (None, "")
+                cells += [milliseconds(ms), name]
+            lines.append(cells)
+        return header, lines
+
+
+class MatmulOperator(Operator[P]):
+    """Its presets are shapes, or are typed as shapes."""
+
+    matmul = True
+    small: str
+    """A preset."""
+    tables: Tables
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
+
+    def default_dtype(self, device: str) -> str:
+        return "bf16" if device == "cuda" else "fp32"
+
+    def check_options(self, options: BenchOptions) -> None:
+        if options.scale is not None:
+            raise ValueError(
+                f"scale={options.scale} is for tables: name a smaller shape, such as --preset {self.small}"
+            )
+
+    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        self.tables.show(written, options)
+
+    def table(self, rows: Sequence[Record]) -> str:
+        return self.tables.markdown(rows)
+
+
+@dataclass(frozen=True)
+class MeasuredArms(ABC):
+    """One shape's results."""
+
+    shape: MatmulShape | MoeShape
+    world_size: int
+    arms: tuple[str, ...]
+    results: Results
+    ceilings: list[Ceilings]
+    notes: tuple[str, ...]
+
+    tables: ClassVar[Tables]
+    beside: ClassVar[tuple[str, ...]]
+    """What was timed beside the arms."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Of an arm, beside those that all operators have."""
+
+    @abstractmethod
+    def floor_ms(self, mode: Mode) -> float:
+        """What no arm can beat."""
+
+    @abstractmethod
+    def described(self, mode: Mode) -> Record:
+        """Fields that all records of a mode share, beside those that all operators have."""
+
+    @abstractmethod
+    def judged(self, mode: Mode, name: str) -> Record:
+        """Fields of an arm, beside those that all operators have."""
+
+    @abstractmethod
+    def said(self) -> list[str]:
+        """Notes below the table."""
+
+    def cells(self, mode: Mode, name: str) -> list[str]:
+        """Of `columns`."""
+        return []
+
+    def baseline(self, mode: Mode) -> str:
+        return self.tables.baselines[0]
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        return self.results.wrong
+
+    def ms(self, mode: Mode, name: str) -> float | None:
+        timing = self.results.timings.get((mode, name))
+        return None if timing is None else timing.p50_ms
+
+    def added_us(self, mode: Mode, name: str) -> float | None:
+        """What a single call takes longer than the baseline's."""
+        mine, base = self.ms(mode, name), self.ms(mode, self.baseline(mode))
+        return 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
+
+    def records(self, options: BenchOptions, run: str) -> list[Record]:
+        rows = []
+        for mode in options.modes:
+            common = records.common_fields(
+                options, self.shape.name, self.world_size, self.baseline(mode), self.floor_ms(mode), self.ceilings, run
+            )
+            common |= {"sources": list(self.shape.sources)} | self.described(mode)
+            common |= {f"{name.replace('-', '_')}_ms": self.ms(mode, name) for name in self.beside}
+            for name in self.arms:
+                if self.results.timed(mode, name):
+                    fields = records.arm_fields(self.results, mode, name, common, self.tables.baselines)
+                    rows.append(common | fields | {"added_us": self.added_us(mode, name)} | self.judged(mode, name))
+        return rows
+
+    def show(self, options: BenchOptions) -> None:
+        overs = [name for name in self.tables.baselines if name in self.arms]
+        known = [name for name in self.arms if name in (*overs, *self.tables.compared)]
+        rows = []
+        for mode in options.modes:
+            pinned = sorted(set(self.arms) - set(known), key=lambda name: self.ms(mode, name) or 0.0)
+            timed = [name for name in (*known, *pinned, *self.beside) if self.results.timed(mode, name)]
+            rows += [self._row(mode, name, overs) for name in timed]
+        print_table(
+            f"{options.op} {self.shape.name} ({'; '.join(self.shape.sources) or 'as asked for'}), {options.dtype}, "
+            f"{self.world_size} ranks, {options.device}",
+            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), *self.columns, "over\nfloor",
+             "added\nus", "host\nus", "first\nms", "error"),
+            rows,
+            (
+                *self.said(),
+                *(f"{name} cannot be captured: {why}" for name, why in self.results.not_captured.items()),
+                *self.notes,
+                *self.wrong,
+            ),
+            section=1,
+            optional=(*self.columns, "p20 - p80", "skew", "first\nms", "error"),
+        )  # fmt: skip
+
+    def _row(self, mode: Mode, name: str, overs: Sequence[str]) -> list[str]:
+        timing, results = self.results.timings[mode, name], self.results
+        cells = [name, mode, f"{timing.p50_ms:.4f}", f"{timing.p20_ms:.4f} - {timing.p80_ms:.4f}"]
+        cells.append(f"{timing.skew_ms:.4f}")
+        host = number(timing.host_us, 1)
+        if name not in self.arms:
+            return [*cells, *[""] * (len(overs) + len(self.columns) + 2), host, "", ""]
+        return [
+            *cells,
+            *(times(results.speedup(mode, name, over) if results.timed(mode, over) else None) for over in overs),
+            *self.cells(mode, name),
+            f"{timing.p50_ms / self.floor_ms(mode):.2f}",
+            number(self.added_us(mode, name), 1),
+            host,
+            f"{results.first_call_ms[name]:.1f}",
+            f"{results.errors[name]:.1e}",
+        ]
