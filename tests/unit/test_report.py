@@ -127,10 +127,11 @@ def test_experts_have_baselines_by_mode() -> None:
 def test_one_file_may_hold_several_operators() -> None:
     common = {"op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus"}
     common |= {"versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
-    shapes = [_shape("64x1x1", variant, ms, asynctp=None) | common for variant, ms in (("serial", 1.0), ("weft", 0.8))]
+    measured = {"serial": 1.0, "asynctp": 1.2, "weft": 0.8}
+    shapes = [_shape("64x1x1", variant, ms) | common for variant, ms in measured.items()]
     both = markdown([*_records("one"), *shapes])
     assert both.index("embedding_all_to_all, **queued**, fp32") < both.index("all_gather_matmul, **queued**, bf16")
-    assert "| 64x1x1 | 1 | 0.8 | 1.25x | 0.5 | 1.60 |" in both
+    assert "| 64x1x1 | 1 | 1.2 | 0.8 | 1.25x | 1.50x | 0.5 | 1.60 |" in both
     assert both.endswith("at least 0.98x on 100% of them; 1.50x asynctp.\n")
     assert "all_gather_matmul" not in markdown(shapes), "a file of one operator need not name it"
 
