@@ -223,6 +223,24 @@ def test_a_wrong_variant_is_not_timed_and_the_run_goes_on(pool: Pool, tmp_path: 
     assert PUT not in {r["variant"] for r in rows}
 
 
+def _too_large(group: dist.ProcessGroup, op: str, preset: str) -> str:
+    try:
+        run_rank(group.rank(), group.size(), BenchOptions(op, preset=preset, quick=True))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("op", "preset"),
+    [("all_gather_matmul", "1000000000000x8x8"), ("all_to_all_matmul", "100000000000x8x8-e2-top1")],
+)
+def test_a_shape_for_which_there_is_no_memory_is_refused(pool: Pool, op: str, preset: str) -> None:
+    for found in pool.run(_too_large, op, preset, ranks=2):
+        assert f"{preset} needs " in found
+        assert "GB are free: name a smaller shape" in found
+
+
 class _Graph:
     """What a CUDA graph does, without one: the same call again, into the same memory. `late`: some of it is not done."""
 

@@ -38,7 +38,7 @@ from weft.bench.matmul_results import (
 from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
 from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.schedules import WEFT, Planned, check_variants, fitting, gemm_limit, wanted_schedules
+from weft.bench.schedules import WEFT, Planned, check_room, check_variants, fitting, gemm_limit, wanted_schedules
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
@@ -236,6 +236,8 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
         self, preset: MatmulShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
     ) -> MeasuredMatmul:
         step(f"{preset.name}: making inputs", 0)
+        item_bytes = DTYPES[options.dtype].itemsize
+        check_room(preset.name, (preset.m + preset.n) * preset.k * item_bytes, preset.m * preset.n, ranks)
         work = MatmulWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
         serial, alone = Serial(work), Alone(work)
         arms, notes = _arms(work, serial, options)

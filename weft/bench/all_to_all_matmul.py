@@ -45,7 +45,16 @@ from weft.bench.matmul_operator import MatmulOperator
 from weft.bench.matmul_shapes import shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
 from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.schedules import OWN_SERIAL, WEFT, check_variants, fitting, free_bytes, gemm_limit, wanted_schedules
+from weft.bench.schedules import (
+    OWN_SERIAL,
+    WEFT,
+    check_room,
+    check_variants,
+    fitting,
+    free_bytes,
+    gemm_limit,
+    wanted_schedules,
+)
 from weft.ops.all_to_all_matmul import all_to_all_matmul, prepared_calls
 from weft.ops.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
@@ -248,6 +257,8 @@ class _AllToAllMatmul(MatmulOperator[MoeShape]):
         self, preset: MoeShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
     ) -> MeasuredDispatch:
         step(f"{preset.name}: making inputs", 0)
+        elements = (2 * preset.rows + preset.experts // ranks.world_size * preset.n) * preset.k
+        check_room(preset.name, elements * DTYPES[options.dtype].itemsize, preset.rows * preset.n, ranks)
         work = DispatchWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
         alone = Alone(work)
         arms, notes = _arms(work, options)

@@ -77,6 +77,16 @@ def free_bytes(ranks: Ranks) -> float:
     return available_memory_bytes() / ranks.world_size
 
 
+def check_room(name: str, input_bytes: float, output_elements: int, ranks: Ranks) -> None:
+    """Raise ValueError where the inputs and the float64 reference of a rank take more than is free. Collective."""
+    needed, free = input_bytes + 8 * output_elements, -ranks.most(-free_bytes(ranks))
+    if needed > free:
+        raise ValueError(
+            f"{name} needs {needed / 1e9:.1f} GB on each rank for inputs and the float64 reference, and {free / 1e9:.1f} GB are "
+            f"free: name a smaller shape"
+        )
+
+
 @dataclass(frozen=True)
 class Planned:
     """What the planner takes, and what it predicts for each schedule: milliseconds of one of many queued calls."""
