@@ -11,6 +11,8 @@ void register_copy(nb::module_ &m);
 void register_stream_program(nb::module_ &m);
 
 NB_MODULE(_core, m) {
+    // Tensors over leased memory may live as long as the interpreter: that is no leak.
+    nb::set_leak_warnings(false);
     m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
     register_signal(m);
     register_lease(m);

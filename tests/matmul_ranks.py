@@ -160,7 +160,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
     rank = group.rank()
     timed: list[tuple[int, int, int, str]] = []
     # Launches and copies cost next to nothing, so that small GEMMs are worth cutting up.
-    model = replace(model_of(load_machine("h200"), group.size()), launch_us=0.01, copy_latency_us=0.01)
+    model = replace(model_of(load_machine("h200"), group.size()), launch_us=0.01, copy_latency_us=0.01, sustained=1.0)
 
     def timer(p: Any, tensors: dict[str, torch.Tensor]) -> Any:
         def time_us(shape: tuple[int, int, int, str], warm: int, calls: int) -> float:
@@ -232,6 +232,25 @@ def copies(group: dist.ProcessGroup) -> list[str]:
     rank = group.rank()
     torch.testing.assert_close(y[rank * 6 : (rank + 1) * 6], x @ B)
     return [str(w.message) for w in caught]
+
+
+def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
+    """What calls of a known shape, by the library, say when the group has failed in another one."""
+    x, ws = torch.randn(4, 8), {n: torch.randn(8, n) for n in (3, 5)}
+
+    def call(n: int, schedule: str, **options: Any) -> str:
+        try:
+            weft.all_gather_matmul(x, [ws[n]], 0, group, schedule=schedule, **options)
+        except weft.errors.WeftError as error:
+            return type(error).__name__
+        return "done"
+
+    found = [call(3, "serial"), call(5, "gather[by=kernel]")]
+    if group.rank() == 0:
+        found.append(call(5, "gather[by=kernel]", deadline_s=0.5))
+    else:
+        time.sleep(1.5)
+    return [*found, call(3, "serial")]
 
 
 def never_comes(group: dist.ProcessGroup) -> str:

@@ -13,7 +13,7 @@ def deadline_s() -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
+    if not 0 < value < float("inf"):
         raise ValueError(f"WEFT_DEADLINE_S={text!r} must be a positive number: it is how many seconds a wait may take")
     return value
 
@@ -45,4 +45,5 @@ def quiet() -> bool:
 
 def cache_dir() -> Path:
     """`WEFT_CACHE_DIR`: where calibrations and measured times are kept (default ~/.cache/weft)."""
-    return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
+    folder = os.environ.get("WEFT_CACHE_DIR")
+    return Path(folder) if folder else Path(os.path.expanduser("~")) / ".cache" / "weft"

@@ -104,6 +104,13 @@ def test_a_rank_that_does_not_come(pool: Pool) -> None:
     assert "rank 0 waited 1 s" in told
 
 
+def test_the_librarys_calls_are_refused_too_when_the_group_has_failed() -> None:
+    with Pool(2) as alone:
+        first, second = alone.run(ranks.serial_after_a_failure, timeout_s=60)
+    assert first == ["done", "done", "DeadlineError", "PoisonedGroupError"]
+    assert second == ["done", "done", "PoisonedGroupError"]
+
+
 def test_opcheck(pool: Pool) -> None:
     pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
 

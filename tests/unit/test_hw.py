@@ -55,6 +55,8 @@ def test_unknown_names_say_what_there_is() -> None:
         ('bandwidth = {value = 4, unit = "furlong", source = "measured"}', "has unit 'furlong'"),
         ('bandwidth = {value = 4, unit = "TB/s", source = "hearsay"}', "has source 'hearsay'"),
         ('bandwidth = {value = 0, unit = "TB/s", source = "paper"}', "must be a positive number"),
+        ('bandwidth = {value = nan, unit = "TB/s", source = "paper"}', "must be a positive number"),
+        ('bandwidth = {value = inf, unit = "TB/s", source = "paper"}', "must be a positive number"),
         ('bandwidth = {value = 4, unit = "TB/s", source = "paper", speed = 1}', "has speed"),
         ('bandwidth = {value = 4, unit = "TB/s", source = "assumed"}', "memory.bandwidth is assumed: add a note"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,15 @@ def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.Mon
 def test_nothing_to_measure_is_refused() -> None:
     with pytest.raises(ValueError, match="rounds=0, 6 candidates"):
         Rank().tune(rounds=0)
+
+
+def test_times_that_cannot_be_kept_are_told_once_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr("weft.plan.store._warned", False)
+    with pytest.warns(UserWarning, match="measured times cannot be kept in .*set WEFT_CACHE_DIR"):
+        assert Rank().tune()["serial"] > 0
+    forget(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Rank().tune()["serial"] > 0

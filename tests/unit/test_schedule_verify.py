@@ -263,3 +263,18 @@ def test_real_schedules_need_each_of_their_waits(schedule: Schedule) -> None:
                 steps = lane.steps[:number] + lane.steps[number + 1 :]
                 lanes = (*schedule.lanes[:i], replace(lane, steps=steps), *schedule.lanes[i + 1 :])
                 assert "race on box@" in faults(replace(schedule, lanes=lanes)), (lane.name, str(step))
+
+
+def test_words_that_are_none_are_refused_as_they_are_written() -> None:
+    d = Draft("misspelt", 2)
+    with pytest.raises(
+        ValueError, match="buffer x: role='scratsh' is not known; use one of input, output, symmetric, scratch"
+    ):
+        d.buffer("x", 4, 4, "fp32", "scratsh")
+    x = d.buffer("x", 4, 4, "fp32", "scratch")
+    with pytest.raises(ValueError, match="lane a: resource='gpu' is not known; use one of compute, copy"):
+        d.lane("a", "gpu")
+    with pytest.raises(ValueError, match="lane a: by='kernl' is not known; use one of dma, kernel"):
+        d.lane("a").copy(x.part(), x.part(), "kernl")
+    with pytest.raises(ValueError, match="lane a: by='me' is not known; use one of device, host"):
+        d.lane("a").read(x, "me")

@@ -12,6 +12,7 @@ ceilings in its own run (`weft.bench.ceilings`). The files are for models, and t
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     if node.get("source") not in SOURCES:
         raise ValueError(f"{file}: {path} has source {node.get('source')!r}; use one of {', '.join(SOURCES)}")
     value = node["value"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{file}: {path} has value {value!r}; it must be a positive number")
     if node["source"] == "assumed" and not node.get("note"):
         raise ValueError(f"{file}: {path} is assumed: add a note that says why this value")

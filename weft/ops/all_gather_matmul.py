@@ -20,6 +20,7 @@ from weft.ops import choosing
 from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library, gradients
 from weft.ops.prepared import SCATTERED, Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
+from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
@@ -111,6 +112,7 @@ class _Prepared(Prepared):
         self._shapes = [(p.m, n) for n in p.n]
         self._copied = copied
 
+    @opaque
     def __call__(
         self, x: torch.Tensor, Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor]:

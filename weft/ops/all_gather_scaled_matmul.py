@@ -19,6 +19,7 @@ from weft.ops import choosing
 from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library
 from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, warn_of_copy
+from weft.runtime.opaque import opaque
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
@@ -170,6 +171,7 @@ class _Prepared(Prepared):
     operator = "all_gather_scaled_matmul"
     p: AllGatherMatmul
 
+    @opaque
     def __call__(self, call: _Call, deadline_s: float | None, timeline: Timeline | None) -> list[torch.Tensor]:
         """[gathered x if wanted, y...]. Autocast, which would reach what a CPU computes, does not reach in."""
         if torch.is_autocast_enabled(self.device.type):

@@ -21,6 +21,7 @@ from weft.errors import RefusedError, TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
 from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, strided, warn_of_copy
+from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
@@ -127,6 +128,7 @@ class _Prepared(Prepared):
         # Which gradients ranks have agreed to want: of tokens, of w_experts.
         self.agreed: set[tuple[bool, bool]] = set()
 
+    @opaque
     def __call__(
         self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
         timeline: Timeline | None,

@@ -22,6 +22,7 @@ from weft.errors import WeftError
 from weft.runtime.agreement import agree_on_new, drop_closed, refuse
 from weft.runtime.cpu import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
+from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import EmbeddingAllToAll, slices
 from weft.sparse import EmbeddingSharding, as_jagged
@@ -30,6 +31,7 @@ from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
 
 
+@opaque
 def embedding_all_to_all(
     weights: Sequence[torch.Tensor],
     features: Any,
@@ -115,7 +117,7 @@ def embedding_all_to_all(
     operator = compiled(plan, domain, deadline_s=deadline_s)
     if timeline is not None:
         return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
-    if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()):
+    if not is_in_torch_dispatch_mode():
         # The dispatcher would unpack and pack a list of tensors: a microsecond per table, for nothing.
         return operator(weights, jagged, checked, deadline_s=deadline_s)
     return torch.ops.weft.embedding_all_to_all(

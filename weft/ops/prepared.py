@@ -124,6 +124,7 @@ class Prepared:
         """Whether it is settled that the library's calls are made, one after the other."""
         if self.domain is None:
             return True
+        self.domain.check()  # the library's calls would pair those of a rank that failed with others of its peers
         chosen = self._chosen
         return chosen is not None and (chosen.captured if capturing else chosen.usual) is None
 

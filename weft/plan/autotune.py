@@ -66,7 +66,7 @@ def autotune(
     key = _key(problem, machine, mode)
     _known[str(key)] = {**found, **measured}
     date = datetime.now(UTC).date().isoformat()
-    store.write(_path(key), {"key": key, "date": date, "times_us": _known[str(key)]})
+    store.keep(_path(key), {"key": key, "date": date, "times_us": _known[str(key)]})
     return measured
 
 

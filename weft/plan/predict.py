@@ -115,7 +115,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
         us = simulate(schedule, model, mode=mode).end_us
     else:
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
-    us += model.graph_run_us if mode == "graph" else 0.0
+    us += model.graph_run_us if mode == "graph" and schedule.signals else 0.0
     return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,24 @@ def path_of(kind: str, *names: object) -> Path:
     """The file of what `names` name, such as cache_dir/calibration-nvidia-h200-2.json."""
     words = [re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") for name in (kind, *names)]
     return env.cache_dir() / f"{'-'.join(words)}.json"
+
+
+def keep(path: Path, content: dict[str, Any]) -> None:
+    """`write`, where that is possible; a warning, once, where it is not."""
+    global _warned
+    try:
+        write(path, content)
+    except OSError as error:
+        if not _warned:
+            warnings.warn(
+                f"measured times cannot be kept in {path.parent} ({error}), and are measured anew in each process: set "
+                f"WEFT_CACHE_DIR to a folder that can be written",
+                stacklevel=2,
+            )
+        _warned = True
+
+
+_warned = False
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -28,7 +47,7 @@ def read(path: Path) -> dict[str, Any] | None:
     """What was written; None without a file. `ValueError` if it is none of ours."""
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}): delete it, and measure again") from error

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, get_args
 
 from weft.schedule.expr import RANK, Index, Values
 from weft.schedule.steps import (
@@ -31,10 +31,13 @@ from weft.schedule.steps import (
     Compute,
     Contents,
     Copy,
+    CopyBy,
     For,
     Lane,
     Read,
+    ReadBy,
     Region,
+    Resource,
     Role,
     Set,
     Signals,
@@ -111,6 +114,11 @@ def is_empty(step: Step) -> bool:
     return False
 
 
+def _require_known(what: str, word: str, kind: Any) -> None:
+    if word not in get_args(kind):
+        raise ValueError(f"{what}={word!r} is not known; use one of {', '.join(get_args(kind))}")
+
+
 class Draft:
     """A schedule in the making: declare buffers and signals, then write lanes. See the top of this file."""
 
@@ -126,6 +134,7 @@ class Draft:
             raise ValueError(f"schedule {self.name}: two buffers are named {name!r}: give each its own name")
         if dtype not in ITEM_BYTES:
             raise ValueError(f"buffer {name}: dtype {dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        _require_known(f"buffer {name}: role", role, Role)
         if role == "symmetric" and not isinstance(rows, int):
             raise ValueError(
                 f"buffer {name}: symmetric memory has one size on all ranks, and {rows} depends on the rank"
@@ -151,8 +160,9 @@ class Draft:
         self._signals[name] = made = Signals(name, count)
         return made
 
-    def lane(self, name: str, resource: Literal["compute", "copy"] = "compute") -> LaneDraft:
+    def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
         """The lane of that name, made at the first use; the order of first use is the order in which lanes are issued."""
+        _require_known(f"lane {name}: resource", resource, Resource)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
 
     def schedule(self) -> Schedule:
@@ -170,11 +180,12 @@ class Draft:
 class LaneDraft:
     """One lane in the making; every method appends a step and returns the lane."""
 
-    def __init__(self, name: str, resource: Literal["compute", "copy"]) -> None:
+    def __init__(self, name: str, resource: Resource) -> None:
         self.name, self.resource = name, resource
         self.steps: list[Step] = []
 
-    def copy(self, src: Region, dst: Region, by: Literal["dma", "kernel"] = "dma") -> LaneDraft:
+    def copy(self, src: Region, dst: Region, by: CopyBy = "dma") -> LaneDraft:
+        _require_known(f"lane {self.name}: by", by, CopyBy)
         return self._add(Copy(src, dst, by))
 
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
@@ -199,9 +210,8 @@ class LaneDraft:
     def tiles(self, kernel: str, index: str, extent: Index, *body: Step) -> LaneDraft:
         return self._add(Tiles(kernel, index, extent, body))
 
-    def read(self, buffer: Buffer, by: Literal["device", "host"] = "device") -> LaneDraft:
-        if by not in ("device", "host"):
-            raise ValueError(f"lane {self.name}: by={by!r} is not known; numbers are read by 'device' or by 'host'")
+    def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
+        _require_known(f"lane {self.name}: by", by, ReadBy)
         return self._add(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:

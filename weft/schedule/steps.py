@@ -14,6 +14,9 @@ from weft.schedule.expr import RANK, Expr, Index, Total, Values
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4}
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
+Resource: TypeAlias = Literal["compute", "copy"]
+CopyBy: TypeAlias = Literal["dma", "kernel"]
+ReadBy: TypeAlias = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Copy:
 
     src: Region
     dst: Region
-    by: Literal["dma", "kernel"] = "dma"
+    by: CopyBy = "dma"
 
     def __str__(self) -> str:
         return f"copy    {self.src} -> {self.dst} by {self.by}"
@@ -158,7 +161,7 @@ class Read:
     """
 
     region: Region
-    by: Literal["device", "host"] = "device"
+    by: ReadBy = "device"
 
     def __str__(self) -> str:
         return f"read    {self.region} by {self.by}"
@@ -214,7 +217,7 @@ class Lane:
     """Steps in order on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
 
     name: str
-    resource: Literal["compute", "copy"]
+    resource: Resource
     steps: tuple[Step, ...] = field(default=())
 
 

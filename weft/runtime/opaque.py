@@ -1,0 +1,35 @@
+"""What torch.compile may not look into.
+
+Where a function of a compiled program runs as it is (after a graph break, or with too many recompilations), Dynamo still
+compiles the functions that it calls. Executors deal in addresses and native handles, which it would take for constants.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def opaque(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which Dynamo calls and does not trace, nor what it calls. Free as long as nobody has loaded Dynamo, which
+    takes seconds and is not done here."""
+
+    untraced: Callable[P, T] | None = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal untraced
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if untraced is None:
+            untraced = torch.compiler.disable(function)
+        return untraced(*args, **kwargs)
+
+    return call
