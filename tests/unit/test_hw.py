@@ -43,6 +43,8 @@ def test_eight_mi300x_as_their_datasheet_and_vendor_have_them() -> None:
 def test_unknown_names_say_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"no machine 'h900': give one of .*h200"):
         load_machine("h900")
+    with pytest.raises(ValueError, match=r"the machine file nowhere\.toml cannot be read \(No such file"):
+        load_machine("nowhere.toml")
     with pytest.raises(KeyError, match=r"memory\.copy_bandwidth"):
         load_machine("h200")["memory.copy"]
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from sim_toys import all_schedules, gpu
 
+from weft.hw import load_machine
 from weft.schedule import AllGatherMatmul, Schedule
 from weft.schedule.steps import Lane
-from weft.sim import inefficiencies, simulate
+from weft.sim import inefficiencies, model_of, simulate
 from weft.sim.losses import communication_us
 
 # Measured on 2 x H200 (2026-11-21, torch 2.11.0+cu130, NCCL 2.28.9, bf16): microseconds a call of 20 that were queued, of
@@ -115,3 +116,14 @@ def test_one_rank_has_nothing_to_communicate() -> None:
     found = inefficiencies(all_schedules(problem)["serial"], problem, model)
     assert (found.communication_us, found.communication_decomposition, found.exposed_us) == (0, 1, 0)
     assert found.ideal_us == found.gemm_us
+
+
+def test_a_number_in_a_unit_of_another_kind_is_refused() -> None:
+    machine = load_machine("h200")
+    for key, unit, wanted in (
+        ("graph.run", "GB/s", "ns or us or ms or s"),
+        ("memory.copy_bandwidth", "us", "B/s or GB/s"),
+    ):
+        quantities = {**machine.quantities, key: replace(machine[key], unit=unit)}
+        with pytest.raises(ValueError, match=f"{key} is in {unit}: give it in {wanted}"):
+            model_of(replace(machine, quantities=quantities), 2)

@@ -84,7 +84,13 @@ def load_machine(name: str | Path) -> Machine:
     """
     path = Path(name)
     if path.suffix == ".toml":
-        text = path.read_text()
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise ValueError(
+                f"the machine file {name} cannot be read ({error.strerror}): give one of {', '.join(known_machines())}, or "
+                f"the path of a TOML file"
+            ) from error
     elif str(name) in known_machines():
         text = resources.files("weft.hw").joinpath(f"{name}.toml").read_text()
     else:

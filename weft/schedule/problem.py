@@ -306,8 +306,10 @@ def described(
         p = AllGatherMatmul.even(m, n, k, ranks, dtype)
         return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
     if experts is None or experts < 1 or ranks < 1 or experts % ranks:
+        above = max(1, -(-(experts or 1) // max(1, ranks))) * ranks
         raise ValueError(
-            f"experts={experts} must be a positive multiple of ranks={ranks}: all_to_all_matmul has so many, on all ranks together"
+            f"experts={experts} must be a positive multiple of ranks={ranks}: all_to_all_matmul has so many, on all ranks "
+            f"together; use {above}"
         )
     return replace(AllToAllMatmul.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
 

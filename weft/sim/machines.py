@@ -31,29 +31,33 @@ from weft.schedule import ITEM_BYTES
 from weft.sim.model import Model
 
 _LARGE = 8192
+_TIMES = ("ns", "us", "ms", "s")
+_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s")
 
 
 def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None = None) -> Model:
     """The model of `world_size` of these GPUs.
 
     kernel_copy_units: programs of a copying kernel, where they are not the machine file's `kernel_copy.units`.
-    `KeyError` names the key that the machine file lacks.
+    `KeyError` names the key that the machine file lacks, `ValueError` one that is in no unit of its kind.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a model has one rank at least")
 
-    def number(key: str) -> float:
+    def number(key: str, units: tuple[str, ...] = ()) -> float:
         if key not in machine.quantities:
             raise KeyError(
                 f"{machine.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
             )
+        if units and machine[key].unit not in units:
+            raise ValueError(f"{machine.name}: {key} is in {machine[key].unit}: give it in {' or '.join(units)}")
         return machine[key].si
 
     def per_us(key: str) -> float:
-        return number(key) * 1e-6
+        return number(key, _RATES) * 1e-6
 
     def us(key: str) -> float:
-        return number(key) * 1e6
+        return number(key, _TIMES) * 1e6
 
     def units(key: str) -> int:
         return round(number(key))
