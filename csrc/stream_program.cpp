@@ -61,9 +61,9 @@ static_assert(offsetof(CudaMemcpy2D, src_device) == 32 && offsetof(CudaMemcpy2D,
 constexpr int memory_type_unified = 4;          // CU_MEMORYTYPE_UNIFIED
 constexpr unsigned event_disable_timing = 2;    // CU_EVENT_DISABLE_TIMING
 constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with the memory barrier
-constexpr int error_invalid_value = 1;          // CUDA_ERROR_INVALID_VALUE
-constexpr size_t most_parameters = 64;
 constexpr unsigned wait_value_geq = 0;          // CU_STREAM_WAIT_VALUE_GEQ: int64(*address - value) >= 0
+constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
+constexpr size_t most_parameters = 64;          // of a kernel
 
 template <typename... Part>
 std::string text(const Part &...parts) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -45,5 +46,9 @@ def quiet() -> bool:
 
 def cache_dir() -> Path:
     """`WEFT_CACHE_DIR`: where calibrations and measured times are kept (default ~/.cache/weft)."""
-    folder = os.environ.get("WEFT_CACHE_DIR")
-    return Path(folder) if folder else Path(os.path.expanduser("~")) / ".cache" / "weft"
+    if folder := os.environ.get("WEFT_CACHE_DIR"):
+        return Path(folder)
+    try:
+        return Path.home() / ".cache" / "weft"
+    except RuntimeError:  # a user without an account, as in some containers
+        return Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"

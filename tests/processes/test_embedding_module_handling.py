@@ -373,3 +373,27 @@ def test_a_table_that_was_checked_is_checked_again_when_its_dtype_changes(pool):
     ((kind, text),) = pool.run(reinterpreted, ranks=1)
     assert kind == "RefusedError"
     assert "the weight is torch.float16" in text
+
+
+def compiled(group, what: str) -> list[float]:
+    """The largest differences of compiled calls, each with other ids, from calls as they are."""
+    module = made(group, input="global_batch")
+    own = [slot.feature for slot in module.sharding.local_slots(group.rank())]
+    weights = [bag.weight.detach() for bag in module.embedding_bags.values()]
+
+    def by_operator(given: KeyedJaggedTensor) -> torch.Tensor:
+        return weft.embedding_all_to_all(weights, given, module.sharding, group=group)
+
+    plain = by_operator if what == "operator" else lambda given: module(given).values()
+    call, found = torch.compile(plain), []
+    for seed in range(4):
+        given = features(seed)
+        given = given.permute([KEYS.index(key) for key in own]) if what == "operator" else given
+        found.append(float((call(given) - plain(given).clone()).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("what", ["module", "operator"])
+def test_compiled_programs_call_it_with_other_ids(what):
+    with Pool(2) as alone:  # Dynamo stays loaded
+        assert alone.run(compiled, what, timeout_s=120) == [[0.0] * 4] * 2

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from weft import plan
 from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Call, Ranks
+from weft.bench.harness import Call, Mode, Ranks
 from weft.bench.matmul_operator import MatmulOperator
 from weft.bench.matmul_results import (
     ASYNCTP,
@@ -38,7 +38,16 @@ from weft.bench.matmul_results import (
 from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
 from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.schedules import WEFT, Planned, check_room, check_variants, fitting, gemm_limit, wanted_schedules
+from weft.bench.schedules import (
+    PLANNED_MODES,
+    WEFT,
+    Planned,
+    check_room,
+    check_variants,
+    fitting,
+    gemm_limit,
+    wanted_schedules,
+)
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
@@ -91,16 +100,18 @@ class MatmulWorkload(Workload):
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """FiCCO's 2D schedules round an output at every step."""
         times = self.roundings.get(name, 1)
-        if name == WEFT and self.choice is not None:
-            times = roundings(self.choice.schedule)
+        if name == WEFT and self.choices:
+            times = max(roundings(choice.schedule) for choice in self.choices.values())
         return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE], times)
 
     @cached_property
-    def choice(self) -> plan.Choice | None:
-        """What the planner says; None where it does not know the machine, and the operator measures instead. Look at it
-        after the operator's first call, which is timed and should not find the choice already made."""
+    def choices(self) -> dict[Mode, plan.Choice]:
+        """What the planner says of queued and of captured calls; nothing where it does not know the machine, and the operator
+        measures instead. Look at it after the operator's first call, which is timed and should not find the choice made."""
         model = choosing.machine_model(self.ranks.device, self.ranks.world_size)
-        return None if model is None or self.ranks.world_size == 1 else plan.choose(self.problem, model)
+        if model is None or self.ranks.world_size == 1:
+            return {}
+        return {mode: plan.choose(self.problem, model, mode=mode) for mode in PLANNED_MODES}
 
     def floor_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
@@ -245,7 +256,7 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
         results = measure_arms(
             work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
-        planned = None if work.choice is None else Planned.of_choice(work.choice)
+        planned = {mode: Planned.of_choice(choice) for mode, choice in work.choices.items()}
         floor_ms = max(work.floor_ms(c) for c in ceilings)
         return MeasuredMatmul(preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), planned, floor_ms)
 

@@ -2,7 +2,7 @@
 
 - `single`: a call, a synchronisation, and the next call: what a loop sees that waits for each result. Ranks start
   together, and then their collectives keep them so. (Pauses between calls would let the device idle, after which any launch
-  takes about twice as long.)
+  takes longer.)
 - `queued`: many calls in a row and one synchronisation, divided by their number: how training runs. On CUDA the calls
   are enqueued behind a sleep of the device that outlasts it, so that launch time is hidden unless it exceeds the work,
   and behind a meeting of the devices, so that none waits in its first call for another's sleep to end.

@@ -105,7 +105,7 @@ TABLES = _Tables()
 @dataclass(frozen=True)
 class MeasuredMatmul(MeasuredArms):
     shape: MatmulShape
-    planned: Planned | None
+    planned: Mapping[Mode, Planned]
     least_ms: float
 
     tables = TABLES
@@ -124,10 +124,11 @@ class MeasuredMatmul(MeasuredArms):
 
     def judged(self, mode: Mode, name: str) -> Record:
         ms, ideal = self.ms(mode, name), self.ideal_ms(mode)
+        planned = self.planned.get("queued" if mode == "single" else mode)
         return {
             "ideal_ratio": ms / ideal if ms and ideal else None,
-            "chosen": self.planned.chosen if self.planned and name == WEFT else None,
-            "predicted_ms": None if mode == "single" or self.planned is None else self.planned.of(name),
+            "chosen": planned.chosen if planned and name == WEFT else None,
+            "predicted_ms": None if mode == "single" or planned is None else planned.of(name),
         }
 
     def cells(self, mode: Mode, name: str) -> list[str]:
@@ -140,5 +141,5 @@ class MeasuredMatmul(MeasuredArms):
         return [
             f"floor {self.least_ms:.4f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}, "
             f"{ceilings['matmul_tflops']:.4g} TFLOP/s; ideal: the longer of {GEMM} and {COMMUNICATION}",
-            *([f"{WEFT} takes {self.planned.chosen}"] if self.planned and WEFT in self.arms else []),
+            *(f"{WEFT}, {mode}, takes {planned.chosen}" for mode, planned in self.planned.items() if WEFT in self.arms),
         ]

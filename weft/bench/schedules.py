@@ -87,9 +87,13 @@ def check_room(name: str, input_bytes: float, output_elements: int, ranks: Ranks
         )
 
 
+PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
+"""An operator takes the same schedule for single calls as for queued ones."""
+
+
 @dataclass(frozen=True)
 class Planned:
-    """What the planner takes, and what it predicts for each schedule: milliseconds of one of many queued calls."""
+    """What the planner takes, and what it predicts for each schedule: milliseconds of one of many calls, in a mode."""
 
     chosen: str
     predicted_ms: dict[str, float]

@@ -67,8 +67,9 @@ def all_gather_matmul(
     Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
         CUDA graph has captured stay, and large ones that are not called any more go sooner).
 
-    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank, and `DisagreementError`
-    when ranks describe different calls; `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
+    number or group, and a dimension or deadline that cannot be, which only its own rank can tell), and `DisagreementError` when
+    ranks describe different calls; `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """

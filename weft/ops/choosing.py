@@ -33,10 +33,9 @@ Tensors: TypeAlias = dict[str, Any]
 
 _REPETITIONS = 5
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
-_CLEARLY = 0.07  # of the serial schedule's time: what another one must gain to be taken, a few runs of each telling,
-_CLEARLY_US = {
-    "cpu": 300.0
-}  # and at least so much: threads of lanes that have slept take longer to wake than in these runs
+_CLEARLY, _CLEARLY_US = 0.07, {"cpu": 300.0}
+"""Of the serial schedule's time, and by type of device: what another one must gain to be taken, a few runs of each telling.
+Threads of lanes that have slept take longer to wake than in these runs."""
 
 
 def check_name(name: str, p: Problem) -> None:

@@ -121,12 +121,15 @@ class Prepared:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def known_serial(self, capturing: bool) -> bool:
-        """Whether it is settled that the library's calls are made, one after the other."""
+        """Whether it is settled that the library's calls are made, one after the other. Raises what befell the group: these
+        calls would pair one of a rank that failed with another one of its peers, and executors look themselves."""
         if self.domain is None:
             return True
-        self.domain.check()  # the library's calls would pair those of a rank that failed with others of its peers
         chosen = self._chosen
-        return chosen is not None and (chosen.captured if capturing else chosen.usual) is None
+        settled = chosen is not None and (chosen.captured if capturing else chosen.usual) is None
+        if settled:
+            self.domain.check()
+        return settled
 
     def executor(
         self,

@@ -22,7 +22,7 @@ CLEARLY_US: dict[Mode, float] = {"queued": 2.0, "graph": 5.0, "single": 2.0}
 """By how much another schedule must beat serial to be taken: in parts of serial's time (the larger part from LONG_US on) and
 in microseconds, whichever is more. Long GEMMs run at the power limit, and what overlaps them lowers their clock: of what is
 predicted to be gained there a part is lost. Chosen by the times of 62 shapes on two H200s (benchmarks/results). In a graph
-signals are kernels, of which the model knows nothing: 2 to 5 us a run."""
+the model knows less: what its signals' kernels cost are machine files' numbers, and calibration measures none."""
 
 ALIKE = 0.03
 """Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest GEMMs, of

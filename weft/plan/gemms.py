@@ -9,7 +9,7 @@ make others the fast ones, by times that only were predicted: so there is a seco
 What a time means: a GPU that has rested runs at a higher clock until its power limit ends that, some 10 to 20 ms later, and
 schedules are chosen for sustained work. So if any of the GEMMs is a long one, the first that is timed, the longest, runs for
 15 ms before its clock starts; the others follow within a millisecond, and are timed as warm as it left the device. That is
-still short of hours of work: a long GEMM is taken to be slower than it was measured by what the machine's model says
+still short of long work: a long GEMM is taken to be slower than it was measured by what the machine's model says
 (`Model.sustained`).
 """
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from weft import env
 
+_warned = False
+
 
 def path_of(kind: str, *names: object) -> Path:
     """The file of what `names` name, such as cache_dir/calibration-nvidia-h200-2.json."""
@@ -31,9 +33,6 @@ def keep(path: Path, content: dict[str, Any]) -> None:
                 stacklevel=2,
             )
         _warned = True
-
-
-_warned = False
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

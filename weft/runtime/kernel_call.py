@@ -1,6 +1,6 @@
 """Triton's kernels among the operations of a `_core.StreamProgram`, which launches them without Python.
 
-Triton compiles a kernel, loads it and can launch it, which takes some 10 to 20 us of the host: as long as a small call has.
+Triton compiles a kernel, loads it and can launch it, for which the host needs longer than for all else in a small call.
 A program launches it through the driver, if the kernel is what it seems: parameters as its signature says them, then pointers
 to scratch memory that it does not need. The driver is asked for their sizes, so that another version of Triton, which may
 pass something else, is noticed when a schedule is compiled; then Triton launches, as it does where the driver cannot tell.
@@ -32,6 +32,8 @@ class Epoch(NamedTuple):
 Argument: TypeAlias = "int | torch.Tensor | Base | Epoch"
 _BYTES = {"i32": 4, "i64": 8}
 _MOST_SCRATCH = 2  # pointers that Triton adds
+_UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+"""What needs more than a plain launch."""
 
 
 def loaded(device: torch.device, kernel: Any, arguments: list[Any], warps: int, constants: dict[str, Any]) -> Any:
@@ -72,7 +74,3 @@ def kernel_call(
     for _ in scratch:
         call.number(0)
     return call
-
-
-_UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-"""What needs more than a plain launch."""

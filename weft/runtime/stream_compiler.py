@@ -168,7 +168,7 @@ class _Compiler:
         self._events = 0
         self._native_from = 0
         self._event_of: dict[Key, int] = {}
-        self._told = False  # where the watchdog looks whether runs get on
+        self._told = False  # whether something tells the watchdog that a run has started
         self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}

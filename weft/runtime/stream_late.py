@@ -51,7 +51,6 @@ class Totals:
         self._constants = torch.tensor([constant for constant, _ in parts], dtype=torch.int64, device=device)
         self.numbers = torch.zeros(len(parts), dtype=torch.int64, device=device)
         self._compiled = _compiled_totals(device)
-
         self._arguments = (held, self._terms, self._constants, self.numbers, most)
 
     def launch(self, stream: int) -> None:

@@ -85,7 +85,7 @@ class Model:
     measured_us: Mapping[MatmulShape, float] = field(default_factory=dict)
     """Times of matmuls (m, n, k, dtype) alone, with launch. The formula is corrected by what it got wrong at the nearest."""
     sustained: float = 1.0
-    """Time of a long matmul at the clock that hours of work leave it, over what a short measurement finds."""
+    """Time of a long matmul at the clock that long work leaves it, over what a short measurement finds."""
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     kernel_copy_beside_us: float = 0.0
