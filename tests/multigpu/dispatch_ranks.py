@@ -20,9 +20,14 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 2e-3}
 class Case:
     """Fresh random data on this rank, and what should come out. `room`: rows that y has beyond those that come."""
 
-    def __init__(self, p: AllToAllMatmul, rank: int, seed: int, room: int | None, transposed: bool = False) -> None:
+    def __init__(
+        self, p: AllToAllMatmul, rank: int, seed: int, room: int | None, transposed: bool = False, to_one: bool = False
+    ) -> None:
+        """to_one: everything goes to the first expert."""
         self.p, self.rank = p, rank
         self.splits = random_splits(p.world_size, p.experts, p.rows, seed)
+        if to_one:
+            self.splits = [[rows, *[0] * (p.world_size * p.experts - 1)] for rows in p.rows]
         tokens, weights = inputs(p, seed)
         self.y, self.received = expected(rank, self.splits, tokens, weights)
         mine = weights.split(p.experts)[rank].to(device())
@@ -81,6 +86,26 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
         dist.barrier(group)
         executor.close()
     return count
+
+
+def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -> None:
+    """Runs back to back, some with far more rows than the ones before had: results are made anew, and GEMMs done again."""
+    domain, rank = symm.domain(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    cases = [Case(p, rank, seed, None, to_one=seed % 3 == 1) for seed in range(8)]
+    results = []
+    for number, case in enumerate(cases):
+        if number % 4 == 2 * rank:
+            torch.cuda._sleep(2_000_000)
+        results.append(executor.run(case.tensors)["y"])
+    torch.cuda.synchronize()
+    for number, (case, y) in enumerate(zip(cases, results, strict=True)):
+        case.check(f"run {number}")
+        assert y.shape == case.y.shape, (number, y.shape, case.y.shape)
+        assert y.is_contiguous()
+        assert not len(y) or y.data_ptr() == case.out.data_ptr()
+    dist.barrier(group)
+    executor.close()
 
 
 def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:

@@ -40,6 +40,11 @@ def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str) -> None:
     pair.run(ranks.replays, problem((256, 256), 4, 128, 192, exact=False), name, 100, timeout_s=60)
 
 
+@pytest.mark.parametrize("name", ["dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]"])
+def test_more_rows_come_than_were_expected(pair: Pool, name: str) -> None:
+    pair.run(ranks.more_than_expected, problem((512, 384), 4, 128, 192), name, timeout_s=60)
+
+
 @pytest.mark.parametrize("by", ["dma", "kernel"])
 def test_what_ran_can_be_seen(pair: Pool, by: str) -> None:
     for names in pair.run(ranks.timeline, problem((256, 256), 4, 128, 192), by, timeout_s=60):

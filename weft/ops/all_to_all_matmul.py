@@ -61,9 +61,9 @@ def all_to_all_matmul(
     splits: [W * E] int64 (int32 is converted), on the tokens' device: how many tokens are for each expert of all ranks. They
         add up to T. Their values are checked on CPU; on GPUs, where that would be a wait, it is the caller's to have them right.
     group: a process group, or its name; default: the world.
-    max_rows: None: y has exactly the rows that came, for whose number the host waits, once. n: y has n rows, and rows beyond
-        those that came are not written; where a schedule other than "serial" runs, the host does not wait and the call can be
-        captured in a CUDA graph. May differ between ranks and calls.
+    max_rows: None: y has exactly the rows that came, for whose number the host waits, once; mostly while the GEMMs run. n: y has
+        n rows, and rows beyond those that came are not written; where a schedule other than "serial" runs, the host does not
+        wait and the call can be captured in a CUDA graph. May differ between ranks and calls.
     return_received: also return how many rows came.
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
@@ -78,8 +78,9 @@ def all_to_all_matmul(
         max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
         Under torch.compile y without max_rows has a size that is known when it runs, for which
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
-    Memory: y; and of symmetric memory (W - 1) x capacity x K elements for each of the last 64 shapes (on GPUs those that a
-        CUDA graph has captured stay, and large ones that are not called any more go sooner).
+    Memory: y, with room for an eighth more where it is made before its rows are known; and of symmetric memory (W - 1) x
+        capacity x K elements for each of the last 64 shapes (on GPUs those that a CUDA graph has captured stay, and large ones
+        that are not called any more go sooner).
         The serial schedule takes twice the rows that come, K wide, instead.
 
     Calls on one group are made by one thread at a time.
@@ -158,32 +159,24 @@ class _Prepared(Prepared):
                 f"tokens has {tokens.shape[0]} rows, and memory was made for capacity={p.most}: pass the largest number of "
                 f"tokens that any call has as capacity, on every rank"
             )
-        made: list[torch.Tensor] = []
 
         def make_y(rows: int) -> torch.Tensor:
             # Rows for which there is no room are still written here: peers do not wait for one that gives up.
-            made.append(tokens.new_empty(rows if max_rows is None else max(rows, max_rows), p.n))
-            return made[-1]
+            return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), p.n)
 
         received = splits.new_empty(p.world_size, p.experts)
-        tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received}
-        if max_rows is None or on_cpu:
-            tensors["y"] = make_y  # type: ignore[assignment]
-        else:
-            made.append(tokens.new_empty(max_rows, p.n))
-            tensors["y"] = made[-1]
+        y: Any = make_y if max_rows is None or on_cpu else make_y(max_rows)
+        tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received, "y": y}
         executor = self._executor(tensors, w, capturing, deadline_s)
         if executor is None:
             return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
-        if on_cpu:
-            executor.run(tensors, deadline_s=deadline_s, timeline=timeline, refusal=refusal)
-        elif refusal:
+        how: dict[str, Any] = {"refusal": refusal} if on_cpu else {}
+        if refusal and not on_cpu:
             assert self.domain is not None
             self.domain.poison(refusal)  # hosts do not meet: peers would wait for these tokens until their deadline
             raise RefusedError(refusal)
-        else:
-            executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
-        return made[-1], Sizes(splits, received)
+        made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, **how)
+        return made.get("y", y), Sizes(splits, received)
 
     def _executor(
         self, tensors: dict[str, torch.Tensor], w: torch.Tensor, capturing: bool, deadline_s: float | None

@@ -63,8 +63,9 @@ class CpuSchedule:
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
         refusal: str = "",
-    ) -> None:
-        """One run; every rank calls it. When it returns this rank's outputs are complete.
+    ) -> Tensors:
+        """One run; every rank calls it. When it returns this rank's outputs are complete; those that were given as functions of
+        their number of rows are returned by name.
 
         Args:
             tensors: every input and output buffer by name, shaped as `schedule.buffers_of_rank(rank)` says, at any distance
@@ -106,6 +107,7 @@ class CpuSchedule:
                 for recorded in spans:
                     timeline.extend(recorded or ())
             run.end(refusal)
+            return program.made()
 
     @property
     def was_captured(self) -> bool:

@@ -233,6 +233,10 @@ class Program:
                     self._places[given.name, self._rank] = given.place(given.look(tensor))
                     self._made[given.name] = tensor
 
+    def made(self) -> Tensors:
+        """In the last run, outputs that were given as functions."""
+        return dict(self._made)
+
     def without_data(self) -> Lanes:
         """The lanes of a rank that refuses: what others wait for and nothing else, on none of the caller's tensors."""
         kept = Set | Wait | Collective

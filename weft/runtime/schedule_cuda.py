@@ -75,6 +75,7 @@ class CudaSchedule:
         self.epoch_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.zero_word = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.known: dict[str, tuple[int, ...]] = {}  # what buffers hold, as far as the host has read it in this run
+        self.made: Tensors = {}  # in this run, outputs that were given as functions
         self._reads_on_host = schedule.reads_on_host
         self.caller: torch.cuda.Stream | None = None  # of a run whose sizes the host reads
         self._epoch = 0
@@ -87,10 +88,11 @@ class CudaSchedule:
         domain._holders.add(self)
         watch.add(self)
 
-    def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> None:
+    def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> Tensors:
         """Enqueue one run on the current stream. `tensors`: every input and output buffer by name, as `buffers` says; weights
         that lie below each other may also come as [how many, rows, columns]. An output whose rows only the run knows is a
-        function from that number to a tensor, or a tensor with at least as many rows.
+        function from that number to a tensor, or a tensor with at least as many rows. Returns those that were functions, by
+        name; where the host reads meanwhile, the first rows of what such a function gave, of up to an eighth more.
 
         With `timeline` it waits for the device and appends what ran when. Raises what befell the group since the last run.
         """
@@ -106,6 +108,7 @@ class CudaSchedule:
             self.caller = torch.cuda.current_stream(self.device)
             tensors = dict(tensors)  # outputs are put in when their size is known
             self.known.clear()
+            self.made = {}
         layout = tuple([t.stride() for b in self.given if not callable(t := tensors[b.name])])
         if layout not in self._warm:
             if capturing:
@@ -127,6 +130,7 @@ class CudaSchedule:
             torch.cuda.synchronize(self.device)
             self.check()
             program.read(timeline, self.rank)
+        return self.made
 
     @property
     def was_captured(self) -> bool:

@@ -27,7 +27,7 @@ from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.kernel_call import Base, Epoch
 from weft.runtime.move import Move, Shape, Stamps
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.stream_late import Gemms, HostRead, LateCopy, Totals, is_late, segments_of
+from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late, segments_of
 from weft.schedule import (
     ITEM_BYTES,
     SCALED_MATMULS,
@@ -169,6 +169,7 @@ class _Compiler:
         self._native_from = 0
         self._event_of: dict[Key, int] = {}
         self._told = False  # whether something tells the watchdog that a run has started
+        self._ahead: dict[int, ReadAhead] = {}  # by lane
         self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
@@ -444,6 +445,9 @@ class _Compiler:
             )
         if step.by == "host":
             self._late(lane, HostRead(self.owner, buffer))
+        if step.by == "meanwhile":
+            self._ahead[lane] = ReadAhead(self.owner, buffer)
+            self._late(lane, self._ahead[lane].begin)
         name = self.owner.lanes[lane]
         copies = [s for lane_of, s in self.owner.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
         copies = [copy for copy in copies if is_late(copy) and id(copy) not in self._sizes]
@@ -470,6 +474,10 @@ class _Compiler:
         call = Gemms(owner, segments, sum(expected) / max(1, len(expected)), spare)
         self.result.prepares.append(call.prepare)
         self._late(lane, call)
+        if ahead := self._ahead.get(lane):
+            ahead.gemms.append(call)
+            if step is last:
+                self._late(lane, ahead.settle)
 
     def _late(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
         self._flush()

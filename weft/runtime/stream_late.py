@@ -2,7 +2,8 @@
 
 Read by the device: one small kernel adds up every number that the lane's copies need, and these find them in its memory.
 Read by the host: it waits until the buffer's contents have come, with the deadline that the watching thread keeps; then
-copy engines are told sizes as numbers, and outputs are made that have as many rows as came.
+copy engines are told sizes as numbers, and outputs are made that have as many rows as came. Read meanwhile: it waits when it
+has issued the GEMMs, with outputs that have room for more.
 
 Tiles are taken by kernels that know their form: GEMMs of segments by `weft.runtime.grouped_matmul`. `segments_of` makes sure
 that a step is of that form, by comparing its numbers with the kernel's for made-up contents.
@@ -11,7 +12,7 @@ that a step is of that form, by comparing its numbers with the kernel's for made
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,8 +100,61 @@ class HostRead:
             for i, buffer in enumerate(owner.given):
                 make = tensors[buffer.name]
                 if callable(make) and variables_of(buffer.rows) <= owner.known.keys():
-                    tensors[buffer.name] = made = make(put_in(buffer.rows, owner.known))
+                    tensors[buffer.name] = owner.made[buffer.name] = made = make(put_in(buffer.rows, owner.known))
                     bases[i] = made.data_ptr()
+
+
+class ReadAhead:
+    """The host learns what a buffer holds when it has issued what depends on that: `begin`, GEMMs, `settle`.
+
+    Outputs are made with room for more rows than came before, and cut. Where that is not enough they are made anew, and the
+    GEMMs issued again: what they read stays until their lane says that it may be written.
+    """
+
+    def __init__(self, owner: CudaSchedule, buffer: str) -> None:
+        self.owner, self.buffer, self._held = owner, buffer, owner.own[buffer]
+        self.gemms: list[Gemms] = []
+        self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
+        self._come = torch.cuda.Event()
+        expected = next(held.expected[owner.rank] for held in owner.schedule.contents if held.buffer == buffer)
+        self._outputs = [(i, b.name, b.rows) for i, b in enumerate(owner.given) if variables_of(b.rows) == {buffer}]
+        self._room = {name: _with_room(put_in(rows, {buffer: expected})) for _, name, rows in self._outputs}
+        self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # of this run
+
+    def begin(self, tensors: Tensors, bases: list[int]) -> None:
+        self._copy.copy_(self._held, non_blocking=True)
+        self._come.record()
+        given: dict[str, Any] = {name: tensors[name] for _, name, _ in self._outputs}
+        self._makers = {name: make for name, make in given.items() if callable(make)}
+        self._make(tensors, bases, self._room)
+
+    def settle(self, tensors: Tensors, bases: list[int]) -> None:
+        owner = self.owner
+        self._come.synchronize()  # a wait that never ends is ended by the watching thread
+        owner.check()
+        owner.known[self.buffer] = tuple(self._copy.flatten().tolist())
+        came = {name: put_in(rows, owner.known) for _, name, rows in self._outputs if name in self._makers}
+        lacking = {name: rows for name, rows in came.items() if rows > tensors[name].shape[0]}
+        if lacking:
+            self._make(tensors, bases, lacking)
+            for gemms in self.gemms:
+                gemms(tensors, bases)
+        for name, rows in came.items():
+            owner.made[name] = tensors[name][:rows]
+            # The same number as long as it will do: the allocator then has a block of that size.
+            if not self._room[name] // 2 <= rows <= self._room[name]:
+                self._room[name] = _with_room(rows)
+
+    def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
+        with torch.cuda.stream(self.owner.caller):  # see HostRead
+            for i, name, _ in self._outputs:
+                if name in self._makers and name in rows:
+                    tensors[name] = made = self._makers[name](rows[name])
+                    bases[i] = made.data_ptr()
+
+
+def _with_room(rows: int) -> int:
+    return rows + rows // 8 + 16
 
 
 class LateCopy:

@@ -16,7 +16,7 @@ copied. What is there first can be multiplied first in two ways:
 
 Copies by kernels take their sizes from the device. Copy engines take them from the host, which reads the splits once they
 are computed: while it waits nothing can be queued behind. Where the result has exactly the rows that arrive (`exact`) the
-host reads anyway.
+host reads in any case, but while the GEMMs run.
 
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
 GEMMs of experts, asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
@@ -183,9 +183,8 @@ class _Sending(_Dispatch):
         for distance in range(1, world):
             self.compute.wait(known, peer(world, -distance))
         self.compute.set(told)
-        # The host may wait for the sizes here: what is sent by kernel is issued before.
         self.tell(self.compute)
-        self.compute.read(self.counts, "host" if p.exact else "device")
+        self.compute.read(self.counts, "device" if not p.exact else "host" if by == "dma" else "meanwhile")
         self._sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
 
     def send(self, first: int, count: int, chunk: int = 0) -> None:

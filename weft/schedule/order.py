@@ -167,7 +167,7 @@ class _Play:
             if isinstance(step, Set | Tiles):
                 for counter, times in sets_of(step).items():
                     (self._sets if counter[0] == rank else self._new_sets)[counter] += times
-            worked = worked or not (isinstance(step, Wait | Set) or (isinstance(step, Read) and step.by == "device"))
+            worked = worked or not (isinstance(step, Wait | Set) or (isinstance(step, Read) and step.by != "host"))
             self.events.append(event)
             self._at[rank][i] += 1
             moved = True

@@ -73,7 +73,7 @@ class Schedule:
         left = [step for lane in self.lanes for step in lane.steps]
         while left:
             step = left.pop()
-            if isinstance(step, Read) and step.by == "host":
+            if isinstance(step, Read) and step.by != "device":
                 return True
             left += step.body if isinstance(step, For) else ()
         return False

@@ -16,7 +16,7 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4}
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
 Resource: TypeAlias = Literal["compute", "copy"]
 CopyBy: TypeAlias = Literal["dma", "kernel"]
-ReadBy: TypeAlias = Literal["device", "host"]
+ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,8 @@ class Read:
     (`weft.schedule.expr.total`), with the values of now, whatever is in the buffer later.
 
     by "device": kernels know them. by "host": the host does too, for which it waits; copy engines take sizes from the host
-    only, and an output whose size depends on them is made then.
+    only, and an output whose size depends on them is made then. by "meanwhile": kernels know them at once, and the host learns
+    them while the lane goes on; an output whose size depends on them is made with room for more, and cut.
     """
 
     region: Region
