@@ -5,10 +5,10 @@
 // that call's tensors: no allocation, no Python object and no GIL in the loop. Small kernels are among them, loaded by who
 // compiled them; a library's calls go between two ranges.
 //
-// Order: operations of one stream happen in order. `write` keeps the driver's default memory barrier (a fence for the
-// whole system, over what the stream did before), so that a `wait` of another rank's stream that finds the value is
-// followed by work that sees the copies before the `write`. Streams of this rank are ordered by events. Signals are
-// 64-bit counters that only grow, compared by signed difference: what is written and awaited is epoch + delta.
+// Order: operations of one stream happen in order, and so do the waits and writes of one `signal`. Writes keep the driver's
+// default memory barrier (a fence for the whole system, over what the stream did before), so that a wait of another rank's
+// stream that finds the value is followed by work that sees the copies before the write. Streams of this rank are ordered
+// by events. What is written and awaited is the same in every run: a captured graph repeats it.
 //
 // The driver is loaded when a program is made, so that neither building nor importing needs CUDA. Declarations follow
 // the CUDA Driver API reference ("Memory Management", "Stream Memory Operations", "Event Management", "Execution
@@ -17,6 +17,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
@@ -26,6 +27,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -60,10 +62,23 @@ static_assert(offsetof(CudaMemcpy2D, src_device) == 32 && offsetof(CudaMemcpy2D,
 
 constexpr int memory_type_unified = 4;          // CU_MEMORYTYPE_UNIFIED
 constexpr unsigned event_disable_timing = 2;    // CU_EVENT_DISABLE_TIMING
+constexpr unsigned write_value_32 = 2;          // CU_STREAM_MEM_OP_WRITE_VALUE_32
+constexpr unsigned wait_value_64 = 4;           // CU_STREAM_MEM_OP_WAIT_VALUE_64
 constexpr unsigned write_value_default = 0;     // CU_STREAM_WRITE_VALUE_DEFAULT: with the memory barrier
-constexpr unsigned wait_value_geq = 0;          // CU_STREAM_WAIT_VALUE_GEQ: int64(*address - value) >= 0
+constexpr unsigned wait_value_and = 2;          // CU_STREAM_WAIT_VALUE_AND: (*address & value) != 0
 constexpr Result error_invalid_value = 1;       // CUDA_ERROR_INVALID_VALUE
 constexpr size_t most_parameters = 64;          // of a kernel
+
+struct MemoryOperation {  // CUstreamBatchMemOpParams: of its waits and its writes
+    unsigned operation;
+    Address address;
+    uint64_t value;
+    unsigned flags;
+    Address alias;
+    uint64_t unused;
+};
+static_assert(offsetof(MemoryOperation, value) == 16 && offsetof(MemoryOperation, alias) == 32 &&
+              sizeof(MemoryOperation) == 48);
 
 template <typename... Part>
 std::string text(const Part &...parts) {
@@ -80,8 +95,7 @@ void require(bool good, const Part &...parts) {
 struct Driver {
     Result (*memcpy_async)(Address, Address, size_t, Handle);
     Result (*memcpy_2d_async)(const CudaMemcpy2D *, Handle);
-    Result (*write_value)(Handle, Address, uint64_t, unsigned);
-    Result (*wait_value)(Handle, Address, uint64_t, unsigned);
+    Result (*batch_memory_operations)(Handle, unsigned, MemoryOperation *, unsigned);
     Result (*event_create)(Handle *, unsigned);
     Result (*event_record)(Handle, Handle);
     Result (*event_destroy)(Handle);
@@ -108,8 +122,7 @@ struct Driver {
         };
         find(memcpy_async, {"cuMemcpyAsync"});
         find(memcpy_2d_async, {"cuMemcpy2DAsync_v2"});
-        find(write_value, {"cuStreamWriteValue64_v2", "cuStreamWriteValue64"});
-        find(wait_value, {"cuStreamWaitValue64_v2", "cuStreamWaitValue64"});
+        find(batch_memory_operations, {"cuStreamBatchMemOp_v2", "cuStreamBatchMemOp"});
         find(event_create, {"cuEventCreate"});
         find(event_record, {"cuEventRecord"});
         find(event_destroy, {"cuEventDestroy_v2"});
@@ -129,13 +142,13 @@ struct Driver {
     }
 };
 
-// A kernel that is on the device, and what it is called with: numbers, addresses of bases, the epoch.
+// A kernel that is on the device, and what it is called with: numbers and addresses of bases.
 class KernelCall {
   public:
-    enum class Source { number, base, epoch };
+    enum class Source { number, base };
     struct Parameter {
         Source source;
-        int64_t base = 0, number = 0;  // `number` is added to the base's address, or to the epoch
+        int64_t base = 0, number = 0;  // `number` is added to the base's address
     };
 
     KernelCall(uint64_t function, int64_t programs, int64_t threads, int64_t shared_bytes)
@@ -146,7 +159,6 @@ class KernelCall {
     }
     KernelCall &number(int64_t value) { return append({Source::number, 0, value}); }
     KernelCall &base(int64_t base, int64_t offset) { return append({Source::base, base, offset}); }
-    KernelCall &epoch(int64_t delta) { return append({Source::epoch, 0, delta}); }
 
     Handle function;
     int64_t programs, threads, shared_bytes;
@@ -164,11 +176,11 @@ class KernelCall {
 
 using Event = std::unique_ptr<void, Result (*)(Handle)>;  // that a context went first is a result, and ignored
 
-// One struct for all kinds: programs are short, and the loop reads them in order. A signal's place is `dst`.
+// One struct for all kinds: programs are short, and the loop reads them in order.
 struct Operation {
-    enum class Kind { copy, write, wait, record, wait_event, launch } kind;
+    enum class Kind { copy, signal, record, wait_event, launch } kind;
     int64_t stream;
-    int64_t event = 0, delta = 0, launch = 0;
+    int64_t number = 0;  // of the event, of the launch, of the memory operations
     int64_t dst_base = 0, dst_offset = 0, dst_pitch = 0;
     int64_t src_base = 0, src_offset = 0, src_pitch = 0;
     int64_t width_bytes = 0, rows = 0;
@@ -178,11 +190,10 @@ struct Operation {
         case Kind::copy:
             return text("copy of ", rows, " rows of ", width_bytes, " bytes from base ", src_base, " + ", src_offset,
                         " (pitch ", src_pitch, ") to base ", dst_base, " + ", dst_offset, " (pitch ", dst_pitch, ")");
-        case Kind::write: return text("write of epoch + ", delta, " at base ", dst_base, " + ", dst_offset);
-        case Kind::wait: return text("wait for epoch + ", delta, " at base ", dst_base, " + ", dst_offset);
-        case Kind::record: return text("record of event ", event);
-        case Kind::launch: return text("launch ", launch);
-        default: return text("wait for event ", event);
+        case Kind::signal: return text("signal ", number);
+        case Kind::record: return text("record of event ", number);
+        case Kind::launch: return text("launch ", number);
+        default: return text("wait for event ", number);
         }
     }
 };
@@ -216,16 +227,29 @@ class StreamProgram {
                        .dst_pitch = dst_pitch, .src_base = src_base, .src_offset = src_offset, .src_pitch = src_pitch,
                        .width_bytes = width_bytes, .rows = rows});
     }
-    template <Kind kind>
-    size_t signal(int64_t stream, int64_t base, int64_t offset, int64_t delta) {
-        require_below("base", base, "n_bases", bases_.size());
-        require(offset >= 0 && offset % 8 == 0, "offset=", offset, " bytes must be 0 or a multiple of 8");
-        return append({.kind = kind, .stream = stream, .delta = delta, .dst_base = base, .dst_offset = offset});
+    // Each (whether it waits, base, bytes from there, number): it waits until the 64 bits there and `number` have a bit in
+    // common, or writes the low 32 bits of `number`.
+    using Signal = std::tuple<bool, int64_t, int64_t, uint64_t>;
+    size_t signal(int64_t stream, const std::vector<Signal> &parts) {
+        require(!parts.empty(), "a signal needs at least one wait or write");
+        require_idle();
+        std::vector<std::pair<int64_t, MemoryOperation>> operations;
+        for (const auto &[waits, base, offset, number] : parts) {
+            require_below("base", base, "n_bases", bases_.size());
+            const int64_t bytes = waits ? 8 : 4;
+            require(offset >= 0 && offset % bytes == 0, "offset=", offset, " bytes must be 0 or a multiple of ", bytes);
+            operations.emplace_back(base, MemoryOperation{.operation = waits ? wait_value_64 : write_value_32,
+                                                          .address = uint64_t(offset), .value = number,
+                                                          .flags = waits ? wait_value_and : write_value_default,
+                                                          .alias = 0, .unused = 0});
+        }
+        signals_.push_back(std::move(operations));
+        return append({.kind = Kind::signal, .stream = stream, .number = int64_t(signals_.size() - 1)});
     }
     template <Kind kind>
     size_t event(int64_t stream, int64_t event) {
         require_below("event", event, "n_events", events_.size());
-        return append({.kind = kind, .stream = stream, .event = event});
+        return append({.kind = kind, .stream = stream, .number = event});
     }
 
     // The first of `calls` is launched whose bases' addresses are all multiples of the number beside it.
@@ -240,7 +264,7 @@ class StreamProgram {
         }
         require_idle();
         launches_.push_back(std::move(calls));
-        return append({.kind = Kind::launch, .stream = stream, .launch = int64_t(launches_.size() - 1)});
+        return append({.kind = Kind::launch, .stream = stream, .number = int64_t(launches_.size() - 1)});
     }
     // Bytes of each, or nothing where the driver cannot tell.
     std::vector<size_t> parameters_of(uint64_t function) const {
@@ -254,7 +278,7 @@ class StreamProgram {
 
     size_t size() const { return operations_.size(); }
 
-    void run(int64_t first, int64_t last, nb::handle bases, nb::handle streams, int64_t epoch) {
+    void run(int64_t first, int64_t last, nb::handle bases, nb::handle streams) {
         require_idle();
         require(0 <= first && first <= last && size_t(last) <= size(), "first=", first, ", last=", last,
                 ": 0 <= first <= last <= ", size(), " operations must hold");
@@ -265,7 +289,7 @@ class StreamProgram {
         running_ = true;
         {
             nb::gil_scoped_release unlocked;
-            while (at < size_t(last) && (result = issue(operations_[at], uint64_t(epoch))) == 0) ++at;
+            while (at < size_t(last) && (result = issue(operations_[at])) == 0) ++at;
         }
         running_ = false;
         if (result != 0)
@@ -274,16 +298,23 @@ class StreamProgram {
     }
 
   private:
-    Result issue(const Operation &op, uint64_t epoch) {
+    Result issue(const Operation &op) {
         const Handle stream = streams_[size_t(op.stream)];
         switch (op.kind) {
         case Kind::copy: return issue_copy(op, stream);
-        case Kind::write: return driver_.write_value(stream, dst(op), epoch + uint64_t(op.delta), write_value_default);
-        case Kind::wait: return driver_.wait_value(stream, dst(op), epoch + uint64_t(op.delta), wait_value_geq);
-        case Kind::record: return driver_.event_record(events_[size_t(op.event)].get(), stream);
-        case Kind::launch: return issue_launch(launches_[size_t(op.launch)], stream, epoch);
-        default: return driver_.stream_wait_event(stream, events_[size_t(op.event)].get(), 0);
+        case Kind::signal: return issue_signal(signals_[size_t(op.number)], stream);
+        case Kind::record: return driver_.event_record(events_[size_t(op.number)].get(), stream);
+        case Kind::launch: return issue_launch(launches_[size_t(op.number)], stream);
+        default: return driver_.stream_wait_event(stream, events_[size_t(op.number)].get(), 0);
         }
+    }
+    Result issue_signal(const std::vector<std::pair<int64_t, MemoryOperation>> &operations, Handle stream) {
+        placed_.clear();
+        for (const auto &[base, operation] : operations) {
+            placed_.push_back(operation);
+            placed_.back().address += bases_[size_t(base)];
+        }
+        return driver_.batch_memory_operations(stream, unsigned(placed_.size()), placed_.data(), 0);
     }
     Result issue_copy(const Operation &op, Handle stream) const {
         if (op.width_bytes == 0 || op.rows == 0) return 0;
@@ -297,14 +328,13 @@ class StreamProgram {
         copy.width_bytes = size_t(op.width_bytes), copy.height = size_t(op.rows);
         return driver_.memcpy_2d_async(&copy, stream);
     }
-    Result issue_launch(std::vector<std::pair<int64_t, KernelCall>> &calls, Handle stream, uint64_t epoch) {
+    Result issue_launch(std::vector<std::pair<int64_t, KernelCall>> &calls, Handle stream) {
         for (auto &[alignment, call] : calls) {
             void *places[most_parameters];
             bool aligned = true;
             for (size_t i = 0; i < call.parameters.size(); ++i) {
                 const auto &[source, base, number] = call.parameters[i];
                 uint64_t value = uint64_t(number);
-                if (source == KernelCall::Source::epoch) value += epoch;
                 if (source == KernelCall::Source::base) {
                     value += bases_[size_t(base)];
                     aligned = aligned && value % uint64_t(alignment) == 0;
@@ -366,6 +396,8 @@ class StreamProgram {
     std::vector<Event> events_;
     std::vector<Operation> operations_;
     std::vector<std::vector<std::pair<int64_t, KernelCall>>> launches_;
+    std::vector<std::vector<std::pair<int64_t, MemoryOperation>>> signals_;  // each with its base
+    std::vector<MemoryOperation> placed_;  // at their addresses, for the driver
     bool running_ = false;
 };
 
@@ -378,19 +410,17 @@ void register_stream_program(nb::module_ &m) {
         .def(nb::init<uint64_t, int64_t, int64_t, int64_t>(), nb::arg("function"), nb::arg("programs"),
              nb::arg("threads"), nb::arg("shared_bytes"))
         .def("number", &K::number, nb::arg("value"), nb::rv_policy::reference)
-        .def("base", &K::base, nb::arg("base"), nb::arg("offset"), nb::rv_policy::reference)
-        .def("epoch", &K::epoch, nb::arg("delta"), nb::rv_policy::reference);
+        .def("base", &K::base, nb::arg("base"), nb::arg("offset"), nb::rv_policy::reference);
     nb::class_<P>(m, "StreamProgram", "Operations on CUDA streams, recorded once and issued many times.")
         .def(nb::init<int64_t, int64_t, int64_t, const std::string &>(), nb::arg("n_bases"), nb::arg("n_streams"),
              nb::arg("n_events"), nb::arg("library") = "libcuda.so.1")
         .def("copy", &P::copy, nb::arg("stream"), nb::arg("dst_base"), nb::arg("dst_offset"), nb::arg("dst_pitch"),
              nb::arg("src_base"), nb::arg("src_offset"), nb::arg("src_pitch"), nb::arg("width_bytes"), nb::arg("rows"))
-        .def("write", &P::signal<Kind::write>, nb::arg("stream"), nb::arg("base"), nb::arg("offset"), nb::arg("delta"))
-        .def("wait", &P::signal<Kind::wait>, nb::arg("stream"), nb::arg("base"), nb::arg("offset"), nb::arg("delta"))
+        .def("signal", &P::signal, nb::arg("stream"), nb::arg("parts"))
         .def("record", &P::event<Kind::record>, nb::arg("stream"), nb::arg("event"))
         .def("wait_event", &P::event<Kind::wait_event>, nb::arg("stream"), nb::arg("event"))
         .def("launch", &P::launch, nb::arg("stream"), nb::arg("calls"))
         .def("parameters_of", &P::parameters_of, nb::arg("function"))
         .def("__len__", &P::size)
-        .def("run", &P::run, nb::arg("first"), nb::arg("last"), nb::arg("bases"), nb::arg("streams"), nb::arg("epoch"));
+        .def("run", &P::run, nb::arg("first"), nb::arg("last"), nb::arg("bases"), nb::arg("streams"));
 }

@@ -74,16 +74,12 @@ class KernelCall:
     def base(self, base: int, offset: int) -> KernelCall:
         """The next parameter is the address of base number `base`, `offset` bytes on."""
 
-    def epoch(self, delta: int) -> KernelCall:
-        """The next parameter is epoch + `delta`."""
-
 class StreamProgram:
     """Copies, signals, events and kernels on CUDA streams: recorded once, issued many times with other buffers.
 
     Buffers, streams and events are numbers; `run` says which addresses and stream handles they are. Methods that record
     return the operation's index and raise ValueError, with the values, for a number, offset or size out of range.
-    A signal is a 64-bit counter in memory that all ranks map; it only grows, and values are compared by signed
-    difference. Not for two threads at once.
+    Not for two threads at once.
 
     Args:
         n_bases, n_streams, n_events: how many there are. Events are the program's own, made in the context that is
@@ -112,13 +108,12 @@ class StreamProgram:
         Offsets and pitches in bytes. Peers' memory may be on either side. Without rows or bytes nothing is issued.
         """
 
-    def write(self, stream: int, base: int, offset: int, delta: int) -> int:
-        """Set the signal at `base` + `offset` (a multiple of 8) to epoch + `delta`, after all that the stream did."""
+    def signal(self, stream: int, parts: list[tuple[bool, int, int, int]]) -> int:
+        """Waits and writes in this order, in one call of the driver. Each is (whether it waits, base, offset, number).
 
-    def wait(self, stream: int, base: int, offset: int, delta: int) -> int:
-        """Hold the stream until the signal at `base` + `offset` (a multiple of 8) is at least epoch + `delta`.
-
-        There is no deadline: a stream whose signal never comes waits until somebody writes it.
+        A wait holds the stream until the 64 bits at `base` + `offset` (a multiple of 8) and `number` have a bit in common.
+        A write stores the low 32 bits of `number` there (a multiple of 4), after all that the stream did. There is no
+        deadline: a stream whose signal never comes waits until somebody writes it.
         """
 
     def record(self, stream: int, event: int) -> int:
@@ -143,14 +138,12 @@ class StreamProgram:
         last: int,
         bases: list[int] | tuple[int, ...],
         streams: list[int] | tuple[int, ...],
-        epoch: int,
     ) -> None:
         """Issue operations [first, last) in the order of their recording, without the GIL and without waiting for them.
 
         Args:
             bases: [n_bases] addresses.
             streams: [n_streams] handles (`torch.cuda.Stream.cuda_stream`); 0 is the legacy default stream.
-            epoch: what `write` and `wait` add to their delta.
 
         Raises:
             ValueError: a range, or a length or number of `bases` or `streams`, that does not fit the program.

@@ -22,7 +22,7 @@ from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.plan.predict import AT_LEAST
 from weft.runtime.null import NullSchedule
-from weft.runtime.stream_compiler import crossing_signals
+from weft.runtime.stream_tokens import crossing_signals
 from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,

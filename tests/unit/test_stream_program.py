@@ -2,7 +2,7 @@
 ordinary memory, so that effects can be looked at. What only a GPU can show (that streams run beside each other, that a
 wait holds) is tested on GPUs.
 
-Cheapest first: what a program refuses; what each operation asks of the driver; bases, epochs and ranges of a run;
+Cheapest first: what a program refuses; what each operation asks of the driver; bases and ranges of a run;
 copies against numpy; errors of the driver; loading; events; threads.
 """
 
@@ -71,18 +71,32 @@ int cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D_v2 *c, void *stream) {
     return 0;
 }
 #ifdef OLD
-#define cuStreamWriteValue64_v2 cuStreamWriteValue64
-#define cuStreamWaitValue64_v2 cuStreamWaitValue64
+#define cuStreamBatchMemOp_v2 cuStreamBatchMemOp
 #endif
-int cuStreamWriteValue64_v2(void *stream, uint64_t address, uint64_t value, unsigned flags) {
-    NOTE("write", stream, address, value, flags);
-    *(uint64_t *)address = value;
-    return 0;
-}
-int cuStreamWaitValue64_v2(void *stream, uint64_t address, uint64_t value, unsigned flags) {
+typedef union {
+    int operation;
+    struct {
+        int operation; uint64_t address; union { uint32_t value; uint64_t value64; }; unsigned flags; uint64_t alias;
+    } waitValue;
+    struct {
+        int operation; uint64_t address; union { uint32_t value; uint64_t value64; }; unsigned flags; uint64_t alias;
+    } writeValue;
+    uint64_t pad[6];
+} CUstreamBatchMemOpParams;
+int cuStreamBatchMemOp_v2(void *stream, unsigned count, CUstreamBatchMemOpParams *params, unsigned flags) {
     const struct timespec ms = {0, 1000000};
+    if (flags) return 1;
     for (held = hold; hold && held < 20000; ++held) nanosleep(&ms, NULL);
-    NOTE("wait", stream, address, value, flags, (int64_t)(*(uint64_t *)address - value) >= 0);
+    for (unsigned i = 0; i < count; ++i) {
+        const CUstreamBatchMemOpParams *p = &params[i];
+        if (p->operation == 4) {  /* CU_STREAM_MEM_OP_WAIT_VALUE_64 */
+            const uint64_t address = p->waitValue.address, value = p->waitValue.value64;
+            NOTE("wait", stream, address, value, p->waitValue.flags, (*(uint64_t *)address & value) != 0, count);
+        } else if (p->operation == 2) {  /* CU_STREAM_MEM_OP_WRITE_VALUE_32 */
+            NOTE("write", stream, p->writeValue.address, p->writeValue.value, p->writeValue.flags, 0, count);
+            *(uint32_t *)p->writeValue.address = p->writeValue.value;
+        } else return 1;
+    }
     return 0;
 }
 static char events[64];
@@ -207,10 +221,16 @@ GOOD_COPY = {"stream": 0, "dst_base": 0, "dst_offset": 0, "dst_pitch": 8, "src_b
         ("copy", {**GOOD_COPY, "rows": -1}, "rows=-1"),
         ("copy", {**GOOD_COPY, "dst_pitch": 7}, "dst_pitch=7"),
         ("copy", {**GOOD_COPY, "src_pitch": 7}, "src_pitch=7"),
-        ("write", {"stream": 0, "base": 3, "offset": 0, "delta": 0}, "base=3"),
-        ("write", {"stream": 0, "base": 0, "offset": 12, "delta": 0}, "offset=12"),
-        ("wait", {"stream": 0, "base": 0, "offset": -8, "delta": 0}, "offset=-8"),
-        ("wait", {"stream": 5, "base": 0, "offset": 0, "delta": 0}, "stream=5"),
+        ("signal", {"stream": 0, "parts": [(False, 3, 0, 0)]}, "base=3"),
+        ("signal", {"stream": 0, "parts": [(False, 0, 6, 0)]}, "offset=6 bytes must be 0 or a multiple of 4"),
+        (
+            "signal",
+            {"stream": 0, "parts": [(False, 0, 0, 1), (True, 0, 12, 1)]},
+            "offset=12 bytes must be 0 or a multiple of 8",
+        ),
+        ("signal", {"stream": 0, "parts": [(True, 0, -8, 1)]}, "offset=-8"),
+        ("signal", {"stream": 5, "parts": [(True, 0, 0, 1)]}, "stream=5"),
+        ("signal", {"stream": 0, "parts": []}, "at least one wait or write"),
         ("record", {"stream": 0, "event": 1}, "event=1 must be at least 0 and below n_events=1"),
         ("wait_event", {"stream": 0, "event": -1}, "event=-1"),
     ],
@@ -225,20 +245,20 @@ def test_what_cannot_be_recorded_is_refused_with_its_values(driver, method, argu
 @pytest.mark.parametrize(
     ("arguments", "error", "named"),
     [
-        ((0, 2, [1, 2], [3], 0), ValueError, "first=0, last=2: 0 <= first <= last <= 1"),
-        ((1, 0, [1, 2], [3], 0), ValueError, "first=1, last=0"),
-        ((-1, 1, [1, 2], [3], 0), ValueError, "first=-1"),
-        ((0, 1, [1], [3], 0), ValueError, "bases has 1 numbers, the program was made for 2"),
-        ((0, 1, [1, 2], (), 0), ValueError, "streams has 0 numbers, the program was made for 1"),
-        ((0, 1, [1, -2], [3], 0), ValueError, "bases[1] must be an int from 0 to 2^64 - 1"),
-        ((0, 1, [1, 2**64], [3], 0), ValueError, "bases[1]"),
-        ((0, 1, [1, 2], [3.0], 0), ValueError, "streams[0]"),
-        ((0, 1, {1, 2}, [3], 0), TypeError, "bases must be a list or a tuple"),
+        ((0, 2, [1, 2], [3]), ValueError, "first=0, last=2: 0 <= first <= last <= 1"),
+        ((1, 0, [1, 2], [3]), ValueError, "first=1, last=0"),
+        ((-1, 1, [1, 2], [3]), ValueError, "first=-1"),
+        ((0, 1, [1], [3]), ValueError, "bases has 1 numbers, the program was made for 2"),
+        ((0, 1, [1, 2], ()), ValueError, "streams has 0 numbers, the program was made for 1"),
+        ((0, 1, [1, -2], [3]), ValueError, "bases[1] must be an int from 0 to 2^64 - 1"),
+        ((0, 1, [1, 2**64], [3]), ValueError, "bases[1]"),
+        ((0, 1, [1, 2], [3.0]), ValueError, "streams[0]"),
+        ((0, 1, {1, 2}, [3]), TypeError, "bases must be a list or a tuple"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_issued(driver, arguments, error, named):
     program = driver.program(2, 1, 0)
-    program.write(0, 0, 0, 1)
+    program.signal(0, [(False, 0, 0, 1)])
     with pytest.raises(error, match=re.escape(named)):
         program.run(*arguments)
     assert driver.calls() == []
@@ -257,37 +277,39 @@ def test_each_operation_asks_the_driver_for_one_thing_in_order(driver):
         program.copy(0, 0, 16, 8, 1, 32, 8, 8, 4),
         program.copy(1, 0, 16, 99, 1, 32, 77, 8, 1),
         program.copy(0, 0, 0, 16, 1, 4, 8, 8, 2),
-        program.write(1, 2, 8, 5),
-        program.wait(0, 2, 8, 5),
-        program.wait(0, 2, 8, 6),
+        program.signal(1, [(False, 2, 8, 2**35 + 5)]),
+        program.signal(0, [(True, 2, 8, 4), (False, 2, 8, 0), (False, 2, 20, 7)]),
+        program.signal(0, [(True, 2, 8, 2**40 + 4)]),
         program.record(0, 1),
         program.wait_event(1, 1),
         program.record(1, 0),
     ]
     assert recorded == list(range(9))
     assert len(program) == 9
-    program.run(0, 9, [a, b, s], streams, 100)
+    program.run(0, 9, [a, b, s], streams)
     assert driver.calls() == [
         call("copy", streams[0], a + 16, b + 32, 32),
         call("copy", streams[1], a + 16, b + 32, 8),
         call("copy_2d", streams[0], a, 16, b + 4, 8, 8, 2),
-        call("write", streams[1], s + 8, 105, 0),
-        call("wait", streams[0], s + 8, 105, 0, 1),
-        call("wait", streams[0], s + 8, 106, 0, 0),
+        call("write", streams[1], s + 8, 5, 0, 0, 1),
+        call("wait", streams[0], s + 8, 4, 2, 1, 3),
+        call("write", streams[0], s + 8, 0, 0, 0, 3),
+        call("write", streams[0], s + 20, 7, 0, 0, 3),
+        call("wait", streams[0], s + 8, 2**40 + 4, 2, 0, 1),
         call("record", streams[0], second),
         call("wait_event", streams[1], second, 0),
         call("record", streams[1], first),
     ]
-    assert signals.tolist() == [0, 105, 0, 0]
+    assert signals.tolist() == [0, 0, 7 << 32, 0]
 
 
-def test_a_kernel_is_launched_with_numbers_bases_and_the_epoch(driver):
+def test_a_kernel_is_launched_with_numbers_and_bases(driver):
     program = driver.program(2, 2, 0)
-    kernel = driver.kernel(0, programs=7, threads=256, shared_bytes=1024).base(1, 24).epoch(-1).number(2**31 - 1)
+    kernel = driver.kernel(0, programs=7, threads=256, shared_bytes=1024).base(1, 24).number(99).number(2**31 - 1)
     assert program.launch(1, [(8, kernel)]) == 0
-    for epoch, base in ((100, 4096), (101, 8192)):
-        program.run(0, 1, [0, base], [0, 5], epoch)
-        launched = call("launch", 5, driver.handle(0), 7, 256, 1024, base + 24, epoch - 1, 2**31 - 1)
+    for base in (4096, 8192):
+        program.run(0, 1, [0, base], [0, 5])
+        launched = call("launch", 5, driver.handle(0), 7, 256, 1024, base + 24, 99, 2**31 - 1)
         assert driver.calls() == [launched]
 
 
@@ -296,7 +318,7 @@ def test_the_first_kernel_is_launched_that_the_addresses_suit(driver, bases, tak
     program = driver.program(2, 1, 0)
     kernels = [driver.kernel(0, programs=10 + i).base(0, 0).base(1, 16).number(i) for i in range(3)]
     program.launch(0, list(zip((16, 4, 1), kernels, strict=True)))
-    program.run(0, 1, bases, [0], 0)
+    program.run(0, 1, bases, [0])
     ((_, _, _, programs, _, _, first, second, number, _),) = driver.calls()
     assert (programs, first, second, number) == (10 + taken, bases[0], bases[1] + 16, taken)
 
@@ -305,7 +327,7 @@ def test_addresses_that_suit_no_kernel_are_an_error(driver):
     program = driver.program(1, 1, 0)
     program.launch(0, [(8, driver.kernel(1).base(0, 0))])
     with pytest.raises(RuntimeError, match=re.escape("operation 0, launch 0, on stream 0: CUDA_ERROR_INVALID_VALUE")):
-        program.run(0, 1, [12], [0], 0)
+        program.run(0, 1, [12], [0])
     assert driver.calls() == []
 
 
@@ -332,33 +354,20 @@ def test_what_a_kernel_does_not_take_is_refused(driver):
 def test_a_copy_of_nothing_is_an_operation_that_issues_nothing(driver, width, rows):
     program = driver.program(2, 1, 0)
     assert program.copy(0, 0, 0, 16, 1, 0, 8, width, rows) == 0
-    program.run(0, 1, [0, 0], [0], 0)
+    program.run(0, 1, [0, 0], [0])
     assert driver.calls() == []
 
 
-def test_a_program_is_run_again_with_other_bases_streams_and_epochs(driver):
+def test_a_program_is_run_again_with_other_bases_and_streams(driver):
     program = driver.program(2, 1, 0)
     program.copy(0, 0, 0, 8, 1, 0, 8, 8, 1)
-    program.write(0, 0, 8, 0)
+    program.signal(0, [(False, 0, 8, 9)])
     source = np.arange(4, dtype=np.uint64)
     targets = np.zeros((3, 2), np.uint64)
     for i, target in enumerate(targets):
-        program.run(0, 2, (target.ctypes.data, source[i + 1 :].ctypes.data), (i,), 1000 * i)
-    assert targets.tolist() == [[1, 0], [2, 1000], [3, 2000]]
+        program.run(0, 2, (target.ctypes.data, source[i + 1 :].ctypes.data), (i,))
+    assert targets.tolist() == [[1, 9], [2, 9], [3, 9]]
     assert [c[1] for c in driver.calls()] == [0, 0, 1, 1, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("epoch", "delta", "value"), [(7, -1, 6), (0, -1, 2**64 - 1), (2**63 - 1, 1, 2**63), (-3, 5, 2)]
-)
-def test_epoch_and_delta_add_in_64_bits_that_wrap(driver, epoch, delta, value):
-    signal = np.zeros(1, np.uint64)
-    program = driver.program(1, 1, 0)
-    program.write(0, 0, 0, delta)
-    program.wait(0, 0, 0, delta)
-    program.run(0, 2, [signal.ctypes.data], [0], epoch)
-    assert [c[3] for c in driver.calls()] == [value, value]
-    assert signal[0] == value
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
@@ -366,9 +375,9 @@ def test_a_run_issues_its_range_alone(built, first, last):
     program = built.program(1, 1, 0)
     signals = np.zeros(6, np.uint64)
     for i in range(6):
-        program.write(0, 0, 8 * i, i)
+        program.signal(0, [(False, 0, 8 * i, i + 1)])
     first, last = sorted((first, last))
-    program.run(first, last, [signals.ctypes.data], [0], 1)
+    program.run(first, last, [signals.ctypes.data], [0])
     assert signals.tolist() == [i + 1 if first <= i < last else 0 for i in range(6)]
     assert [c[3] for c in built.calls()] == list(range(first + 1, last + 1))
 
@@ -389,7 +398,7 @@ def test_copies_move_the_rows_in_one_call_and_nothing_beside_them(built, rows, w
         want[to : to + width] = src[at : at + width]
     program = built.program(2, 1, 0)
     program.copy(0, 1, offsets[0], pitches[0], 0, offsets[1], pitches[1], width, rows)
-    program.run(0, 1, [src.ctypes.data, dst.ctypes.data], [0], 0)
+    program.run(0, 1, [src.ctypes.data, dst.ctypes.data], [0])
     np.testing.assert_array_equal(dst, want)
     names = [c[0] for c in built.calls()]
     assert names == ([] if rows * width == 0 else ["copy"] if rows == 1 or gaps == (0, 0) else ["copy_2d"])
@@ -399,8 +408,8 @@ def test_copies_move_the_rows_in_one_call_and_nothing_beside_them(built, rows, w
     ("at", "what"),
     [
         (0, "operation 0, copy of 2 rows of 8 bytes from base 1 + 4 (pitch 8) to base 0 + 0 (pitch 16), on stream 1"),
-        (1, "operation 1, write of epoch + 3 at base 2 + 8, on stream 0"),
-        (2, "operation 2, wait for epoch + -1 at base 2 + 0, on stream 1"),
+        (1, "operation 1, signal 0, on stream 0"),
+        (2, "operation 2, signal 1, on stream 1"),
         (3, "operation 3, record of event 0, on stream 0"),
         (4, "operation 4, wait for event 0, on stream 1"),
     ],
@@ -410,15 +419,15 @@ def test_an_error_of_the_driver_names_the_operation_and_the_error(driver, at, wh
     bases = [memory.ctypes.data, memory.ctypes.data + 128, memory.ctypes.data + 256]
     program = driver.program(3, 2, 1)
     program.copy(1, 0, 0, 16, 1, 4, 8, 8, 2)
-    program.write(0, 2, 8, 3)
-    program.wait(1, 2, 0, -1)
+    program.signal(0, [(False, 2, 8, 3)])
+    program.signal(1, [(True, 2, 0, 1)])
     program.record(0, 0)
     program.wait_event(1, 0)
     driver["fail_at"] = at
     with pytest.raises(RuntimeError, match=re.escape(f"{what}: CUDA_ERROR_INVALID_VALUE (1): invalid argument")):
-        program.run(0, 5, bases, [8, 16], 0)
+        program.run(0, 5, bases, [8, 16])
     assert len(driver.calls()) == at, "what came before has been issued, what comes after has not"
-    program.run(0, 5, bases, [8, 16], 0)
+    program.run(0, 5, bases, [8, 16])
     assert len(driver.calls()) == 5, "a program that failed can be run again"
 
 
@@ -427,7 +436,7 @@ def test_an_error_that_the_driver_cannot_name_is_told_by_number(driver):
     program.record(0, 0)
     driver["fail_at"], driver["fail_with"] = 0, 12345
     with pytest.raises(RuntimeError, match=r"an error that the driver cannot name \(12345\): no description"):
-        program.run(0, 1, [], [0], 0)
+        program.run(0, 1, [], [0])
     driver["fail_with"] = 1
 
 
@@ -445,9 +454,8 @@ def test_a_library_without_a_function_is_named_with_it(build):
 def test_older_names_of_the_stream_memory_operations_are_found(build):
     old = build("-DOLD")
     program, signal = old.program(1, 1, 0), np.zeros(1, np.uint64)
-    program.write(0, 0, 0, 1)
-    program.wait(0, 0, 0, 1)
-    program.run(0, 2, [signal.ctypes.data], [0], 1)
+    program.signal(0, [(False, 0, 0, 1), (True, 0, 0, 1)])
+    program.run(0, 1, [signal.ctypes.data], [0])
     assert [c[0] for c in old.calls()] == ["write", "wait"]
     assert program.parameters_of(old.handle(0)) == [], "nor did it tell parameters"
 
@@ -482,9 +490,9 @@ def test_a_context_that_went_first_is_no_harm(driver):
 
 def test_a_run_leaves_the_interpreter_free_and_the_program_to_one_thread(driver):
     program, signal = driver.program(1, 1, 0), np.ones(1, np.uint64)
-    program.wait(0, 0, 0, 1)
+    program.signal(0, [(True, 0, 0, 1)])
     driver["hold"] = 1
-    thread = threading.Thread(target=program.run, args=(0, 1, [signal.ctypes.data], [0], 0))
+    thread = threading.Thread(target=program.run, args=(0, 1, [signal.ctypes.data], [0]))
     thread.start()
     try:
         deadline = time.monotonic() + 10
@@ -492,11 +500,11 @@ def test_a_run_leaves_the_interpreter_free_and_the_program_to_one_thread(driver)
             time.sleep(0.001)
         assert driver["held"] > 0, "the other thread is inside the driver"
         with pytest.raises(RuntimeError, match="another thread runs this program"):
-            program.run(0, 1, [signal.ctypes.data], [0], 0)
+            program.run(0, 1, [signal.ctypes.data], [0])
         with pytest.raises(RuntimeError, match="another thread runs this program"):
-            program.write(0, 0, 0, 1)
+            program.signal(0, [(False, 0, 0, 1)])
     finally:
         driver["hold"] = 0
         thread.join()
-    assert driver.calls() == [call("wait", 0, signal.ctypes.data, 1, 0, 1)]
-    assert program.write(0, 0, 0, 1) == 1
+    assert driver.calls() == [call("wait", 0, signal.ctypes.data, 1, 2, 1, 1)]
+    assert program.signal(0, [(False, 0, 0, 1)]) == 1

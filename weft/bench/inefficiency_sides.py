@@ -176,7 +176,6 @@ class CudaSide(Side):
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
         super().__init__(ranks, nbytes)
         self._stream = torch.cuda.Stream(ranks.device, priority=-1)
-        self._zero = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "dma":
@@ -184,8 +183,8 @@ class CudaSide(Side):
         from weft.runtime.move import Move, Shape
 
         size, at, to = source.numel(), source.data_ptr(), place.data_ptr()
-        move = Move(self._zero, shape=Shape(1, size, size, size))
-        return lambda: move.launch(0, at, to)
+        move = Move(place.device, shape=Shape(1, size, size, size))
+        return lambda: move.launch(at, to)
 
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
         """Behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""

@@ -1,17 +1,17 @@
-"""A copy by the compute units, with the waits before it, the signals after it and the waits after these, in one launch.
+"""A copy by the compute units, with signals before it, waits, signals after it and waits after these, in one launch.
 
-    wait until every word of `waits` is at least epoch + its delta; copy to one or more places; when all programs are done
-    set every word of `sets` to epoch; wait for `answers` as for `waits`
+    put tokens into the words of `opens`; wait for one in every word of `waits`; copy to one or more places; when all programs
+    are done take the tokens of `waits` away, put tokens into the words of `sets`, wait for `answers` and take those
 
-That is a small all-gather whole: peers have room, my shard goes to them and to my own place, it is there, theirs are here.
-The last launch of a run may also advance the epoch on the device.
+That is a small all-gather whole: I have room, so have the peers, my shard goes to them and to my own place, it is there,
+theirs are here. For who watches, plain numbers are noted in memory: when it begins (`begins`), when it has passed `waits`
+(`passes`), when it ends (`ends`).
 
 Copies by kernel are for what copy engines do badly: small ones (an engine takes about ten microseconds to start) and those
-within a device. With nothing to copy it is a wait or a signal alone: that is what a captured graph uses, because the waits
-and writes of a stream are frozen with the value that they were captured with, while this kernel reads the epoch from memory.
+within a device.
 
-Order: see `weft.kernels.signals`. The last program to finish sets the signals; its arrival is acquire-release at system
-scope, so they cover the stores of all programs.
+Order: see `weft.kernels.signals` and `weft.runtime.stream_tokens`. The last program to finish puts and takes tokens; its
+arrival is acquire-release at system scope, so they cover the stores of all programs, and all have seen the tokens of `waits`.
 """
 
 from __future__ import annotations
@@ -19,55 +19,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.signals import POISON, load_acquire, now_ns, store_release, words
+from weft.kernels.signals import await_tokens, now_ns, words, write_token
 
-_POISON = tl.constexpr(POISON)
 # The kernel's arguments that are pointers (to int64), for who compiles it ahead.
-TABLES = ("targets", "waits", "sets", "answers", "arrivals", "epoch_word")
+TABLES = ("targets", "opens", "waits", "sets", "answers", "begins", "passes", "ends", "arrivals")
 
 
 @triton.jit
-def _wait_for(table, count, epoch, PTX: tl.constexpr):
-    """Whether all words of a table (address, delta) have come, and not because the group has failed."""
-    alive = epoch >= 0
+def _note(table, count, PTX: tl.constexpr):
+    """Store the numbers of a table (address, number)."""
     for i in range(count):
-        word = words(tl.load(table + 2 * i))
-        wanted = epoch + tl.load(table + 2 * i + 1)
-        found = load_acquire(word, PTX)
-        while found < wanted:
-            found = load_acquire(word, PTX)
-        alive = alive & (found < _POISON)
-    return alive
+        write_token(tl.load(table + 2 * i), tl.load(table + 2 * i + 1).to(tl.int32), False, PTX)
+
+
+@triton.jit
+def _write_tokens(table, count, value: tl.constexpr, PTX: tl.constexpr):
+    for i in range(count):
+        write_token(tl.load(table + i), tl.full([], value, tl.int32), value == 1, PTX)
 
 
 @triton.jit(
     do_not_specialize=[
-        "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_waits", "n_sets", "n_answers",
-        "started", "advance", "epoch_given", "sizes", "source_rows",
+        "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_opens", "n_waits", "n_sets",
+        "n_answers", "n_begins", "n_passes", "n_ends", "sizes", "source_rows", "early",
     ],
-    do_not_specialize_on_alignment=["targets", "waits", "sets", "answers", "arrivals", "epoch_word"],
+    do_not_specialize_on_alignment=["targets", "opens", "waits", "sets", "answers", "begins", "passes", "ends", "arrivals"],
 )  # fmt: skip
 def move_kernel(
     source: tl.int64, target: tl.int64, rows: tl.int64, width: tl.int64, source_pitch: tl.int64, target_pitch: tl.int64,
-    targets, n_targets: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32, answers, n_answers: tl.int32, arrivals,
-    epoch_word, started: tl.int64, advance: tl.int32, epoch_given: tl.int64, sizes: tl.int64, source_rows: tl.int64,
+    targets, n_targets: tl.int32, opens, n_opens: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32,
+    answers, n_answers: tl.int32, begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32,
+    arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
     ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
     source, target: addresses of the first rows; targets [n_targets]: further places for the same rows. rows, width and
-    pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). waits [n_waits, 2] and
-    answers [n_answers, 2]: address, delta. sets [n_sets]: addresses. arrivals [1]: zero between launches. The epoch is
-    epoch_word[0] + epoch_given; `advance`: it becomes the word at the end. started: an address that learns of it at once, or 0.
-    sizes: 0, or where three int64 say at which row of the source to begin, at which of the target, and how many rows to copy:
-    at most `rows`, and none beyond the `source_rows` that there are.
+    pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers:
+    addresses of words. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches. sizes: 0, or where
+    three int64 say at which row of the source to begin, at which of the target, and how many rows to copy: at most `rows`, and
+    none beyond the `source_rows` that there are. early: the source is no peer's to write, and reading begins before the waits.
     """
-    epoch = tl.load(epoch_word) + epoch_given
-    if started != 0:
-        if tl.program_id(0) == 0:
-            store_release(words(started), epoch, PTX)
-    # The words are read by every lane, so no lane's loads or stores go ahead of what it waited for.
-    alive = _wait_for(waits, n_waits, epoch, PTX)
+    if tl.program_id(0) == 0:
+        _write_tokens(opens, n_opens, 1, PTX)
+        _note(begins, n_begins, PTX)
     program, programs = tl.program_id(0), tl.num_programs(0)
     if sizes != 0:
         first = tl.load(words(sizes))
@@ -79,17 +74,24 @@ def move_kernel(
             width = width * rows
             rows = tl.minimum(rows, 1)
     width = width // ALIGN * ALIGN  # no change, but now the compiler knows it, and moves 16 bytes at a time
-    per_row = (width + BLOCK - 1) // BLOCK
+    per_row = tl.maximum((width + BLOCK - 1) // BLOCK, 1)
     blocks = per_row * rows
+    block = program.to(tl.int64)
+    column = (block % per_row) * BLOCK + tl.arange(0, BLOCK)
+    begun = (column < width) & (block < blocks) & (early != 0)
+    place = source.to(tl.pointer_type(ITEM)) + block // per_row * source_pitch
+    place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+    loaded = tl.load(place + column, mask=begun, other=0)
+    # The words are read by every lane, so no lane's other loads or stores go ahead of what it waited for.
+    alive = await_tokens(waits, n_waits, PTX)
     if alive:
-        block = program.to(tl.int64)
         while block < blocks:
             row = block // per_row
             column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
             inside = column < width
-            first = source.to(tl.pointer_type(ITEM)) + row * source_pitch
-            first = tl.multiple_of(first, ALIGN * ITEM.primitive_bitwidth // 8)
-            items = tl.load(first + column, mask=inside)
+            place = source.to(tl.pointer_type(ITEM)) + row * source_pitch
+            place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+            items = tl.load(place + column, mask=inside & ((early == 0) | (block != program)), other=loaded)
             place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
             place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
             tl.store(place + column, items, mask=inside)
@@ -98,17 +100,20 @@ def move_kernel(
                 place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
                 tl.store(place + column, items, mask=inside)
             block += programs
-    if n_sets + n_answers + advance > 0:
+    if n_waits + n_sets + n_answers + n_ends > 0:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")
         if arrived == programs - 1:
             tl.store(arrivals, tl.full([], 0, tl.int64))
+            _write_tokens(waits, n_waits, 0, PTX)
             if alive:
-                for i in range(n_sets):
-                    store_release(words(tl.load(sets + i)), epoch, PTX)
-                _wait_for(answers, n_answers, epoch, PTX)
-            if advance != 0:
-                tl.store(epoch_word, epoch)
+                _write_tokens(sets, n_sets, 1, PTX)
+            _note(passes, n_passes, PTX)
+            if alive:
+                await_tokens(answers, n_answers, PTX)
+            tl.debug_barrier()  # all lanes have seen the tokens (they need not agree on who is alive)
+            _write_tokens(answers, n_answers, 0, PTX)
+            _note(ends, n_ends, PTX)
 
 
 @triton.jit(do_not_specialize=["index"])

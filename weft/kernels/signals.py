@@ -7,6 +7,8 @@ elsewhere, and under Triton's interpreter, atomics that are stronger than needed
 Waiting. `wait_at_least` looks until all words of a vector are there or a deadline passes. Where there is no PTX there is no
 clock either, and the deadline is the watchdog's: it writes POISON, larger than any value that is waited for, over the words
 of a rank whose group has failed, so that its kernels return.
+
+Schedules that streams run use words differently, as tokens (`weft.runtime.stream_tokens`): `await_tokens`, `write_token`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import triton
 import triton.language as tl
 
 POISON = 1 << 62
+TOKEN = 1
+POISONED = 1 << 40
+"""Of a word that holds tokens: the bit of a token, and the one by which the watchdog ends all waits."""
+_TOKEN = tl.constexpr(TOKEN)
 
 
 @triton.jit
@@ -66,3 +72,45 @@ def wait_at_least(pointer, wanted, deadline_ns, PTX: tl.constexpr):
         while (tl.min(found, 0) < wanted) & (now_ns(PTX) - start < deadline_ns):
             found = load_acquire(pointer, PTX)
     return found
+
+
+@triton.jit
+def await_tokens(table, count, PTX: tl.constexpr):
+    """Poll until every word of a table of addresses has a token or is poisoned; whether none is poisoned."""
+    alive = count >= 0
+    for i in range(count):
+        word = words(tl.load(table + i))
+        found = load_acquire(word, PTX)
+        while found == 0:
+            found = load_acquire(word, PTX)
+        alive = alive & (found == _TOKEN)
+    return alive
+
+
+@triton.jit
+def write_token(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
+    """Store 32 bits at an address, exactly once: a second store might put back a token that has been taken already. With
+    RELEASE after all that this program's lanes stored before the last barrier."""
+    if PTX:
+        if RELEASE:
+            tl.inline_asm_elementwise(
+                "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+                "@p st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;}",
+                "=r,l,r",
+                [address.to(tl.int64), value],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.inline_asm_elementwise(
+                "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+                "@p st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;}",
+                "=r,l,r",
+                [address.to(tl.int64), value],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+    else:
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")

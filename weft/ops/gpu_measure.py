@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft import _core, symm
 from weft.hw import file_of, load_machine
+from weft.kernels.signals import TOKEN
 from weft.plan import calibrate
 from weft.runtime.move import MAX_PROGRAMS, Move, Shape
 from weft.runtime.schedule_cuda import CudaSchedule
@@ -69,7 +70,6 @@ class GpuMeasure:
         self._region = domain.allocate(_BUFFER_BYTES, what="calibration")
         self._words = domain.allocate(64, what="signals of the calibration")
         self._local = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8, device=device)
-        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._pool = torch.randn(
             _LARGEST_OPERAND // 4, device=device
@@ -117,9 +117,9 @@ class GpuMeasure:
         return self._program(lambda program: program.copy(0, 0, 0, 2 * row_bytes, 1, 0, 2 * row_bytes, row_bytes, rows))
 
     def kernel_copy_us(self, count: int, put: bool) -> float:
-        move = Move(self._zero, shape=Shape(1, count, count, count))
+        move = Move(self._device, shape=Shape(1, count, count, count))
         here, there = self._local.data_ptr(), self._region.address(self._peer)
-        return self._queued(lambda: move.launch(0, here, there) if put else move.launch(0, there, here))
+        return self._queued(lambda: move.launch(here, there) if put else move.launch(there, here))
 
     def all_gather_us(self, count: int) -> float:
         shard = max(16, count // max(1, self.world_size - 1))
@@ -143,30 +143,23 @@ class GpuMeasure:
 
             def there_and_back() -> None:
                 one.add_(1)
-                program.run(0, 2, [0], streams, 0)
+                program.run(0, 2, [0], streams)
                 with torch.cuda.stream(self._side):
                     other.add_(1)
-                program.run(2, 4, [0], streams, 0)
+                program.run(2, 4, [0], streams)
 
             return max(0.0, self._queued(there_and_back) / 2 - self.launch_us())
-        # Rank 0 raises a word at its neighbour, which raises one back, and so on: one turn is two signals.
+        # Rank 0 puts a token into its neighbour's word, which puts one back, and so on: one turn is two signals.
         program = _core.StreamProgram(2, 1, 0)
-        first = self.domain.rank % 2 == 0
-        for turn in range(turns):
-            if not first:
-                program.wait(0, 0, 0, turn + 1)
-            program.write(0, 1, 0, turn + 1)
-            if first:
-                program.wait(0, 0, 0, turn + 1)
+        put, take = (False, 1, 0, TOKEN), [(True, 0, 0, TOKEN), (False, 0, 0, 0)]
+        for _ in range(turns):
+            program.signal(0, [put, *take] if self.domain.rank % 2 == 0 else [*take, put])
         partner = self.domain.rank ^ 1
         if partner >= self.world_size:
             partner = self.domain.rank
-        bases, epochs = (
-            [self._words.address(self.domain.rank), self._words.address(partner)],
-            iter(range(0, 1 << 40, turns)),
-        )
+        bases = [self._words.address(self.domain.rank), self._words.address(partner)]
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        return self._queued(lambda: program.run(0, len(program), bases, [stream], next(epochs)), calls=4) / (2 * turns)
+        return self._queued(lambda: program.run(0, len(program), bases, [stream]), calls=4) / (2 * turns)
 
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
@@ -179,12 +172,12 @@ class GpuMeasure:
             bases = [self._region.address(self._peer), self._local.data_ptr()]
 
             def copy() -> None:
-                program.run(0, 1, bases, [self._side.cuda_stream], 0)
+                program.run(0, 1, bases, [self._side.cuda_stream])
         else:
-            move = Move(self._zero, shape=Shape(1, count, count, count))
+            move = Move(self._device, shape=Shape(1, count, count, count))
 
             def copy() -> None:
-                move.launch(0, self._local.data_ptr(), self._region.address(self._peer))
+                move.launch(self._local.data_ptr(), self._region.address(self._peer))
 
         calls = 4
         alone = self.gemm_us(m, n, k, dtype)
@@ -230,7 +223,7 @@ class GpuMeasure:
         record(program)
         bases = [self._region.address(self._peer), self._local.data_ptr()]
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        return self._queued(lambda: program.run(0, 1, bases, [stream], 0))
+        return self._queued(lambda: program.run(0, 1, bases, [stream]))
 
     def _queued(self, call: Callable[[], object], calls: int | None = None) -> float:
         call()

@@ -23,13 +23,7 @@ class Base(NamedTuple):
     offset: int
 
 
-class Epoch(NamedTuple):
-    """The epoch of the run, and what is added."""
-
-    delta: int
-
-
-Argument: TypeAlias = "int | torch.Tensor | Base | Epoch"
+Argument: TypeAlias = "int | torch.Tensor | Base"
 _BYTES = {"i32": 4, "i64": 8}
 _MOST_SCRATCH = 2  # pointers that Triton adds
 _UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -67,8 +61,6 @@ def kernel_call(
     for argument in arguments:
         if isinstance(argument, Base):
             call.base(argument.number, argument.offset)
-        elif isinstance(argument, Epoch):
-            call.epoch(argument.delta)
         else:
             call.number(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
     for _ in scratch:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from weft import _core
 from weft.kernels import move as device_code
-from weft.runtime.kernel_call import Base, Epoch, kernel_call, loaded
+from weft.runtime.kernel_call import Base, kernel_call, loaded
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ALIGNMENT = 16  # the widest access, in bytes
@@ -36,70 +36,60 @@ class Shape:
 
 
 class Move:
-    """Waits, then a copy, then signals, then waits, as one launch; any of the four may be missing.
+    """Signals, waits, a copy, signals, and waits again, as one launch; any of them may be missing.
 
-    waits, answers: (address of a word, what to add to the epoch). sets: addresses of words. targets: addresses of further
-    places for what is copied. started: address of a word that is to know the epoch at once. `epoch_word` is read on the
-    device, and with `advance` written there at the end. sizes: address of (first row of the source, of the target, rows),
-    which the device knows; `shape.rows` is then the most. programs: at most so many.
+    opens, waits, sets, answers: addresses of words (`weft.runtime.stream_tokens`). targets: addresses of further places for what
+    is copied. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, ends.
+    sizes: address of (first row of the source, of the target, rows), which the device knows; `shape.rows` is then the most.
+    early: nothing that the launch waits for writes what is copied, so that it is read meanwhile. programs: at most so many.
     """
 
     def __init__(
         self,
-        epoch_word: torch.Tensor,
+        device: torch.device,
         *,
-        shape: Shape | None = None,
+        shape: Shape,
         targets: Sequence[int] = (),
-        waits: Sequence[tuple[int, int]] = (),
+        opens: Sequence[int] = (),
+        waits: Sequence[int] = (),
         sets: Sequence[int] = (),
-        answers: Sequence[tuple[int, int]] = (),
-        started: int = 0,
-        advance: bool = False,
+        answers: Sequence[int] = (),
+        begins: Sequence[tuple[int, int]] = (),
+        passes: Sequence[tuple[int, int]] = (),
+        ends: Sequence[tuple[int, int]] = (),
         sizes: int = 0,
+        early: bool = False,
         programs: int = MAX_PROGRAMS,
     ) -> None:
-        device = epoch_word.device
-        self._shape = shape = shape or Shape(0, 0, _ALIGNMENT, _ALIGNMENT)
-        tables = [
-            list(targets),
-            [n for wait in waits for n in wait],
-            list(sets),
-            [n for wait in answers for n in wait],
-            [0],
-        ]
-        words = torch.tensor([number for table in tables for number in table], dtype=torch.int64, device=device)
-        begin = [0, *itertools.accumulate(len(table) for table in tables)]
-        parts = [words[first:] for first in begin[:-1]]
-        self._tables = (
-            parts[0], len(targets), parts[1], len(waits), parts[2], len(sets), parts[3], len(answers), parts[4], epoch_word,
-            started, int(advance),
-        )  # fmt: skip
-        self._sizes = sizes
+        self._shape = shape
+        tables: list[Sequence[int]] = [targets, opens, waits, sets, answers]
+        tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
+        words = torch.tensor([*itertools.chain(*tables), 0], dtype=torch.int64, device=device)
+        first = itertools.accumulate((len(table) for table in tables), initial=0)
+        *parts, arrivals = [words[at:] for at in first]
+        counts = [len(n) for n in (targets, opens, waits, sets, answers, begins, passes, ends)]
+        self._tables = (*itertools.chain(*zip(parts, counts, strict=True)), arrivals)
+        self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
         self._variants = {step: _compiled_move(device, step, warps) for step in {self._step, min(self._step, 2), 1}}
 
-    def launch(
-        self, epoch_given: int, source: int = 0, target: int = 0, source_rows: int = 0, *, stream: int | None = None
-    ) -> None:
-        """The epoch is what the device's word says plus `epoch_given`. source_rows: with `sizes`, how many rows there are from
-        `source` on. stream: its handle (default: the current one)."""
+    def launch(self, source: int = 0, target: int = 0, source_rows: int = 0, *, stream: int | None = None) -> None:
+        """source_rows: with `sizes`, how many rows there are from `source` on. stream: its handle (default: the current one)."""
         step = self._step
         if (source | target) & (step - 1):
             step = min(step, _greatest_power_of_two(source, target))
             step = step if step in self._variants else 2 if step > 2 else 1
         compiled, constants = self._variants[step]
-        arguments = self._arguments(step, source, target, epoch_given, source_rows)
+        arguments = self._arguments(step, source, target, source_rows)
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
-    def record(
-        self, program: _core.StreamProgram, stream: int, epoch: int | Epoch, source: int | Base, target: int | Base
-    ) -> bool:
+    def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
         """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
         calls = [
-            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target, epoch, 0)))
+            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target, 0)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
         ]
         known = [(step, call) for step, call in calls if call is not None]
@@ -107,11 +97,11 @@ class Move:
             program.launch(stream, known)
         return len(known) == len(calls)
 
-    def _arguments(self, step: int, source: Any, target: Any, epoch: Any, source_rows: int) -> tuple[Any, ...]:
+    def _arguments(self, step: int, source: Any, target: Any, source_rows: int) -> tuple[Any, ...]:
         item, shape = min(8, step), self._shape
         return (
             source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
-            *self._tables, epoch, self._sizes, source_rows,
+            *self._tables, self._sizes, source_rows, self._early,
         )  # fmt: skip
 
 

@@ -5,16 +5,15 @@ Compiled once (`weft.runtime.stream_compiler`): copies, signals and the joints b
 first compute lane is the caller's current stream; the others start when it has come to the call, and it goes on when all
 have ended.
 
-Signals between ranks are 64-bit words in symmetric memory that hold the epoch of the run that last set them. While calls
-are issued one by one the host knows the epoch, and streams write and wait for values: no compute unit is spent on it. A
-captured graph would replay old values, so from the first capture on the epoch is kept on the device, advanced by the run
-itself, and small kernels set and wait (`weft.kernels.move`): the same words, so graphs and single calls may alternate.
+Signals between ranks are tokens in words of symmetric memory (`weft.runtime.stream_tokens`): streams wait for them and write
+them, and no compute unit is spent on it. What is issued is the same in every run, so that it may be captured in a CUDA graph
+and replayed; graphs and single calls may alternate, also between ranks.
 
-Order. A write of a value by a stream comes after the copies before it on that stream and makes them visible; a wait keeps
-back all that follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
+Order. A write by a stream comes after the copies before it on that stream and makes them visible; a wait keeps back all that
+follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
 
-Deadlines. A stream that waits has none: `weft.runtime.stream_watch` looks whether runs get on. When the group has failed,
-POISON, larger than any epoch, is written over this rank's words, so that its streams go on, and the next call raises.
+Deadlines. A stream that waits has none: `weft.runtime.stream_watch` looks whether runs get on. When the group has failed, this
+rank's words are poisoned, so that its streams go on, and the next call raises.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ import torch
 
 from weft import env
 from weft.errors import DeadlineError, ScheduleError
-from weft.kernels.signals import POISON
+from weft.kernels.signals import POISONED, TOKEN
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
-from weft.runtime.stream_compiler import StreamItems, compile_streams, crossing_signals
+from weft.runtime.stream_compiler import StreamItems, compile_streams
+from weft.runtime.stream_tokens import crossing_signals, tokens_of
 from weft.runtime.stream_watch import watch
-from weft.schedule import Schedule, Wait
+from weft.schedule import Schedule
 from weft.schedule.order import issue_order
 from weft.symm import Domain
 from weft.timeline import Timeline
@@ -41,7 +41,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 class CudaSchedule:
     """`schedule` on this rank of `domain`. Making it is collective: ranks compare schedules and allocate memory.
 
-    Memory: the schedule's symmetric and scratch buffers, and 8 bytes a counter. Raises `DisagreementError` if the ranks'
+    Memory: the schedule's symmetric and scratch buffers, and 8 bytes a wait. Raises `DisagreementError` if the ranks'
     schedules differ, `ScheduleError` if streams cannot run it, `OutOfSharedMemoryError`.
     """
 
@@ -53,37 +53,35 @@ class CudaSchedule:
         self.given = [b for b in self.buffers.values() if b.role in ("input", "output")]
         self.order = issue_order(schedule)[self.rank]
         self.layout = layout_of(schedule)
-        self.crossing = crossing_signals(schedule, self.rank)
+        self.crossing, self.tokens = crossing_signals(schedule, self.rank), tokens_of(schedule)
         self.lanes = [lane.name for lane in schedule.lanes]
         first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
         if first is None:
             raise ScheduleError(f"schedule {schedule.name} has no compute lane, which is the caller's stream")
         self.lanes.insert(0, self.lanes.pop(self.lanes.index(first)))
         self.region = domain.allocate(self.layout.buffer_bytes, what=f"buffers of schedule {schedule.name}")
-        self.words = domain.allocate(8 * self.layout.n_counters, what=f"signals of schedule {schedule.name}")
+        self._n_words = max(len(tokens) for tokens in self.tokens)
+        self.words = domain.allocate(8 * (self._n_words + 1), what=f"signals of schedule {schedule.name}")
         self.own = self._own_buffers()
         with torch.cuda.device(self.device):
             self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
             self.monitor = torch.cuda.Stream(self.device)
             # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
             self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._poison = torch.full((max(1, self.layout.n_counters),), POISON, dtype=torch.int64, pin_memory=True)
-        self._found = torch.zeros_like(self._poison)
-        self._word_view = self.words.tensor(self.rank, (self.layout.n_counters,), torch.int64)
-        self.started_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._started = self.started_word.numpy()
-        self.epoch_word = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.zero_word = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._word_view = self.words.tensor(self.rank, (self._n_words + 1,), torch.int64)
+        self._poison = torch.full((self._n_words,), POISONED, dtype=torch.int64, pin_memory=True)
+        self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
+        self.begun_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._begun = self.begun_word.numpy()
         self.known: dict[str, tuple[int, ...]] = {}  # what buffers hold, as far as the host has read it in this run
         self.made: Tensors = {}  # in this run, outputs that were given as functions
         self._reads_on_host = schedule.reads_on_host
         self.caller: torch.cuda.Stream | None = None  # of a run whose sizes the host reads
-        self._epoch = 0
         self._captured = False
         self._failure: DeadlineError | None = None
         self._warm: set[tuple[Any, ...]] = set()
-        self._programs: dict[tuple[bool, bool], StreamItems] = {}
-        torch.cuda.synchronize(self.device)
+        self._programs: dict[bool, StreamItems] = {}
+        self._put_first_tokens()
         self._take_back = domain.on_failure(self._release_waiters)
         domain._holders.add(self)
         watch.add(self)
@@ -117,15 +115,9 @@ class CudaSchedule:
                 )
             self._get_ready(tensors)
             self._warm.add(layout)
-        if capturing and not self._captured:
-            self._move_epoch_to_device()
-        timed = timeline is not None
-        program = self._programs.get((self._captured, timed))
-        if program is None:
-            torch.cuda.synchronize(self.device)
-            program = self._programs[self._captured, timed] = compile_streams(self, self._captured, timed)
-        self._epoch += 1
-        program.issue(tensors, self._epoch)
+        self._captured = self._captured or capturing
+        program = self._program(timeline is not None)
+        program.issue(tensors, capturing)
         if timeline is not None:
             torch.cuda.synchronize(self.device)
             self.check()
@@ -197,11 +189,23 @@ class CudaSchedule:
     def _get_ready(self, tensors: Tensors) -> None:
         """Load every kernel that a run needs: loading one while a stream waits can hang the device."""
         torch.cuda.synchronize(self.device)
-        for captured in (False, True):
-            if (captured, False) not in self._programs:
-                self._programs[captured, False] = compile_streams(self, captured, False)
-        self._programs[False, False].warm_up(tensors)
+        self._program(False).warm_up(tensors)
         torch.cuda.synchronize(self.device)
+
+    def _program(self, timed: bool) -> StreamItems:
+        program = self._programs.get(timed)
+        if program is None:
+            torch.cuda.synchronize(self.device)
+            program = self._programs[timed] = compile_streams(self, timed)
+        return program
+
+    def _put_first_tokens(self) -> None:
+        """For the waits of the first run for the run before it."""
+        first = [token.word for token in self.tokens[self.rank].values() if token.previous]
+        if first:
+            self._word_view[first] = TOKEN
+        torch.cuda.synchronize(self.device)
+        self.domain.all_gather(None, what="first tokens of a schedule")  # peers put theirs from now on
 
     def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
         """End the group if a copy of this run goes beyond its buffer: a part of the run is enqueued, and peers wait for it."""
@@ -214,43 +218,46 @@ class CudaSchedule:
             self.domain.poison(text)
             raise ScheduleError(text)
 
-    def _move_epoch_to_device(self) -> None:
-        """From now on runs count on the device. The stream that writes the word is not the one that is captured, so it is
-        written at once, long before a graph can be replayed."""
-        self._captured = True
-        with torch.cuda.stream(self._poison_stream):
-            self.epoch_word.fill_(self._epoch)
-
     # --- when something goes wrong ---
 
-    def started(self) -> int:
-        return int(self._started[0])
+    @property
+    def standing_word(self) -> int:
+        """The number of the word behind those for tokens. Not 0 while a run stands at waits: 1 + how many it has passed, as far as
+        that is known. Used where no wait is for a signal of the previous run, whose token is missing while a run goes on."""
+        return self._n_words
 
-    def standing_still(self, epoch: int, seconds: float) -> None:
+    def has_begun(self) -> bool:
+        begun = bool(self._begun[0])
+        if begun:
+            self._begun[0] = 0
+        return begun
+
+    def standing_still(self, seconds: float) -> None:
         """On the watching thread: if the run still waits for a peer, name what for, and end it."""
         _not_hindered_by_captures()
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
-            self._found[: self.layout.n_counters].copy_(self._word_view, non_blocking=True)
+            self._found.copy_(self._word_view, non_blocking=True)
             self._poison_stream.synchronize()
-        for lane, step in self.order:
-            if not isinstance(step, Wait) or (step.signal, step.index) not in self.crossing:
-                continue
-            number = self.layout.counters[step.signal] + int(step.index)
-            wanted, found = epoch - int(step.previous), int(self._found[number])
-            if found < wanted:
-                setter = self.crossing[step.signal, int(step.index)]
-                text = (
-                    f"rank {self.rank} waited {seconds:.3g} s for signal {step.signal}[{step.index}] of rank {setter} on lane "
-                    f"{lane!r} of schedule {self.schedule.name}: wanted {wanted}, found {found}. Has that rank made the same call?"
-                )
-                self._failure = DeadlineError(text)
-                self.domain.poison(text)
-                return
+        *found, standing = self._found.tolist()
+        tokens = self.tokens[self.rank].items()
+        missing = [(lane, t) for (lane, _), t in tokens if found[t.word] == 0 and t.passed >= standing]
+        if not standing and not any(token.previous for _, token in missing):
+            return
+        # Of an earlier wait the token may have been taken already, and be missing for that: this run's signals first.
+        lane, token = min(missing, key=lambda wait: wait[1].previous)
+        signal, index = token.key
+        text = (
+            f"rank {self.rank} waited {seconds:.3g} s for signal {signal}[{index}] of rank {token.setter} on lane {lane!r} of "
+            f"schedule {self.schedule.name}: it has not come in {'the run before' if token.previous else 'this run'}. Has that "
+            f"rank made the same call?"
+        )
+        self._failure = DeadlineError(text)
+        self.domain.poison(text)
 
     def _release_waiters(self) -> None:
         """On the watchdog thread: end every wait of this rank's streams."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
-            self._word_view.copy_(self._poison[: self.layout.n_counters], non_blocking=True)
+            self._word_view[: self._n_words].copy_(self._poison, non_blocking=True)
 
 
 def _not_hindered_by_captures() -> None:

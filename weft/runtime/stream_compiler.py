@@ -1,11 +1,13 @@
 """From the steps of a rank to what the host issues: native operations, library calls and small kernels, in one order.
 
-Two forms of one schedule. `on_device=False`: signals between ranks are writes and waits of streams, with the epoch that the
-host passes. `on_device=True`: they are small kernels that read the epoch on the device, for CUDA graphs; the last one of
-a run advances it. Copies by kernel carry the waits before them and the signals after them in both forms.
+Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.stream_tokens`), so that what is
+issued can as well be captured in a CUDA graph. Copies by kernel carry the signals around them.
 
 Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
 run begins when the one before has ended on its rank.
+
+What compute lanes set is written by another stream, the monitor: kernels need not wait for a write to a peer, which takes
+microseconds. For the watchdog a run also says in memory that it has begun.
 
 A `_Item` is (kind, what, where): native operations [what, where); a call of the library on the stream of lane `where`; a
 launch there; or what knows its sizes only then (`weft.runtime.stream_late`).
@@ -13,7 +15,6 @@ launch there; or what knows its sizes only then (`weft.runtime.stream_late`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -24,10 +25,12 @@ import torch.distributed as dist
 from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, sendable
-from weft.runtime.kernel_call import Base, Epoch
+from weft.runtime.kernel_call import Base
 from weft.runtime.move import Move, Shape, Stamps
 from weft.runtime.scaled_matmul import scaled_matmul
+from weft.runtime.stream_groups import Group, Grouping
 from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late, segments_of
+from weft.runtime.stream_tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.schedule import (
     ITEM_BYTES,
     SCALED_MATMULS,
@@ -38,7 +41,6 @@ from weft.schedule import (
     Region,
     Schedule,
     Set,
-    Step,
     Tiles,
     Wait,
 )
@@ -49,7 +51,8 @@ if TYPE_CHECKING:
     from weft.runtime.schedule_cuda import CudaSchedule
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
-Key: TypeAlias = tuple[str, int]
+Part: TypeAlias = tuple[bool, int, int, int]
+"""Of a signal of `_core.StreamProgram`."""
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
 LATE_PROGRAMS = 16
 """Of a copy by kernel beside GEMMs that fill the GPU: enough for four fifths of a link's rate, and few to wait for."""
@@ -61,26 +64,6 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 }
 
 
-def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
-    """The counters of `rank` that another rank sets, and which. `ScheduleError` if a stream could not wait for one."""
-    sets = Counter[tuple[int, str, int]]()
-    crossing: dict[Key, int] = {}
-    for setter in range(schedule.world_size):
-        for lane in schedule.of_rank(setter, expected=False):
-            for step in lane.steps:
-                if isinstance(step, Set):
-                    sets[int(step.at), step.signal, int(step.index)] += 1
-                    if step.at == rank and setter != rank:
-                        crossing[step.signal, int(step.index)] = setter
-    for (at, signal, index), count in sets.items():
-        if count > 1:
-            raise ScheduleError(
-                f"schedule {schedule.name}: signal {signal}[{index}] of rank {at} is set {count} times in a run, and a stream "
-                f"sets a word by writing it: give every setter an index of its own"
-            )
-    return crossing
-
-
 class _Item(NamedTuple):
     kind: int
     what: Any
@@ -90,8 +73,8 @@ class _Item(NamedTuple):
 class StreamItems:
     """What `issue` does, once for every run. Made by `compile_streams`."""
 
-    def __init__(self, owner: CudaSchedule, on_device: bool) -> None:
-        self.owner, self.on_device = owner, on_device
+    def __init__(self, owner: CudaSchedule) -> None:
+        self.owner = owner
         self.items: list[_Item] = []
         self.calls: list[tuple[int, Callable[[Tensors], None]]] = []  # of the library, for warming up
         self.prepares: list[Callable[[Tensors], None]] = []  # which load kernels
@@ -102,23 +85,22 @@ class StreamItems:
         self.program: Any = None
         self.kept: list[Any] = []  # whose memory the program's operations use
         self.bases: list[int] = []
-        self.epoch = 0  # as launches of the run are told it
+        self.joining = (0, 0)  # operations by which a capture has the monitor in it to its end
         self.leaves_main = False  # whether calls go to other streams than the caller's
 
-    def issue(self, tensors: Tensors, epoch: int) -> None:
+    def issue(self, tensors: Tensors, capturing: bool) -> None:
         owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
         for i, name in enumerate(self.names):
             tensor = tensors[name]
             bases[i] = 0 if callable(tensor) else tensor.data_ptr()  # 0: made when its size is known
         streams[0] = torch._C._cuda_getCurrentRawStream(owner.device.index)
         main: Any = torch.cuda.current_stream(owner.device) if self.leaves_main else None
-        self.epoch = given = 1 if self.on_device else epoch  # after the device's word, or after zero
         for kind, what, where in self.items:
             if kind == _NATIVE:
-                program.run(what, where, bases, streams, epoch)
+                program.run(what, where, bases, streams)
                 continue
             if kind == _LAUNCH:
-                what(bases, given, streams[where])
+                what(bases, streams[where])
                 continue
             if where:
                 torch.cuda.set_stream(owner.side[where - 1])
@@ -128,6 +110,8 @@ class StreamItems:
                 what(tensors, bases)
             if where:
                 torch.cuda.set_stream(main)
+        if capturing:
+            program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
         """Load what will be launched, and every library call once, on its stream, on whatever the memory holds."""
@@ -147,28 +131,19 @@ class StreamItems:
             timeline.add(rank, lane, name, times[2 * i] / 1e3, max(times[2 * i : 2 * i + 2]) / 1e3, sent)
 
 
-def compile_streams(owner: CudaSchedule, on_device: bool, timed: bool) -> StreamItems:
+def compile_streams(owner: CudaSchedule, timed: bool) -> StreamItems:
     """Nothing may wait on the device meanwhile: kernels are loaded here."""
-    return _Compiler(owner, on_device, timed).compile()
-
-
-class _Group(NamedTuple):
-    """Neighbouring steps of a lane that become one launch, or a single step."""
-
-    lane: int
-    steps: tuple[Step, ...]
-    anchor: int  # the step of the lane at whose place in the order the group is issued
+    return _Compiler(owner, timed).compile()
 
 
 class _Compiler:
-    def __init__(self, owner: CudaSchedule, on_device: bool, timed: bool) -> None:
-        self.owner, self.on_device = owner, on_device
+    def __init__(self, owner: CudaSchedule, timed: bool) -> None:
+        self.owner = owner
         self.world = owner.domain.world_size
-        self.result = StreamItems(owner, on_device)
+        self.result = StreamItems(owner)
         self._events = 0
         self._native_from = 0
         self._event_of: dict[Key, int] = {}
-        self._told = False  # whether something tells the watchdog that a run has started
         self._ahead: dict[int, ReadAhead] = {}  # by lane
         self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
@@ -179,159 +154,95 @@ class _Compiler:
         fixed += [owner.region.address(r) for r in range(self.world)] + [
             owner.words.address(r) for r in range(self.world)
         ]
-        self.result.bases = [0] * given + fixed + [owner.started_word.data_ptr()]
-        self._started = len(self.result.bases) - 1
+        self._begun = given + len(fixed)
+        self.result.bases = [0] * given + fixed + [owner.begun_word.data_ptr()]
         lanes = len(owner.lanes)
-        sets = sum(isinstance(step, Set) for _, step in owner.order)
         resources = {lane.name: lane.resource for lane in owner.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in owner.lanes]
+        self._tokens = owner.tokens[owner.rank]
+        self._words_of = [words_for(tokens) for tokens in owner.tokens]
+        grouping = Grouping(owner.rank, owner.lanes, owner.order, owner.crossing, self._fixed_pitch)
+        self._crosses, self._groups = grouping.crosses, grouping.groups()
+        # Of each lane: the places of signals that its stream makes, and what it waits for. Launches take their tokens themselves,
+        # and compute lanes at once: their sets go aside, where taking would come too late for their own next wait.
+        self._carriers: dict[str, set[int | None]] = {name: set() for name in owner.lanes}
+        self._of_stream: dict[str, list[Token]] = {name: [] for name in owner.lanes}
+        for group in self._groups:
+            if not (group.moves or self._computes[group.lane]):
+                self._carriers[owner.lanes[group.lane]] |= set(range(group.first, group.last + 1))
+                self._of_stream[owner.lanes[group.lane]] += self._tokens_in(group)
+        self._has_aside = False
         self.program = self.result.program = _core.StreamProgram(
-            len(self.result.bases), lanes + 1, 2 * lanes + sets + 4
+            len(self.result.bases), lanes + 1, 2 * lanes + len(owner.order) + 4
         )
         self._monitor = lanes
         if timed:
             self.result.stamps = Stamps(owner.device, 2 * len(owner.order) + 2)
 
     def compile(self) -> StreamItems:
-        owner, program = self.owner, self.program
-        lanes = len(owner.lanes)
-        fork, joints = self._event(), [self._event() for _ in range(lanes)]
-        groups = self._groups()
-        last = {group.lane: group for group in groups}
-        # That the run has started is told by its first launch, if nothing can hold that back; else off the path of the run,
-        # since writing to host memory takes microseconds.
-        self._told = not self.on_device and not any(g.lane == 0 and _moves(g) for g in groups[:1])
-        awaiting = [*range(1, lanes), *([self._monitor] if self._told else [])]
-        if awaiting:
-            program.record(0, fork)
-        for lane in awaiting:
-            program.wait_event(lane, fork)
-        if self._told:
-            program.write(self._monitor, self._started, 0, 0)
-        # Where the epoch is the device's, the run's last launch advances it, when nobody needs the old one any more.
-        ending = last[0] if self.on_device and isinstance(last[0].steps[0], Set) and self._uses_epoch(last[0]) else None
-        for group in groups:
-            if group is not ending:
-                self._emit(group)
+        program, lanes = self.program, len(self.owner.lanes)
+        joints = [self._event() for _ in range(lanes)]
+        last = {group.lane: group for group in self._groups}
+        waiting = [group for group in self._groups if self._tokens_in(group)]
+        # Who writes for the watchdog: if only launches of one stream wait, the first and the last of these; else the first step
+        # of a lane, if its token is soon taken, and so missing while a run goes on; else the monitor.
+        self._noting = (waiting[0], waiting[-1]) if waiting and lanes == 1 and all(g.moves for g in waiting) else None
+        self._telling = next((group for group in waiting if self._tells(group)), None)
+        monitored = bool(waiting) and not self._noting and not self._telling
+        if lanes > 1 or monitored:
+            self._fork([*range(1, lanes), *([self._monitor] if monitored else [])])
+        if monitored:
+            program.signal(self._monitor, [self._note(self.owner.standing_word, 1), (False, self._begun, 0, 1)])
+        for group in self._groups:
+            self._emit(group)
             if group.lane and group is last[group.lane]:
                 program.record(group.lane, joints[group.lane])
         for lane in range(1, lanes):
             if lane in last:
                 program.wait_event(0, joints[lane])
-        if self.on_device:
-            sets = [] if ending is None else [self._word(step) for step in ending.steps]
-            self._move(0, Move(owner.epoch_word, sets=sets, started=self._tell_started(), advance=True), None, None)
+        if monitored:
+            self._signal_aside(0, [self._note(self.owner.standing_word, 0)])
         self._flush()
+        if self._has_aside:
+            joint = self._event()
+            self.result.joining = (program.record(self._monitor, joint), program.wait_event(0, joint) + 1)
         self.result.leaves_main = any(item.kind in (_CALL, _LATE) and item.where for item in self.result.items)
         return self.result
 
-    def _tell_started(self) -> int:
-        """Where the first launch of a run says that it has started, if that is not told otherwise; 0 for the others."""
-        told, self._told = self._told, True
-        return 0 if told else self.result.bases[self._started]
+    def _fork(self, others: list[int]) -> None:
+        fork = self._event()
+        self.program.record(0, fork)
+        for stream in others:
+            self.program.wait_event(stream, fork)
 
-    # --- grouping ---
+    def _tells(self, group: Group) -> bool:
+        """Whether the group is a copy lane's first, and waits for a token of the previous run that nothing but copies keeps from
+        being taken."""
+        if self._computes[group.lane] or group.moves or group.first:
+            return False
+        name = self.owner.lanes[group.lane]
+        steps = [step for lane, step in self.owner.order if lane == name]
 
-    def _groups(self) -> list[_Group]:
-        """The steps of all lanes in the order of issue, neighbours that are one launch put together."""
-        owner = self.owner
-        number = {name: i for i, name in enumerate(owner.lanes)}
-        of_lane: dict[int, list[Step]] = {i: [] for i in number.values()}
-        for name, step in owner.order:
-            of_lane[number[name]].append(step)
-        groups_of_lane = {lane: self._grouped(lane, steps) for lane, steps in of_lane.items()}
-        ordered, at = [], Counter[int]()
-        anchors = {(lane, g.anchor): g for lane, groups in groups_of_lane.items() for g in groups}
-        for name, _ in owner.order:
-            lane = number[name]
-            group = anchors.get((lane, at[lane]))
-            at[lane] += 1
-            if group is not None:
-                ordered.append(group)
-        return ordered
+        def soon(token: Token) -> bool:
+            behind = steps[group.last + 1 : token.carrier] if token.carrier in self._carriers[name] else []
+            return token.previous and all(isinstance(step, Copy) for step in behind)
 
-    def _grouped(self, lane: int, steps: list[Step]) -> list[_Group]:
-        groups: list[_Group] = []
-        i = 0
-        while i < len(steps):
-            j = self._while(steps, i, Wait)
-            first = steps[j] if j < len(steps) else None
-            if isinstance(first, Copy) and first.by == "kernel":
-                end = self._end_of_move(steps, j, first)
-                # Issued where its last copy or answer stands: what it waits for has then been issued before it.
-                anchor = max(k for k in range(i, end) if not isinstance(steps[k], Set))
-                groups.append(_Group(lane, tuple(steps[i:end]), anchor))
-            elif j > i:
-                end = j
-                groups += (
-                    [_Group(lane, tuple(steps[i:j]), j - 1)] if self.on_device else self._singles(lane, steps, i, j)
-                )
-            else:
-                end = self._while(steps, i, Set) if self.on_device else i
-                end = max(end, i + 1)
-                groups.append(_Group(lane, tuple(steps[i:end]), i))
-            i = end
-        return groups
-
-    def _end_of_move(self, steps: list[Step], at: int, first: Copy) -> int:
-        """The end of what one launch does from the copy `first` at `at` on: its signals; where nothing but fixed places is
-        written, also further copies of the same region with theirs; and then waits."""
-        end = self._while(steps, at + 1, Set)
-        if not self._is_fixed(first.dst) or is_late(first):
-            return end
-        while end < len(steps):
-            more = steps[end]
-            if not (
-                isinstance(more, Copy)
-                and more.by == "kernel"
-                and not is_late(more)
-                and more.src == first.src
-                and self._is_fixed(more.dst)
-            ):
-                break
-            if self._place(more.dst)[2] != self._place(first.dst)[2]:
-                break  # other distances between rows
-            end = self._while(steps, end + 1, Set)
-        return self._while(steps, end, Wait)
-
-    def _while(self, steps: list[Step], at: int, kind: type) -> int:
-        """The first step from `at` on that is no signal between ranks of this kind."""
-        while at < len(steps) and isinstance(steps[at], kind) and self._crosses(steps[at]):
-            at += 1
-        return at
-
-    def _is_fixed(self, region: Region) -> bool:
-        """Whether it lies in memory of the schedule's own, at the same address in every run."""
-        return region.buffer in self.owner.own
-
-    @staticmethod
-    def _singles(lane: int, steps: list[Step], first: int, end: int) -> list[_Group]:
-        return [_Group(lane, (steps[k],), k) for k in range(first, end)]
-
-    def _crosses(self, step: Step) -> bool:
-        """Whether a signal goes between ranks."""
-        if isinstance(step, Set):
-            return step.at != self.owner.rank
-        assert isinstance(step, Wait)
-        return (step.signal, int(step.index)) in self.owner.crossing
-
-    def _uses_epoch(self, group: _Group) -> bool:
-        return any(isinstance(step, Set | Wait) and self._crosses(step) for step in group.steps)
+        return any(soon(token) for token in self._tokens_in(group))
 
     # --- emitting ---
 
-    def _emit(self, group: _Group) -> None:
+    def _emit(self, group: Group) -> None:
         stamps, first = self.result.stamps, len(self.result.spans)
         if stamps is not None:
             self._stamp(group.lane, 2 * first)
         copies = [step for step in group.steps if isinstance(step, Copy)]
         step = group.steps[0]
-        if _moves(group) or (self.on_device and self._uses_epoch(group)):
+        if group.moves:
             self._launch(group, copies)
         elif isinstance(step, Copy):
             self._copy(group.lane, step)
         elif isinstance(step, Set | Wait):
-            self._signal(group.lane, step)
+            self._signals(group) if self._crosses(step) else self._local(group.lane, step)
         elif isinstance(step, Compute):
             self._call(group.lane, self._compute(step))
         elif isinstance(step, Collective):
@@ -359,37 +270,85 @@ class _Compiler:
         width = int(step.src.cols) * self._item_bytes(step.src)
         self.program.copy(lane, dst, to, to_pitch, src, at, pitch, width, int(step.src.rows))
 
-    def _signal(self, lane: int, step: Set | Wait) -> None:
+    def _local(self, lane: int, step: Set | Wait) -> None:
         key = (step.signal, int(step.index))
-        offset = 8 * (self.owner.layout.counters[step.signal] + int(step.index))
-        if isinstance(step, Set) and self._crosses(step):
-            if self._computes[lane]:
-                # Writing to a peer takes microseconds, which kernels need not wait for: another stream does it.
-                event = self._event()
-                self.program.record(lane, event)
-                self.program.wait_event(self._monitor, event)
-                lane = self._monitor
-            self.program.write(lane, self._words + int(step.at), offset, 0)
-        elif isinstance(step, Wait) and self._crosses(step):
-            self.program.wait(lane, self._words + self.owner.rank, offset, -1 if step.previous else 0)
-        elif isinstance(step, Set):
+        if isinstance(step, Set):
             self._event_of[key] = self._event()
             self.program.record(lane, self._event_of[key])
         elif not step.previous:
             self.program.wait_event(lane, self._event_of[key])
 
-    def _launch(self, group: _Group, copies: list[Copy]) -> None:
-        """One kernel for a group: its waits, its copies, its signals, and the waits after these."""
-        begun = next((i for i, step in enumerate(group.steps) if isinstance(step, Copy)), len(group.steps))
-        waits = [(self._word(s), -1 if s.previous else 0) for s in group.steps[:begun] if isinstance(s, Wait)]
-        answers = [(self._word(s), -1 if s.previous else 0) for s in group.steps[begun:] if isinstance(s, Wait)]
-        sets = [self._word(s) for s in group.steps if isinstance(s, Set)]
-        word = self.owner.epoch_word if self.on_device else self.owner.zero_word
-        if not copies:
-            self._move(group.lane, Move(word, waits=waits, sets=sets, started=self._tell_started()), None, None)
-            return
+    def _signals(self, group: Group) -> None:
+        """Waits of a stream, or sets, with the tokens that are then taken."""
+        name, parts = self.owner.lanes[group.lane], list[Part]()
+        mine = self._tokens_in(group)
+        if group is self._telling:
+            parts.append((False, self._begun, 0, 1))
+        if mine:
+            taken = [token for token in mine if token.carrier not in self._carriers[name]]
+            parts += [(True, self._words + self.owner.rank, 8 * token.word, AWAITED) for token in mine]
+        else:
+            places = range(group.first, group.last + 1)
+            taken = [t for t in self._of_stream[name] if t.carrier in places]
+        parts += [self._note(token.word, 0) for token in taken]
+        for step in group.steps:
+            if isinstance(step, Set):
+                parts += [(False, self._words + int(step.at), 8 * word, TOKEN) for word in self._words_set_by(step)]
+        if not parts:
+            return  # a signal that nobody waits for
+        if self._computes[group.lane] and not mine:
+            # Writing to a peer takes microseconds, which kernels need not wait for: another stream does it.
+            self._signal_aside(group.lane, parts)
+        else:
+            self.program.signal(group.lane, parts)
+
+    def _signal_aside(self, lane: int, parts: list[Part]) -> None:
+        event = self._event()
+        self.program.record(lane, event)
+        self.program.wait_event(self._monitor, event)
+        self.program.signal(self._monitor, parts)
+        self._has_aside = True
+
+    def _note(self, word: int, number: int) -> Part:
+        """The writing of a number into a word of this rank."""
+        return (False, self._words + self.owner.rank, 8 * word, number)
+
+    def _words_set_by(self, step: Set) -> list[int]:
+        return self._words_of[int(step.at)].get((step.signal, int(step.index)), [])
+
+    def _tokens_in(self, group: Group) -> list[Token]:
+        name = self.owner.lanes[group.lane]
+        found = [self._tokens.get((name, at)) for at in range(group.first, group.last + 1)]
+        return [token for token in found if token is not None]
+
+    def _launch(self, group: Group, copies: list[Copy]) -> None:
+        """One kernel for a group: signals, waits, copies, signals, waits."""
+        owner, words = self.owner, self.owner.words
+        begun = next(i for i, step in enumerate(group.steps) if isinstance(step, Copy))
+
+        def own(word: int) -> int:
+            return words.address(owner.rank) + 8 * word
+
+        mine = self._tokens_in(group)
+        before = [self._tokens[owner.lanes[group.lane], at] for at in range(group.first, group.first + begun)
+                  if (owner.lanes[group.lane], at) in self._tokens]  # fmt: skip
+        after = mine[len(before) :]
+        opens, sets = (
+            [words.address(int(s.at)) + 8 * word for s in steps if isinstance(s, Set) for word in self._words_set_by(s)]
+            for steps in (group.steps[:begun], group.steps[begun:])
+        )
+        standing = own(owner.standing_word)
+        begins, passes, ends = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
+        if self._noting:
+            begins = [(standing, 1), (owner.begun_word.data_ptr(), 1)] if group is self._noting[0] else []
+            passes = [(standing, 1 + before[-1].passed)] if before else []
+            ends = [(standing, 0)] if group is self._noting[1] else []
+        signals: dict[str, Any] = {
+            "opens": opens, "waits": [own(t.word) for t in before], "sets": sets, "answers": [own(t.word) for t in after],
+            "begins": begins, "passes": passes, "ends": ends, "early": owner.buffers[copies[0].src.buffer].role == "input",
+        }  # fmt: skip
         if is_late(copies[0]):
-            self._launch_late(group.lane, copies[0], waits, sets, word)
+            self._launch_late(group.lane, copies[0], signals)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
         width = int(copies[0].src.cols) * self._item_bytes(copies[0].src)
@@ -398,41 +357,29 @@ class _Compiler:
             shape = Shape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
         targets = [self.result.bases[base] + offset for base, offset, _ in places]
-        started = self._tell_started()
-        move = Move(word, shape=shape, targets=targets, waits=waits, sets=sets, answers=answers, started=started)
-        self._move(group.lane, move, source, target)
-
-    def _move(
-        self, lane: int, move: Move, source: tuple[int, int, int] | None, target: tuple[int, int, int] | None
-    ) -> None:
-        """source, target: as `_place` says them."""
+        move = Move(owner.device, shape=shape, targets=targets, **signals)
         self.result.kept.append(move)
-        epoch = 1 if self.on_device else Epoch(0)  # after the device's word, or after zero
-        places = [0 if place is None else Base(place[0], place[1]) for place in (source, target)]
-        if move.record(self.program, lane, epoch, *places):
+        if move.record(self.program, group.lane, Base(*source[:2]), Base(*target[:2])):
             return
 
-        def launch(bases: list[int], epoch: int, stream: int) -> None:
-            at = [0 if place is None else bases[place[0]] + place[1] for place in (source, target)]
-            move.launch(epoch, *at, stream=stream)
+        def launch(bases: list[int], stream: int) -> None:
+            move.launch(bases[source[0]] + source[1], bases[target[0]] + target[1], stream=stream)
 
         self._flush()
-        self.result.items.append(_Item(_LAUNCH, launch, lane))
+        self.result.items.append(_Item(_LAUNCH, launch, group.lane))
 
-    def _launch_late(
-        self, lane: int, copy: Copy, waits: list[tuple[int, int]], sets: list[int], word: torch.Tensor
-    ) -> None:
+    def _launch_late(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
         most, width = self.owner.buffers[copy.dst.buffer].rows, int(copy.src.cols) * self._item_bytes(copy.src)
         assert isinstance(most, int)
         move = Move(
-            word, shape=Shape(most, width, pitch, to_pitch), waits=waits, sets=sets, started=self._tell_started(),
-            sizes=self._sizes[id(copy)], programs=LATE_PROGRAMS,
+            self.owner.device, shape=Shape(most, width, pitch, to_pitch), sizes=self._sizes[id(copy)], programs=LATE_PROGRAMS,
+            **signals,
         )  # fmt: skip
         name = copy.src.buffer
 
         def launch(tensors: Tensors, bases: list[int]) -> None:
-            move.launch(self.result.epoch, bases[src] + at, bases[dst] + to, tensors[name].shape[0])
+            move.launch(bases[src] + at, bases[dst] + to, tensors[name].shape[0])
 
         self._late(lane, launch)
 
@@ -460,7 +407,7 @@ class _Compiler:
         self.result.kept.append(totals)
         if not totals.record(self.program, lane):
             self._flush()
-            self.result.items.append(_Item(_LAUNCH, lambda bases, epoch, stream: totals.launch(stream), lane))
+            self.result.items.append(_Item(_LAUNCH, lambda bases, stream: totals.launch(stream), lane))
 
     def _tiles(self, lane: int, step: Tiles) -> None:
         owner = self.owner
@@ -487,7 +434,7 @@ class _Compiler:
         stamps = self.result.stamps
         assert stamps is not None
         self._flush()
-        self.result.items.append(_Item(_LAUNCH, lambda bases, epoch, stream: stamps.launch(index, stream), lane))
+        self.result.items.append(_Item(_LAUNCH, lambda bases, stream: stamps.launch(index, stream), lane))
 
     def _call(self, lane: int, call: Callable[[Tensors], None]) -> None:
         self._flush()
@@ -506,13 +453,12 @@ class _Compiler:
         self._events += 1
         return self._events - 1
 
-    def _word(self, step: Step) -> int:
-        assert isinstance(step, Set | Wait)
-        at = int(step.at) if isinstance(step, Set) else self.owner.rank
-        return self.owner.words.address(at) + 8 * (self.owner.layout.counters[step.signal] + int(step.index))
-
     def _item_bytes(self, region: Region) -> int:
         return ITEM_BYTES[self.owner.buffers[region.buffer].dtype]
+
+    def _fixed_pitch(self, region: Region) -> int | None:
+        known = region.buffer in self.owner.own
+        return self.owner.buffers[region.buffer].cols * self._item_bytes(region) if known else None
 
     def _place(self, region: Region) -> tuple[int, int, int]:
         """(number of its base address, bytes from there, bytes from row to row)."""
@@ -565,11 +511,6 @@ class _Compiler:
     def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
         """In the order of lanes: the same places on all ranks."""
         return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
-
-
-def _moves(group: _Group) -> bool:
-    """Whether it is a launch that copies."""
-    return any(isinstance(step, Copy) and step.by == "kernel" for step in group.steps)
 
 
 def _whole(region: Region) -> Region:

@@ -177,7 +177,7 @@ class LateCopy:
         width = int(src.cols) * pitch // owner.buffers[src.buffer].cols
         program.copy(0, 1, self.offset + begin * to_pitch, to_pitch, 0, first * pitch, pitch, width, rows)
         stream = torch._C._cuda_getCurrentRawStream(owner.device.index)
-        program.run(0, 1, [bases[source], bases[target]], [stream], 0)
+        program.run(0, 1, [bases[source], bases[target]], [stream])
 
 
 class Segments(NamedTuple):

@@ -1,9 +1,9 @@
 """Deadlines for streams: a stream that waits for a value has none of its own, so a thread looks whether runs get on.
 
-Every run of a schedule leaves its epoch in a word of pinned host memory when it starts on the device. Looking at that word
-calls nothing of CUDA. When it has stood still for the deadline, the words that the run waits for are read from the device:
-if one is missing, the run is stuck, the wait is named, and the group is poisoned, which releases its streams; if none is,
-there was simply nothing to do, and nothing is read again until the next run starts.
+Every run of a schedule leaves a mark in a word of pinned host memory when it begins on the device, and the thread wipes it
+away when it has seen it. Looking at that word calls nothing of CUDA. When there has been no new mark for the deadline, it is
+read from the device whether the last run stands at a wait: if it does, the wait is named, and the group is poisoned, which
+releases its streams; if not, there was simply nothing to do, and nothing is read again until the next run begins.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _log = logging.getLogger("weft")
 class Watched(Protocol):
     deadline_s: float
 
-    def started(self) -> int:
-        """The last epoch that has started on the device. Calls nothing of CUDA."""
+    def has_begun(self) -> bool:
+        """Whether a run has begun on the device since this was asked last. Calls nothing of CUDA."""
 
-    def standing_still(self, epoch: int, seconds: float) -> None:
-        """Called once for an epoch that has been the last to start for the deadline."""
+    def standing_still(self, seconds: float) -> None:
+        """Called once when no run has begun for the deadline."""
 
 
 class Watch:
@@ -33,13 +33,13 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # What was seen last, since when, and whether that has been looked into.
-        self._seen: weakref.WeakKeyDictionary[Watched, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
+        # When a run was seen to begin, and whether that has been looked into.
+        self._seen: weakref.WeakKeyDictionary[Watched, tuple[float, bool]] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
 
     def add(self, one: Watched) -> None:
         with self._lock:
-            self._seen[one] = (0, time.monotonic(), True)
+            self._seen[one] = (time.monotonic(), True)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="weft-stream-watch", daemon=True)
                 self._thread.start()
@@ -59,14 +59,13 @@ class Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        for one, (epoch, since, settled) in list(self._seen.items()):
-            started = one.started()
-            if started != epoch:
-                self._seen[one] = (started, now, False)
+        for one, (since, settled) in list(self._seen.items()):
+            if one.has_begun():
+                self._seen[one] = (now, False)
             elif not settled and now - since > one.deadline_s:
-                self._seen[one] = (epoch, since, True)
+                self._seen[one] = (since, True)
                 try:
-                    one.standing_still(epoch, now - since)
+                    one.standing_still(now - since)
                 except Exception:
                     _log.exception("looking for what a stream waits for failed")
 

@@ -17,23 +17,26 @@ from weft.schedule.schedule import Schedule
 
 @builder(AllGatherMatmul, by=("kernel", "dma"))
 def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
-    """by kernel: everything on one lane. by dma: a lane for each peer, so that the copies go at once."""
+    """by kernel: everything on one lane, and room for a run's rows is told when it begins, which its first launch does in passing.
+    by dma: a lane for each peer, so that the copies go at once, and room is told when the run before has read its rows."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
     o = Operands("gather", p)
     d, x, box = o.d, o.x, o.rows("box", p.m, "symmetric")
-    arrived, free = d.signals("arrived", world), d.signals("free", world)
+    arrived, room = d.signals("arrived", world), d.signals("room", world)
     own = (lookup(starts(p.rows), RANK), lookup(p.rows, RANK))
     compute, peers = d.lane("compute"), [peer(world, distance) for distance in range(1, world)]
     if by == "dma":
         for distance, to in enumerate(peers, start=1):
-            sender = d.lane(f"to +{distance}", "copy").wait(free, to, previous=True)
+            sender = d.lane(f"to +{distance}", "copy").wait(room, to, previous=True)
             carry(sender, x.part(), box.part(own, at=to), by).set(arrived, RANK, at=to)
         carry(compute, x.part(), box.part(own), "kernel")
     else:  # one source after the other, to everybody and to the own place: that is a launch each
         for to in peers:
-            compute.wait(free, to, previous=True)
+            compute.set(room, RANK, at=to)
+        for to in peers:
+            compute.wait(room, to)
         for i, src in enumerate(x.part()):
             for to in peers:
                 compute.copy(src, box.part(own, at=to)[i], by)
@@ -45,6 +48,7 @@ def gather(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     o.multiply_all(compute, box.part())
     if o.gathered:
         compute.copy(box.data.part(), o.gathered.part(), "kernel")
-    for distance in range(1, world):
-        compute.set(free, RANK, at=peer(world, -distance))
+    if by == "dma":
+        for distance in range(1, world):
+            compute.set(room, RANK, at=peer(world, -distance))
     return d.schedule()

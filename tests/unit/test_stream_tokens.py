@@ -1,0 +1,240 @@
+"""What streams of several ranks would do, played one operation after another in random orders: tokens come to the run that
+waits for them, none is put onto another, and every run ends.
+
+Programs are compiled as for GPUs, but recorded in a list; copies and GEMMs take no part. A stream does its operations in order,
+writes of one signal one by one, and events hold as CUDA's do: for the last record that the host issued before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
+
+from weft.errors import ScheduleError  # noqa: E402
+from weft.runtime import stream_compiler  # noqa: E402
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of  # noqa: E402
+from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, tokens_of  # noqa: E402
+from weft.schedule import (  # noqa: E402
+    RANK,
+    AllGatherMatmul,
+    AllToAllMatmul,
+    Draft,
+    NotApplicableError,
+    Schedule,
+    candidates,
+)
+from weft.schedule.order import issue_order  # noqa: E402
+
+RUNS = 4
+WORDS = 1 << 50  # where a rank's words lie, as an address: this times 1 + its rank
+PROBLEMS = {
+    "2 ranks": AllGatherMatmul.even(64, 32, 32, 2),
+    "3 ranks, uneven": AllGatherMatmul(3, (8, 24, 16), (32,), 32, "bf16"),
+    "4 ranks, the gathered input wanted": AllGatherMatmul(4, (16, 16, 16, 16), (32,), 32, "bf16", True),
+    "a rank without rows": AllGatherMatmul(2, (0, 64), (32,), 32, "bf16"),
+}
+
+
+class Recorded:
+    """In place of `_core.StreamProgram`."""
+
+    def __init__(self, *_: int) -> None:
+        self.operations: list[tuple] = []
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    def __getattr__(self, name: str) -> Any:
+        def record(stream: int, *what: Any) -> int:
+            self.operations.append((name, stream, *what))
+            return len(self.operations) - 1
+
+        return record
+
+
+class Launch:
+    """In place of `weft.runtime.move.Move`."""
+
+    def __init__(self, device: torch.device, **what: Any) -> None:
+        self.what = what
+
+    def record(self, program: Recorded, stream: int, *places: Any) -> bool:
+        program.launch(stream, self.what)
+        return True
+
+
+class Memory:
+    def address(self, rank: int) -> int:
+        return WORDS * (1 + rank)
+
+
+def compiled(schedule: Schedule, rank: int) -> list[tuple]:
+    """(name, stream, ...) of what the host issues on a rank in a run; words as (rank, number)."""
+    tokens, lanes = tokens_of(schedule), [lane.name for lane in schedule.lanes]
+    first = next(lane.name for lane in schedule.lanes if lane.resource == "compute")
+    lanes.insert(0, lanes.pop(lanes.index(first)))
+    buffers = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False)}
+    own = {
+        name: torch.empty(int(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype], device="meta")
+        for name, b in buffers.items()
+        if b.role in ("symmetric", "scratch")
+    }
+    given = [b for b in buffers.values() if b.role in ("input", "output")]
+    owner = SimpleNamespace(
+        schedule=schedule, rank=rank, device=torch.device("cpu"), lanes=lanes, buffers=buffers, given=given, own=own,
+        domain=SimpleNamespace(world_size=schedule.world_size, group=None), order=issue_order(schedule)[rank],
+        layout=layout_of(schedule), crossing=crossing_signals(schedule, rank), tokens=tokens, region=Memory(), words=Memory(),
+        standing_word=max(map(len, tokens)), begun_word=torch.zeros(1), monitor=SimpleNamespace(cuda_stream=0),
+        side=[SimpleNamespace(cuda_stream=0)] * (len(lanes) - 1),
+    )  # fmt: skip
+    operations = stream_compiler.compile_streams(owner, False).program.operations  # type: ignore[arg-type]
+    first_words = len(given) + sum(b.role == "scratch" for b in buffers.values()) + schedule.world_size
+    found = []
+    for name, stream, *what in operations:
+        if name == "signal":
+            what = [[(waits, base - first_words, offset // 8, n) for waits, base, offset, n in what[0]]]
+        found.append((name, stream, *what))
+    return found
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
+    monkeypatch.setattr(stream_compiler, "Move", Launch)
+
+
+class Played:
+    """All ranks' streams. `words[rank][number]` holds the run in which its token was put, or None."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.tokens = tokens_of(schedule)
+        self.words: list[dict[int, int | None]] = [
+            {t.word: 0 if t.previous else None for t in mine.values()} for mine in self.tokens
+        ]
+        self.previous = [{t.word: t.previous for t in mine.values()} for mine in self.tokens]
+        self.streams: dict[tuple[int, int], deque] = {}
+        self.reached: set[tuple] = set()
+        for rank in range(schedule.world_size):
+            last: dict[int, tuple] = {}
+            program = compiled(schedule, rank)
+            for run in range(1, RUNS + 1):
+                for number, (name, stream, *what) in enumerate(program):
+                    if name == "record":
+                        last[what[0]] = (rank, run, number)
+                        what = [last[what[0]]]
+                    elif name == "wait_event":
+                        what = [last[what[0]]]
+                    elif name == "copy":
+                        continue
+                    self.streams.setdefault((rank, stream), deque()).append((run, name, what))
+
+    def put(self, rank: int, word: int, run: int) -> None:
+        if word in self.words[rank]:
+            assert self.words[rank][word] is None, f"run {run} puts a token where one lies, word {word} of rank {rank}"
+            self.words[rank][word] = run
+
+    def take(self, rank: int, word: int) -> None:
+        if word in self.words[rank]:
+            self.words[rank][word] = None
+
+    def has_come(self, rank: int, word: int, run: int) -> bool:
+        found = self.words[rank][word]
+        if found is not None:
+            assert found == run - self.previous[rank][word], f"run {run} finds the token of run {found}, rank {rank}"
+        return found is not None
+
+    def steps(self, rank: int, run: int, name: str, what: list) -> Iterator[bool]:
+        """One operation in small steps; False while it cannot go on."""
+        if name == "record":
+            self.reached.add(what[0])
+        elif name == "wait_event":
+            while what[0] not in self.reached:
+                yield False
+        elif name == "signal":
+            for waits, at, word, number in what[0]:
+                if waits:
+                    assert number == AWAITED
+                    while not self.has_come(rank, word, run):
+                        yield False
+                elif number == TOKEN and at != rank and at < len(self.words):  # else for the watchdog
+                    self.put(at, word, run)
+                elif number == 0:
+                    self.take(at, word)
+                yield True
+        else:
+            yield from self.launch(rank, run, what[0])
+        yield True
+
+    def launch(self, rank: int, run: int, what: dict[str, Any]) -> Iterator[bool]:
+        place = {name: [divmod(a, WORDS) for a in what[name]] for name in ("opens", "waits", "sets", "answers")}
+        for puts, waits in (("opens", "waits"), ("sets", "answers")):
+            for owner, offset in place[puts]:
+                self.put(owner - 1, offset // 8, run)
+                yield True
+            for _, offset in place[waits]:
+                while not self.has_come(rank, offset // 8, run):
+                    yield False
+            for _, offset in place[waits]:
+                self.take(rank, offset // 8)
+                yield True
+
+    def play(self, seed: int) -> None:
+        chance = random.Random(seed)
+        running: dict[tuple[int, int], Iterator[bool]] = {}
+        speed = {key: chance.choice([1, 1, 10]) for key in self.streams}
+        while any(self.streams.values()) or running:
+            keys = sorted(key for key in self.streams if self.streams[key] or key in running)
+            chance.shuffle(keys)
+            moved = False
+            for key in sorted(keys, key=lambda k: chance.random() / speed[k]):
+                if key not in running:
+                    run, name, what = self.streams[key].popleft()
+                    running[key] = self.steps(key[0], run, name, what)
+                went = next(running[key], None)
+                if went is None:
+                    del running[key]
+                moved = moved or went is not False
+                if went is not False and chance.random() < 0.7:
+                    break
+            assert moved, "all streams stand still"
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_tokens_come_to_the_run_that_waits_for_them(recorded: None, name: str) -> None:
+    count = 0
+    for candidate in candidates(PROBLEMS[name]):
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        for seed in range(4):
+            Played(schedule).play(seed)
+        count += any(tokens_of(schedule))
+    assert count >= 4
+
+
+def test_tokens_of_experts_can_be_taken_in_time() -> None:
+    p = AllToAllMatmul(4, 8, (32,) * 4, 64, 64, "bf16", 32)
+    for candidate in candidates(p, ("dispatch", "dispatch_by_expert")):
+        assert any(tokens_of(candidate.build()))
+
+
+def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
+    d = Draft("careless", 2)
+    x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
+    told = d.signals("told", 2)
+    compute = d.lane("compute").copy(x.part(), y.part(), "kernel").set(told, RANK, at=(RANK + 1) % 2)
+    d.lane("late", "copy").wait(told, (RANK + 1) % 2)
+    compute.copy(x.part(), y.part(), "kernel")
+    with pytest.raises(
+        ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'late' there has ended its wait"
+    ):
+        tokens_of(d.schedule())

@@ -1,0 +1,114 @@
+"""Which steps of a lane become one operation on its stream.
+
+A copy by kernel is one launch with the signals between ranks around it: sets before it, waits, the copy, further copies of
+what it has read, sets, waits. Waits next to each other are one operation otherwise, and so are sets. All other steps stand
+alone.
+
+A group is issued where one of its steps stands in the order of issue (`weft.schedule.order`): a launch where its last copy or
+wait does, since what it waits for has then been issued before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weft.runtime.stream_late import is_late
+from weft.runtime.stream_tokens import Key
+from weft.schedule import Copy, Region, Set, Step, Wait
+
+
+class Group(NamedTuple):
+    """Neighbouring steps of a lane, the first of them at place `first`."""
+
+    lane: int
+    first: int
+    steps: tuple[Step, ...]
+    anchor: int  # the place of the step that says where the group is issued
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is a launch that copies."""
+        return any(isinstance(step, Copy) and step.by == "kernel" for step in self.steps)
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.steps) - 1
+
+
+class Grouping:
+    """Of one rank. crossing: its counters that others set. pitch_of: for a region in memory of the schedule's own the distance
+    of its rows in bytes; None for the caller's tensors."""
+
+    def __init__(
+        self,
+        rank: int,
+        lanes: list[str],
+        order: list[tuple[str, Step]],
+        crossing: dict[Key, int],
+        pitch_of: Callable[[Region], int | None],
+    ) -> None:
+        self._rank, self._lanes, self._order, self._crossing, self._pitch_of = rank, lanes, order, crossing, pitch_of
+
+    def groups(self) -> list[Group]:
+        """Of all lanes, in the order of issue."""
+        number = {name: i for i, name in enumerate(self._lanes)}
+        of_lane: dict[int, list[Step]] = {i: [] for i in number.values()}
+        for name, step in self._order:
+            of_lane[number[name]].append(step)
+        anchors = {(g.lane, g.anchor): g for lane, steps in of_lane.items() for g in self._of_lane(lane, steps)}
+        ordered, at = [], Counter[int]()
+        for name, _ in self._order:
+            lane = number[name]
+            if group := anchors.get((lane, at[lane])):
+                ordered.append(group)
+            at[lane] += 1
+        return ordered
+
+    def _of_lane(self, lane: int, steps: list[Step]) -> list[Group]:
+        groups: list[Group] = []
+        at = 0
+        while at < len(steps):
+            # Sets are put off until the waits behind them can end: only where no other lane can stand in front of these.
+            sets = self._while(steps, at, Set) if len(self._lanes) == 1 else at
+            copy = self._while(steps, sets, Wait)
+            if copy < len(steps) and isinstance(first := steps[copy], Copy) and first.by == "kernel":
+                end = self._end_of_move(steps, copy, first)
+                anchor = max(k for k in range(at, end) if not isinstance(steps[k], Set))
+            else:
+                end = max(self._while(steps, at, Wait), self._while(steps, at, Set), at + 1)
+                anchor = end - 1 if isinstance(steps[at], Wait) else at
+            groups.append(Group(lane, at, tuple(steps[at:end]), anchor))
+            at = end
+        return groups
+
+    def _end_of_move(self, steps: list[Step], at: int, first: Copy) -> int:
+        """The end of what one launch does from the copy `first` at `at` on: its signals; where nothing but fixed places is
+        written, also further copies of the same region with theirs; and then waits."""
+        end = self._while(steps, at + 1, Set)
+        pitch = self._pitch_of(first.dst)
+        if pitch is None or is_late(first):
+            return end
+        while end < len(steps):
+            more = steps[end]
+            if (
+                not (isinstance(more, Copy) and more.by == "kernel" and more.src == first.src)
+                or is_late(more)
+                or self._pitch_of(more.dst) != pitch
+            ):
+                break
+            end = self._while(steps, end + 1, Set)
+        return self._while(steps, end, Wait)
+
+    def _while(self, steps: list[Step], at: int, kind: type) -> int:
+        """The first step from `at` on that is no signal between ranks of this kind."""
+        while at < len(steps) and isinstance(steps[at], kind) and self.crosses(steps[at]):
+            at += 1
+        return at
+
+    def crosses(self, step: Step) -> bool:
+        """Whether a signal goes between ranks."""
+        if isinstance(step, Set):
+            return step.at != self._rank
+        return isinstance(step, Wait) and (step.signal, int(step.index)) in self._crossing

@@ -1,0 +1,145 @@
+"""Signals between ranks as tokens, so that a stream can wait for them in a captured graph: the same numbers in every run.
+
+Each wait has a 64-bit word in its rank's symmetric memory. Its low half is 1 while a token lies there. A set puts tokens into
+the words of all waits for its counter; a wait ends when its token has come, and the token is taken away before the next one
+can come. (Counting runs up, as executors on CPU do, needs other numbers in every run. A graph repeats its own, and waiting in
+kernels that read the count from memory would keep them from using a whole GPU: GEMMs that need all of it would wait too.)
+
+    word    low half    1: a token lies there. Peers write 1, the rank itself writes 0
+            high half   POISONED: the group has failed, and no wait is to last. Only the rank itself writes it
+
+A wait for a signal of the previous run has its first token from the start.
+
+When a token is taken. It must be gone before the next one is put: else that one is lost. Writing is slow (a fence of the whole
+system), so that a stream which takes a token does so where it writes anyway: with its next set for the rank that the token
+is from, if that rank waits for this set before it puts the next token. Then
+
+    rank b: wait W ... take W's token and set A, at once          rank a: wait for A ... set S, which puts W's next token
+
+and S cannot come before the taking. If no set is like that, the token is taken right behind the wait, and it is looked at
+whether the wait of one run is certain to be before the next set (`weft.schedule.happens`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from weft.errors import ScheduleError
+from weft.kernels.signals import POISONED, TOKEN
+from weft.schedule import Schedule, Set, Wait
+from weft.schedule.happens import Happened
+from weft.schedule.order import Lanes
+
+Key: TypeAlias = tuple[str, int]
+Place: TypeAlias = tuple[str, int]
+"""A lane's name, and a step's place in the lane."""
+AWAITED = TOKEN | POISONED
+"""A wait ends when its word has one of these bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What one wait of a rank waits for. `word`: its number among the rank's; `carrier`: the place in its lane of the set with
+    which a stream takes it; None: right behind the wait. `passed`: waits of the lane up to this one."""
+
+    word: int
+    key: Key
+    setter: int
+    previous: bool
+    carrier: int | None
+    passed: int
+
+
+def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
+    """The counters of `rank` that another rank sets, and which. `ScheduleError` if a stream could not wait for one."""
+    sets = Counter[tuple[int, str, int]]()
+    crossing: dict[Key, int] = {}
+    for setter in range(schedule.world_size):
+        for lane in schedule.of_rank(setter, expected=False):
+            for step in lane.steps:
+                if isinstance(step, Set):
+                    sets[int(step.at), step.signal, int(step.index)] += 1
+                    if step.at == rank and setter != rank:
+                        crossing[step.signal, int(step.index)] = setter
+    for (at, signal, index), count in sets.items():
+        if count > 1:
+            raise ScheduleError(
+                f"schedule {schedule.name}: signal {signal}[{index}] of rank {at} is set {count} times in a run, and a stream "
+                f"sets a word by writing it: give every setter an index of its own"
+            )
+    return crossing
+
+
+@lru_cache(maxsize=64)
+def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
+    """Of each rank, by the place of the wait. `ScheduleError` if a token could come while the last one lies there."""
+    ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
+    found: list[dict[Place, Token]] = []
+    for rank, lanes in enumerate(ranks):
+        crossing = crossing_signals(schedule, rank)
+        mine: dict[Place, Token] = {}
+        for lane in lanes:
+            passed = 0
+            for at, step in enumerate(lane.steps):
+                if not isinstance(step, Wait) or (key := (step.signal, int(step.index))) not in crossing:
+                    continue
+                passed += 1
+                carrier = _carrier(ranks, rank, lane.steps, at, crossing[key])
+                mine[lane.name, at] = Token(len(mine), key, crossing[key], step.previous, carrier, passed)
+        found.append(mine)
+    _check(schedule, ranks, found)
+    return tuple(found)
+
+
+def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
+    """The words into which a set of each counter puts its tokens."""
+    words = defaultdict[Key, list[int]](list)
+    for token in tokens.values():
+        words[token.key].append(token.word)
+    return words
+
+
+def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
+    """The next set for the setter in the lane of a wait, if the setter waits for it before it sets the wait's counter again:
+    in the same run if it is a wait for the previous run's set, in the next one otherwise."""
+    wait = steps[at]
+    for place in range(at + 1, len(steps)):
+        step = steps[place]
+        if not isinstance(step, Set) or step.at != setter:
+            continue
+        for lane in ranks[setter]:
+            waited = False
+            for other in lane.steps:
+                if isinstance(other, Wait) and (other.signal, other.index) == (step.signal, step.index):
+                    waited = waited or other.previous != wait.previous
+                if isinstance(other, Set) and (other.at, other.signal, other.index) == (rank, wait.signal, wait.index):
+                    return place if waited else None
+        return None
+    return None
+
+
+def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[Place, Token]]) -> None:
+    if all(token.carrier is not None for mine in tokens for token in mine.values()):
+        return
+    happened = Happened(ranks, runs=3)
+    numbers: dict[tuple[int, int, str, int], int] = {}
+    sets: dict[tuple[int, int, str, int], int] = {}
+    for number, event in enumerate(happened.events):
+        step = happened.step(event)
+        lane = ranks[event.rank][event.lane].name
+        if isinstance(step, Wait):
+            numbers[event.run, event.rank, lane, event.step] = number
+        elif isinstance(step, Set):
+            sets[event.run, int(step.at), step.signal, int(step.index)] = number
+    for rank, mine in enumerate(tokens):
+        for (lane, at), token in mine.items():
+            wait, following = numbers[2, rank, lane, at], sets[2 if token.previous else 3, rank, *token.key]
+            if token.carrier is None and not happened.before(wait, following):
+                raise ScheduleError(
+                    f"schedule {schedule.name}: rank {token.setter} may set {token.key[0]}[{token.key[1]}] of rank {rank} again "
+                    f"before lane {lane!r} there has ended its wait for the last time, and streams do not count: have rank "
+                    f"{token.setter} wait for a signal of rank {rank} first"
+                )
