@@ -172,6 +172,7 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
         ("{", "line 2: no JSON"),
         ("[1]", "line 2: list where a record is wanted"),
         ('{"op": "sorting"}', "line 2: op 'sorting' is no operator: remove the line, or correct it to one of embedding_"),
+        ('{"op": []}', "line 2: op [] is no operator"),
         ('{"config": "one"}', "line 2: the record has no 'op': remove the line, or measure one again"),
         (json.dumps({k: v for k, v in _records("one")[2].items() if k != "floor_ratio"}), "line 2: the record has no 'floor"),
         (None, "results:cpu has no records: record a run"),

@@ -136,7 +136,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 )
             record = _Line(fields)
             record.where = where
-            if record["op"] not in OPERATORS:
+            if record["op"] not in list(OPERATORS):
                 raise ValueError(
                     f"{where}: op {record['op']!r} is no operator: remove the line, or correct it to one of "
                     f"{', '.join(OPERATORS)}"

@@ -19,7 +19,17 @@ from weft import plan
 from weft.ops import choosing
 from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library, gradients
-from weft.ops.prepared import SCATTERED, Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
+from weft.ops.prepared import (
+    SCATTERED,
+    Prepared,
+    Table,
+    agree,
+    check_options,
+    contiguous,
+    group_of,
+    is_scattered,
+    warn_of_copy,
+)
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
@@ -68,14 +78,14 @@ def all_gather_matmul(
         CUDA graph has captured stay, and large ones that are not called any more go sooner).
 
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
-    number or group, and a dimension or deadline that cannot be, which only its own rank can tell), and `DisagreementError` when
-    ranks describe different calls; `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    number, timeline or group, and a dimension or deadline that cannot be, which only its own rank can tell; then others wait
+    until their deadline), and `DisagreementError` when ranks describe different calls; `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
     check_dimensions(A_shard, gather_dim)
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    check_options(deadline_s, timeline)
     if isinstance(Bs, torch.Tensor):
         raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
     Bs = Bs if isinstance(Bs, list | tuple) else list(Bs)

@@ -18,7 +18,7 @@ from weft import plan
 from weft.ops import choosing
 from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library
-from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, warn_of_copy
 from weft.runtime.opaque import opaque
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -73,8 +73,7 @@ def all_gather_scaled_matmul(
     Returns (A or None, [y...]). Raises what `weft.all_gather_matmul` raises. On CPU it computes in fp32: for tests.
     """
     check_dimensions(A_shard, gather_dim)
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    check_options(deadline_s, timeline)
     for name, given in (("Bs", Bs), ("B_scales", B_scales)):
         if isinstance(given, torch.Tensor):
             raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")

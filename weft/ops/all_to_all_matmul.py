@@ -20,7 +20,7 @@ from weft import plan
 from weft.errors import RefusedError, TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
-from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, strided, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, strided, warn_of_copy
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
@@ -85,19 +85,18 @@ def all_to_all_matmul(
 
     Calls on one group are made by one thread at a time.
 
-    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor, no
-        number or no group, which only its own rank can tell; then others wait until their deadline), and `DisagreementError`
-        when ranks describe different calls. Later, splits that do not fit (CPU) and T above the capacity (where there is one:
-        not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet, a T above the capacity is a
-        `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to which more than max_rows rows
-        came, when the call is done; on GPUs rows beyond are left out, and `received` tells. `DeadlineError`, `PeerLostError`,
-        `PoisonedGroupError`.
+    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no
+        tensor, no number, no timeline or no group, which only its own rank can tell; then others wait until their deadline),
+        and `DisagreementError` when ranks describe different calls. Later, splits that do not fit (CPU) and T above the
+        capacity (where there is one: not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet,
+        a T above the capacity is a `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to
+        which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and `received` tells.
+        `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
     GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.
     """
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    check_options(deadline_s, timeline)
     for name, count in (("max_rows", max_rows), ("capacity", capacity)):
         if not (
             count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)

@@ -92,7 +92,7 @@ def embedding_all_to_all(
                 f"sharding is a {type(sharding).__name__}: pass weft.place_tables(tables, {domain.world_size})"
             )
         if timeline is not None and not isinstance(timeline, Timeline):
-            raise TypeError(f"timeline is a {type(timeline).__name__}: pass a weft.Timeline, or None")
+            raise TypeError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
         if sharding.world_size != domain.world_size:
             raise ValueError(
                 f"the sharding is for {sharding.world_size} ranks and the group has {domain.world_size}: call "
