@@ -205,7 +205,7 @@ def test_keyed_tensor_finds_its_columns(dims, batch):
 
 
 def test_keyed_tensor_refuses_columns_that_do_not_add_up():
-    with pytest.raises(ValueError, match=r"sum to 5.*\(2, 4\)"):
+    with pytest.raises(ValueError, match=r"summing to 5.*\(2, 4\)"):
         KeyedTensor(["a", "b"], [2, 3], torch.zeros(2, 4))
     with pytest.raises(KeyError, match=r"'c'.*'a'"):
         KeyedTensor(["a"], [4], torch.zeros(2, 4))["c"]

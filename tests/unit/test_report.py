@@ -117,12 +117,12 @@ def test_experts_have_baselines_by_mode() -> None:
     )
     assert "4.00 times the floor; within 3% of the best measured schedule of its kind on 0%." in text
     assert (
-        "weft-bounded over 1 shapes: 2.50x serial and 5.00x padded in the geometric mean, at worst 2.50x serial (one)"
+        "weft-bounded over 1 shape: 2.50x serial and 5.00x padded in the geometric mean, at worst 2.50x serial (one)"
         in text
     )
     graph = text[text.index("**graph**") :]
     assert "| one | 1.23 | 2.00x | 3 | 1.5 | 2.00x | 0.5 |" in graph
-    assert "weft-bounded over 1 shapes: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
+    assert "weft-bounded over 1 shape: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
 
 
 def test_one_file_may_hold_several_operators() -> None:

@@ -21,6 +21,7 @@ from weft.bench.harness import Mode
 from weft.bench.measure import Results
 from weft.bench.operator import OPERATORS, Record
 from weft.bench.options import BenchOptions
+from weft.words import counted
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def environment(device_type: str) -> Environment:
             if module is not None:
                 versions[name] = str(getattr(module, "__version__", "?"))
     else:
-        machine = f"{torch.get_num_threads()} thread(s) a rank on {_cpu_name()}"
+        machine = f"{counted(torch.get_num_threads(), 'thread')} a rank on {_cpu_name()}"
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return Environment(machine, versions, _commit(), date)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from weft.bench import records
 from weft.bench.operator import Record, operator
+from weft.words import counted
 
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
@@ -29,8 +30,8 @@ def markdown(found: Sequence[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     commits = ", ".join(dict.fromkeys(r["commit"] for r in latest))
     parts = [
-        f"{last['ranks']} ranks, {last['machine']}; {versions}; commit {commits}, {last['date'][:10]}. Milliseconds are the "
-        f"slowest rank's median."
+        f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; commit {commits}, {last['date'][:10]}. "
+        "Milliseconds are the slowest rank's median."
     ]
     several = len({r["op"] for r in latest}) > 1
     for op, dtype in dict.fromkeys((r["op"], r["dtype"]) for r in latest):

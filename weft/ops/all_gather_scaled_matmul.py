@@ -25,6 +25,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.schedule.problem import SCALED_MULTIPLE
 from weft.timeline import Timeline
+from weft.words import counted
 
 _FP8 = TORCH_DTYPE["fp8"]
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
@@ -152,7 +153,7 @@ def _refusal(
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": use_fast_accum}).items():
         if given is not None and len(given) != len(Bs):
-            return f"{name} has {len(given)} entries: pass one for each of {len(Bs)} Bs"
+            return f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {len(Bs)} Bs"
     if any(scale is not None for scale in result_scales or ()):
         return "result_scales are for fp8 results: pass None each, and multiply the results, or scale B_scales"
     for dtype in out_dtypes or ():

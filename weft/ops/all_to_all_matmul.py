@@ -25,6 +25,7 @@ from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
+from weft.words import counted
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
@@ -155,8 +156,8 @@ class _Prepared(Prepared):
         p, on_cpu = self.p, self.device.type == "cpu"
         if not refusal and tokens.shape[0] > p.most:
             refusal = (
-                f"tokens has {tokens.shape[0]} rows, and memory was made for capacity={p.most}: pass the largest number of "
-                f"tokens that any call has as capacity, on every rank"
+                f"tokens has {counted(tokens.shape[0], 'row')}, and memory was made for capacity={p.most}: pass the "
+                "largest number of tokens that any call has as capacity, on every rank"
             )
 
         def make_y(rows: int) -> torch.Tensor:
@@ -231,8 +232,8 @@ class _Prepared(Prepared):
         came = sum(sizes.host.came)
         if came > max_rows:
             raise TooManyRowsError(
-                f"{came} rows came to rank {self.group.rank()}, from the ranks {sizes.host.came}, and max_rows={max_rows}: pass at "
-                f"least {came}, or None for as many as come"
+                f"{counted(came, 'row')} came to rank {self.group.rank()}, from the ranks {sizes.host.came}, and "
+                f"max_rows={max_rows}: pass at least {came}, or None for as many as come"
             )
 
 
@@ -298,8 +299,8 @@ def _prepared_for(
             raise ValueError(refusal)
         if capacity is not None and capacity < max(1, tokens.shape[0]):
             raise ValueError(
-                f"capacity={capacity} must be at least 1, and at least the {tokens.shape[0]} rows of tokens: pass the largest "
-                f"number of tokens that any rank has in any call"
+                f"capacity={capacity} must be at least 1, and at least the {counted(tokens.shape[0], 'row')} of tokens: "
+                "pass the largest number of tokens that any rank has in any call"
             )
         if pinned is not None:
             choosing.check_name(pinned, describe(_LEAST_CAPACITY))
@@ -349,8 +350,8 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):
         raise ValueError(
-            f"splits has shape {tuple(splits.shape)}: it must be [{world * w.shape[0]}], a number for each of {w.shape[0]} experts "
-            f"of {world} ranks"
+            f"splits has shape {tuple(splits.shape)}: it must be [{world * w.shape[0]}], a number for each of "
+            f"{counted(w.shape[0], 'expert')} of {counted(world, 'rank')}"
         )
 
 
@@ -363,7 +364,7 @@ def _wrong_values(tokens: torch.Tensor, splits: torch.Tensor) -> str:
     if least < 0:
         return f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative"
     if total != tokens.shape[0]:
-        return f"splits add up to {total} and tokens has {tokens.shape[0]} rows: pass how many are for each expert"
+        return f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass how many are for each expert"
     return ""
 
 

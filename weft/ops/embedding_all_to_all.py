@@ -29,6 +29,7 @@ from weft.sparse import EmbeddingSharding, as_jagged
 from weft.sparse.check import CheckedInput, check_jagged
 from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
+from weft.words import counted
 
 
 @opaque
@@ -95,7 +96,7 @@ def embedding_all_to_all(
             raise TypeError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
         if sharding.world_size != domain.world_size:
             raise ValueError(
-                f"the sharding is for {sharding.world_size} ranks and the group has {domain.world_size}: call "
+                f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {domain.world_size}: call "
                 f"place_tables(tables, {domain.world_size})"
             )
         used = "direct" if transport == "auto" else transport

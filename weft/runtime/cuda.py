@@ -24,6 +24,7 @@ from weft.sparse import JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain
 from weft.timeline import Timeline
+from weft.words import counted
 
 _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", device_code.WAIT_FLAG: "slice flag"}
 
@@ -182,7 +183,7 @@ def _warn_of_bad_input(
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
         warnings.warn(
-            f"rank {kernel.rank}: {bad_offsets} bags had offsets that descend or leave the values; they were cut to fit. "
+            f"rank {kernel.rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
             f"Check the offsets on the host, or pass bounds_check='fatal'",
             stacklevel=stacklevel,
         )
@@ -198,7 +199,8 @@ def _warn_of_bad_input(
                     kernel.plan.sharding, kernel.rank, checked.key_of_slot.index(block), sample, place, value
                 )
         warnings.warn(
-            f"rank {kernel.rank}: {bad} indices were out of range and read as zero rows; {where}", stacklevel=stacklevel
+            f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}",
+            stacklevel=stacklevel,
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from weft.words import counted
+
 
 @dataclass(frozen=True, slots=True)
 class JaggedInput:
@@ -82,23 +84,26 @@ class KeyedJaggedTensor:
         bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
         if lengths is not None and offsets is not None and offsets.numel() != bags + 1:
             raise ValueError(
-                f"{offsets.numel()} offsets do not fit {bags} lengths: pass {bags + 1} offsets, or lengths alone"
+                f"{counted(offsets.numel(), 'offset')} for {counted(bags, 'length')}: pass {counted(bags + 1, 'offset')}, or "
+                "lengths alone"
             )
         if stride is None:
             if not self._keys:
                 raise ValueError("a KeyedJaggedTensor without keys cannot know its batch size: pass stride=")
             if bags % len(self._keys) or bags < 0:
                 raise ValueError(
-                    f"{max(bags, 0)} bags do not divide by {len(self._keys)} keys: pass one length per key and sample "
-                    f"(or one offset more than that), with the same number of samples for each key"
+                    f"{counted(max(bags, 0), 'bag')} for {counted(len(self._keys), 'key')}: pass one length per key "
+                    "and sample (or one offset more than that), with the same number of samples for each key"
                 )
             stride = bags // len(self._keys)
         if bags != stride * len(self._keys):
             raise ValueError(
-                f"stride={stride} samples of {len(self._keys)} keys make {stride * len(self._keys)} bags, not {bags}"
+                f"stride={stride} of {counted(len(self._keys), 'key')} makes {counted(stride * len(self._keys), 'bag')}, not {bags}"
             )
         if weights is not None and weights.numel() != values.numel():
-            raise ValueError(f"{weights.numel()} weights for {values.numel()} values: pass one weight per value")
+            raise ValueError(
+                f"{counted(weights.numel(), 'weight')} for {counted(values.numel(), 'value')}: pass one weight per value"
+            )
         self._values, self._weights, self._stride = values, weights, stride
         self._lengths, self._offsets, self._given_offsets = lengths, offsets, offsets
         self._offset_per_key: list[int] | None = None
@@ -224,8 +229,9 @@ class KeyedJaggedTensor:
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
         return (
-            f"KeyedJaggedTensor({len(self._keys)} keys x {self._stride} samples, {self._values.numel()} ids of "
-            f"{self._values.dtype} on {self._values.device}{weighted}, keys={self._keys})"
+            f"KeyedJaggedTensor({counted(len(self._keys), 'key')} x {counted(self._stride, 'sample')}, "
+            f"{counted(self._values.numel(), 'id')} of {self._values.dtype} on {self._values.device}{weighted}, "
+            f"keys={self._keys})"
         )
 
 
@@ -235,8 +241,8 @@ class KeyedTensor:
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
         if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):
             raise ValueError(
-                f"{len(keys)} keys with {len(length_per_key)} lengths that sum to {sum(length_per_key)} do not "
-                f"describe values of shape {tuple(values.shape)}: pass one length per key, as many as there are columns"
+                f"{counted(len(keys), 'key')} with {counted(len(length_per_key), 'length')} summing to {sum(length_per_key)} do "
+                f"not describe values of shape {tuple(values.shape)}: pass one length per key, as many as there are columns"
             )
         self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
+from weft.words import counted
 
 # A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best
 # split found). At hundreds of tables the granularity alone is finer; at a dozen lopsided ones it never applies.
@@ -66,7 +67,10 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
     """`given` as one entry per table, in table order."""
     if not isinstance(given, Mapping):
         if len(given) != len(tables):
-            raise ValueError(f"{what} has {len(given)} entries for {len(tables)} tables: give one per table, in order")
+            raise ValueError(
+                f"{what} has {counted(len(given), 'entry', 'entries')} for {counted(len(tables), 'table')}: give one per "
+                "table, in order"
+            )
         return tuple(given)
     names = [table.name for table in tables]
     if unknown := [name for name in given if name not in set(names)]:
