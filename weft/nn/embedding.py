@@ -23,7 +23,7 @@ from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.sparse.check import DEVICE_TYPES, no_tables_on
-from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.sparse.jagged import KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.sparse.placement import place_tables
 from weft.sparse.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 
@@ -164,12 +164,15 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _local_weights(self) -> dict[str, torch.Tensor]:
         return {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
 
-    def _own_features(self, features: Any) -> JaggedInput:
+    def _own_features(self, features: Any) -> Any:
         """The global batch's features, without keys that no table uses and without weights that nobody asked for.
 
-        What is missing is left for the operator to refuse, since that tells the other ranks.
+        What is missing or wrong is left for the operator to refuse, since that tells the other ranks.
         """
-        jagged = as_jagged(features)
+        try:
+            jagged = as_jagged(features)
+        except (TypeError, ValueError):
+            return features
         if not self._is_weighted:
             jagged = replace(jagged, weights=None)
         elif jagged.weights is None:  # no weights: too few, unless there are no ids either

@@ -60,8 +60,10 @@ class KeyedJaggedTensor:
 
     `values` [N] int32 or int64 ids, `weights` [N] or None (one per id), and `lengths` [T * B] or `offsets`
     [T * B + 1] (one of them is enough). Bags by lengths begin at the first value; offsets may also begin above 0 and
-    end before N, as of a slice of a larger batch that shares its values. `stride` is B; it is derived, except that
-    without keys it has to be given.
+    end before N, as of a slice of a larger batch that shares its values. Where both are given they must describe the
+    same bags: who pools them refuses others on CPU; on GPUs, where a look would be a wait, a local batch is refused if
+    its sums differ, and else it is the caller's to have them right. `stride` is B; it is derived, except that without
+    keys it has to be given.
     Every key has the same B: TorchRec's variable stride per key is not taken. Nothing here copies, or waits for a GPU,
     but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
     """
@@ -105,7 +107,8 @@ class KeyedJaggedTensor:
                 f"{counted(weights.numel(), 'weight')} for {counted(values.numel(), 'value')}: pass one weight per value"
             )
         self._values, self._weights, self._stride = values, weights, stride
-        self._lengths, self._offsets, self._given_offsets = lengths, offsets, offsets
+        self._lengths, self._offsets = lengths, offsets
+        self._given_lengths, self._given_offsets = lengths, offsets
         self._offset_per_key: list[int] | None = None
 
     @classmethod
@@ -165,6 +168,10 @@ class KeyedJaggedTensor:
             self._offsets = offsets_of(self._lengths)
         return self._offsets
 
+    def lengths_or_none(self) -> torch.Tensor | None:
+        """The lengths that this was made with: None if from offsets alone."""
+        return self._given_lengths
+
     def offsets_or_none(self) -> torch.Tensor | None:
         """The offsets that this was made with: None if from lengths alone, whose bags are all of `values`."""
         return self._given_offsets
@@ -218,7 +225,7 @@ class KeyedJaggedTensor:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         values = self._values.to(device, non_blocking=non_blocking)
-        weights, lengths, offsets = moved(self._weights), moved(self._lengths), moved(self._given_offsets)
+        weights, lengths, offsets = moved(self._weights), moved(self._given_lengths), moved(self._given_offsets)
         there = KeyedJaggedTensor(self._keys, values, weights, lengths, offsets, self._stride)
         there._offset_per_key = self._offset_per_key
         return there
@@ -307,7 +314,7 @@ def as_jagged(features: Any) -> JaggedInput:
 
 
 def check_keyed(features: Any) -> None:
-    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys."""
+    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and one story of its bags."""
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
@@ -318,6 +325,21 @@ def check_keyed(features: Any) -> None:
         raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
     if _answer(features, "inverse_indices_or_none") is not None:
         raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
+    _check_bags(_answer(features, "lengths_or_none"), _answer(features, "offsets_or_none"))
+
+
+def _check_bags(lengths: Any, offsets: Any) -> None:
+    """Raise `ValueError` if both are there, as CPU tensors, and do not describe the same bags."""
+    for given in (lengths, offsets):
+        if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
+            return
+    by_lengths, by_offsets = lengths.flatten(), offsets.flatten().diff()
+    if by_lengths.shape == by_offsets.shape and (by_lengths != by_offsets).any():
+        bag = int((by_lengths != by_offsets).nonzero()[0])
+        raise ValueError(
+            f"lengths and offsets disagree: by lengths bag {bag} holds {counted(int(by_lengths[bag]), 'id')}, by offsets "
+            f"{int(by_offsets[bag])}: pass one of the two"
+        )
 
 
 def _answer(features: Any, method: str) -> Any:
