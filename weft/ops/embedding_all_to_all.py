@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
-from weft.errors import WeftError
+from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.runtime.agreement import agree_on_new, drop_closed, refuse
 from weft.runtime.cpu import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
@@ -77,7 +77,8 @@ def embedding_all_to_all(
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
     Memory: `outputs` result buffers; `put` also stages what it is about to send (on CPU at most 4 MiB a thread, on GPUs a
-        slice or two a program) and holds 8 bytes per slice.
+        slice or two a program) and holds 8 bytes per slice. Kept for each sharding and options until the group ends, or the
+        module that called is closed (`weft.nn.ShardedEmbeddingBagCollection.close`).
 
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
@@ -99,9 +100,7 @@ def embedding_all_to_all(
                 f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {domain.world_size}: call "
                 f"place_tables(tables, {domain.world_size})"
             )
-        used = "direct" if transport == "auto" else transport
-        vectors = default_slice_size(sharding) if slice_size is None else slice_size
-        plan = _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
+        plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
         jagged = as_jagged(features)
         weights = _tensors(weights)
         known = _known(weights, plan, domain.rank)
@@ -140,6 +139,47 @@ def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embedd
     places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
     dtype = next(name for name, known in TORCH_DTYPE.items() if known == sharding.dtype)
     return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, dtype)
+
+
+def release(
+    sharding: EmbeddingSharding,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Literal["auto", "direct", "put"],
+    order: Order,
+    slice_size: int | None,
+    bounds_check: BoundsCheck,
+    hash: bool,
+    outputs: int,
+    deadline_s: float | None,
+) -> None:
+    """Give back the symmetric memory of calls with these options, as `ShardedEmbeddingBagCollection.close` says. Collective."""
+    domain = symm.domain(group, device, deadline_s=deadline_s)
+    plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+    operator = _operators.get(domain, {}).get(plan)
+    if operator is not None:
+        operator.synchronize()
+    mine = plan.fingerprint, 0 if operator is None else operator.outputs.lent
+    closing = domain.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
+    if len({fingerprint for fingerprint, _ in closing}) > 1:
+        raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
+    if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
+        raise RefusedError(
+            f"{', '.join(held)} in the memory that is to be given back: drop them, and all views of them, first"
+        )
+    if operator is not None:
+        del _operators[domain][plan]
+        operator.close()
+
+
+def _plan(
+    sharding: EmbeddingSharding, transport: str, order: Order, slice_size: int | None, bounds_check: BoundsCheck, hash: bool,
+    outputs: int,
+) -> EmbeddingPlan:  # fmt: skip
+    used: Any = "direct" if transport == "auto" else transport
+    vectors = default_slice_size(sharding) if slice_size is None else slice_size
+    return _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # typed: 1 is no True, and refused
@@ -245,7 +285,7 @@ def _operator(handle: int) -> Any:
     operator = _by_handle.get(handle)
     if operator is None:
         raise WeftError(
-            f"operator {handle} is gone: its group was closed. Call weft.embedding_all_to_all with a live group"
+            f"operator {handle} is gone: its group or its module was closed. Call weft.embedding_all_to_all with a live group"
         )
     return operator
 

@@ -48,7 +48,7 @@ class EmbeddingAllToAllCuda:
         # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
-        domain.on_failure(self._release_waiters)
+        self._take_back = domain.on_failure(self._release_waiters)
 
     def __call__(
         self,
@@ -127,6 +127,14 @@ class EmbeddingAllToAllCuda:
             text = text.replace(f" of rank {peer} ", f" number {peer} ")
         self.domain.poison(text)
         raise DeadlineError(text)
+
+    def close(self) -> None:
+        """Give the memory back, once every rank's device has been waited for and no captured graph will be replayed."""
+        self._take_back()
+        self.outputs.close()
+        self._signals.give_back()
+        self._flags.give_back()
+        self._memory = None
 
     def synchronize(self) -> None:
         """Wait for this rank's device, then `check()`."""
