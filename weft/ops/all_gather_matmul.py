@@ -68,12 +68,13 @@ def all_gather_matmul(
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
-    Returns (A or None, [A @ B for B in Bs]), on GPUs valid in stream order, in ordinary memory. The first call of a shape
-    is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
+    Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype: A has A_shard's shape but for `gather_dim`, where it has the
+    rows of all ranks, and a product has N_i for K. On GPUs valid in stream order; in ordinary memory. The first call of a
+    shape is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
     Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
         CUDA graph has captured stay, and large ones that are not called any more go sooner).
 

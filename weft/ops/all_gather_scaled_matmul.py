@@ -71,7 +71,13 @@ def all_gather_scaled_matmul(
     return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
     gather_dim, group, schedule, rows, deadline_s, timeline: as of `weft.all_gather_matmul`.
 
-    Returns (A or None, [y...]). Raises what `weft.all_gather_matmul` raises. On CPU it computes in fp32: for tests.
+    Returns (A or None, [y...]), shaped as of `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On CPU it
+    computes in fp32: for tests.
+    Memory: as of `weft.all_gather_matmul`, and of symmetric memory the scales of rows too.
+
+    Raises what `weft.all_gather_matmul` raises.
+
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for data that is not scaled.
     """
     check_dimensions(A_shard, gather_dim)
     check_options(deadline_s, timeline)

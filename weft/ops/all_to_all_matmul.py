@@ -69,14 +69,15 @@ def all_to_all_matmul(
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block).
-    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile); the serial
         schedule leaves it as it is.
 
-    Returns y [rows, N], on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received [W, E] int64 on
-        the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype, capacity, whether
-        max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
+    Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
+        [W, E] int64 on the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype,
+        capacity, whether max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a
+        CUDA graph.
         Under torch.compile y without max_rows has a size that is known when it runs, for which
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
     Memory: y, with room for an eighth more where it is made before its rows are known; and of symmetric memory (W - 1) x

@@ -62,6 +62,7 @@ def embedding_all_to_all(
         order. values: int32 or int64 row numbers; offsets: int32 or int64 `[features * global batch + 1]`, feature-major.
         Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of the bag, as FBGEMM does.
     sharding: which rank owns which table (`weft.place_tables`), equal on all ranks.
+    group: a process group that this rank is in, all of its ranks on one host.
     batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
     transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample
         (default: about 2 KiB of them) as one contiguous copy and a flag; "auto" takes "direct".
@@ -72,7 +73,7 @@ def embedding_all_to_all(
     hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.sparse.hash_ids`).
     outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
         results may be held while the next is computed, a further one is copied out; with 1, holding one is an error.
-    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
     timeline: filled with what ran when (profiling: on GPUs it waits for the device).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
@@ -82,6 +83,8 @@ def embedding_all_to_all(
 
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+
+    Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
     """
     patience_s = deadline_s if isinstance(deadline_s, int | float) and deadline_s > 0 else None
     device = _device_of(weights, features, group)

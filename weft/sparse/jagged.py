@@ -58,14 +58,17 @@ class JaggedTensor:
 class KeyedJaggedTensor:
     """Bags of ids for T named features and B samples, feature-major; fields and methods as TorchRec's.
 
-    `values` [N] int32 or int64 ids, `weights` [N] or None (one per id), and `lengths` [T * B] or `offsets`
-    [T * B + 1] (one of them is enough). Bags by lengths begin at the first value; offsets may also begin above 0 and
-    end before N, as of a slice of a larger batch that shares its values. Where both are given they must describe the
-    same bags: who pools them refuses others on CPU; on GPUs, where a look would be a wait, a local batch is refused if
-    its sums differ, and else it is the caller's to have them right. `stride` is B; it is derived, except that without
-    keys it has to be given.
-    Every key has the same B: TorchRec's variable stride per key is not taken. Nothing here copies, or waits for a GPU,
-    but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
+    `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets`
+    [T * B + 1], int32 or int64 (one of them is enough). Bags by lengths begin at the first value; offsets may also begin
+    above 0 and end before N, as of a slice of a larger batch that shares its values. Where both are given they must
+    describe the same bags: who pools them refuses others on CPU; on GPUs, where a look would be a wait, a local batch
+    is refused if its sums differ, and else it is the caller's to have them right. `stride` is B; it is derived, except
+    that without keys it has to be given. Every key has the same B: TorchRec's variable stride per key is not taken.
+    Nothing here copies, or waits for a GPU, but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and
+    `to_dict` (the first time).
+
+    Raises `ValueError` on a key named twice and on numbers of elements that do not fit together; `[key]` raises
+    `KeyError`. Dtypes and contents are looked at by who pools them.
     """
 
     def __init__(
@@ -243,7 +246,11 @@ class KeyedJaggedTensor:
 
 
 class KeyedTensor:
-    """Dense columns under names: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on."""
+    """Dense columns under names: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on.
+
+    Nothing is copied: `[key]` and `to_dict` are views. Raises `ValueError` on columns that do not add up; `[key]` raises
+    `KeyError`.
+    """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
         if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):

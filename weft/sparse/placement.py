@@ -2,9 +2,10 @@
 
 The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a
 rank's tables. Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the
-optimum; moves and swaps away from the most loaded rank improve it. A rank that owns adjacent tables writes adjacent
-columns, hence longer slices and fewer signals, so a contiguous split is taken where it costs next to nothing
-(`CONTIGUOUS_SLACK`), and elsewhere tables of equal cost are dealt out in order.
+optimum (Graham, "Bounds on Multiprocessing Timing Anomalies"); moves and swaps away from the most loaded rank improve
+it. A rank that owns adjacent tables writes adjacent columns, hence longer slices and fewer signals, so a contiguous
+split is taken where it costs next to nothing (`CONTIGUOUS_SLACK`), and elsewhere tables of equal cost are dealt out in
+order.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ def place_tables(
 ) -> EmbeddingSharding:
     """Say which of `world_size` ranks owns which table; a function of its arguments alone, so all ranks agree.
 
+    `tables`: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
     `rows_read`: mean number of rows that a sample reads from each table over all its features (the pooling factor, for
     a table with one feature), in table order or by table name; default one per feature. `placement`: the user's own
-    choice of rank per table, in table order or by table name, taken as it is. Memory only breaks ties: tables that must
-    not share a rank are for `placement` to keep apart. Raises `ValueError` on a table left out, an unknown name, a
-    negative number of rows, or a rank out of range.
+    choice of rank per table, in table order or by table name, taken as it is. Memory only breaks ties: tables that
+    must not share a rank are for `placement` to keep apart. Raises `ValueError` on no table, tables of one name or of
+    several dtypes, `world_size` below 1, a table left out, an unknown name, a negative number of rows, or a rank out
+    of range.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
