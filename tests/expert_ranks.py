@@ -249,6 +249,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "schedule": lambda: dispatch(x, w, splits, group=group, schedule="dispach"),
         "cannot": lambda: dispatch(x, w, splits, group=group, max_rows=9, schedule="dispatch[by=dma,rest=each]"),
         "deadline": lambda: dispatch(x, w, splits, group=group, deadline_s=-1),
+        "timeline": lambda: dispatch(x, w, splits, group=group, timeline=3),
     }
     found = {name: told(call) for name, call in calls.items()}
     torch.testing.assert_close(call(group).sum().item(), 4.0 * 8 * 3 * group.size() * (group.rank() == 0))

@@ -212,6 +212,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
             schedule="shard[chunks=2,send=in_turn,by=dma]",
         ),
         "deadline": lambda: weft.all_gather_matmul(x, [B], 0, group, deadline_s=-1),
+        "timeline": lambda: weft.all_gather_matmul(x, [B], 0, group, timeline=3),
     }  # fmt: skip
     told = {}
     for name, call in calls.items():

@@ -197,6 +197,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "gradient": call(2, scale.clone().requires_grad_()),
         "2D": call(schedule="ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", return_A=False),
         "deadline": call(deadline_s=0),
+        "timeline": call(timeline=3),
     }
     found = {name: told(one) for name, one in calls.items()}
     made.check(*made.call(group))

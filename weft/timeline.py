@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Span:
+    """What `lane` of `rank` did from `start_us` to `end_us`, in microseconds; `bytes` crossed between ranks for it."""
+
     rank: int
     lane: str
     name: str
@@ -26,9 +28,12 @@ class Span:
 
 @dataclass
 class Timeline:
+    """Spans in the order in which they were added. Pass an empty one as `timeline=` to have it filled."""
+
     spans: list[Span] = field(default_factory=list)
 
     def add(self, rank: int, lane: str, name: str, start_us: float, end_us: float, bytes: int = 0) -> None:
+        """`ValueError` for a span that ends before it starts."""
         if end_us < start_us:
             raise ValueError(f"span {name!r} of rank {rank} ends at {end_us} us, before it starts at {start_us} us")
         self.spans.append(Span(rank, lane, name, start_us, end_us, bytes))

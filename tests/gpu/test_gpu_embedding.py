@@ -174,7 +174,7 @@ def test_offsets_that_leave_the_values_are_cut_and_the_next_call_warns(group: di
     output = exchanged(group, p, (values, offsets))
     torch.cuda.synchronize()
     assert_close(output.cpu(), p)
-    with pytest.warns(UserWarning, match="1 bags had offsets that descend or leave the values"):
+    with pytest.warns(UserWarning, match="1 bag had offsets that descend or leave the values"):
         exchanged(group, p)
 
 

@@ -19,9 +19,12 @@ from gpu_ranks import ORDERS, TRANSPORTS, assert_right
 from reference import Problem, assert_close, problem, tables_of
 
 import weft
+from weft import symm
 from weft.kernels.embedding_all_to_all import COPIES, FLAGS
 from weft.launch import Pool
-from weft.sparse import KeyedJaggedTensor
+from weft.nn import ShardedEmbeddingBagCollection
+from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
+from weft.symm.cuda import _slabs
 
 pytestmark = ranks.MARKS
 VARIANTS = [{"transport": t, "order": o, "slice_size": 3} for t in TRANSPORTS for o in ORDERS]
@@ -87,6 +90,30 @@ def many_operators(group: dist.ProcessGroup, problems: list[Problem]) -> None:
 
 def test_operators_take_turns(pair: Pool) -> None:
     pair.run(many_operators, [ONE_WIDTH, CASES["any width, adjacent"]], timeout_s=60)
+
+
+def closed_in_turn(group: dist.ProcessGroup, transport: str) -> list[int]:
+    """Free bytes of the slabs after each module, and each later call of it, was closed."""
+    ids, free = torch.arange(128, device=ranks.device()) % 20, []
+    given = KeyedJaggedTensor(["f"], ids, lengths=torch.full((64,), 2, device=ids.device))
+    for number in range(4):
+        tables = [EmbeddingBagConfig(20, 256, name, ("f",)) for name in (f"t{number}", "other")]
+        module = ShardedEmbeddingBagCollection(tables, group=group, placement=[0, 1], transport=transport)
+        (bag,) = module.embedding_bags.values()
+        for _ in range(2):
+            own = module(given).values().split(256, dim=1)[group.rank()].clone()
+            assert torch.equal(own, bag.weight[ids].view(64, 2, 256).sum(1))
+            module.close()
+            free.append(
+                sum(end - first for slab in _slabs[symm.domain(group, ranks.device())] for first, end in slab.free)
+            )
+    return free
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_closed_module_gives_its_memory_back(pair: Pool, transport: str) -> None:
+    for free in pair.run(closed_in_turn, transport, timeout_s=60):
+        assert len(set(free)) == 1
 
 
 def counted(group: dist.ProcessGroup, p: Problem, slice_size: int) -> list[tuple[int, int]]:

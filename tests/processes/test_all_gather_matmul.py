@@ -84,6 +84,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "schedule": "no schedule 'shrad'",
         "cannot": "are sent whole",
         "deadline": "deadline_s=-1 must be positive",
+        "timeline": "timeline=3 is no timeline: pass weft.Timeline()",
     }
     for told in pool.run(ranks.errors, ranks=2, timeout_s=60):
         assert told.keys() == expected.keys()

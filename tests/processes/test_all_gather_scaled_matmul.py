@@ -86,6 +86,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "gradient": "an input wants gradients, and there are none of fp8",
         "2D": "no scaled GEMMs",
         "deadline": "deadline_s=0 must be positive",
+        "timeline": "timeline=3 is no timeline: pass weft.Timeline()",
     }
     for told in pool.run(ranks.errors, ranks=2, timeout_s=60):
         assert told.keys() == expected.keys()

@@ -91,7 +91,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "no list of tables": (replace("weights", lambda _: None), ["weights is a NoneType", "one tensor per table"]),
     "tables by name": (replace("weights", lambda w: dict(enumerate(w))), ["weights is a dict", "one tensor per table"]),
     "a table that is no tensor": (lambda a: a["weights"].__setitem__(0, None), ["weights holds a NoneType", "torch.Tensor"]),
-    "a table too few": (lambda a: a["weights"].pop(), ["1 weights", "owns 2 tables (t1, t2)"]),
+    "a table too few": (lambda a: a["weights"].pop(), ["1 weight for", "owns 2 tables (t1, t2)"]),
     "a table that learns": (
         lambda a: a["weights"].__setitem__(0, a["weights"][0].clone().requires_grad_()),
         ["no backward", "torch.no_grad()"],
@@ -111,6 +111,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     "empty slices": (replace("slice_size", lambda _: 0), ["slice_size=0", "at least 1"]),
     "no outputs": (replace("outputs", lambda _: 0), ["outputs=0", "between 1 and 255"]),
     "no time": (replace("deadline_s", lambda _: -1.0), ["deadline_s=-1.0", "positive"]),
+    "a timeline that is none": (lambda a: a.__setitem__("timeline", 3), ["timeline=3 is no timeline", "weft.Timeline()"]),
     "tables of two ranks": (
         replace("sharding", lambda s: EmbeddingSharding(s.tables, (0, 1, 1, 0), 2)),
         ["sharding is for 2 ranks", "group has 3", "place_tables(tables, 3)"],

@@ -355,7 +355,7 @@ def test_ranks_that_disagree_all_learn_it_when_the_module_is_made(pool, options,
 
 def test_arguments_that_one_rank_refuses_are_refused_by_all(pool):
     for text in pool.run(make, [{}, {"placement": [0]}], ranks=2):
-        assert re.search(r"RefusedError.*rank 1: placement has 1 entries for 4 tables", text), text
+        assert re.search(r"RefusedError.*rank 1: placement has 1 entry for 4 tables", text), text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -137,15 +138,18 @@ def refused(
     return error_of(lambda: module(bad if group.rank() == 1 else good)), module(good).values().clone()
 
 
-def given_as(what: str) -> KeyedJaggedTensor:
+def given_as(what: str) -> Any:
     good = features(1, before=5)
     keys, values, offsets = good.keys(), good.values(), good.offsets()
     if what == "values cut off":
         return KeyedJaggedTensor(keys, values[5:], offsets=offsets)
     if what == "below zero":
         return KeyedJaggedTensor(keys, values[5:], offsets=offsets - 7)
-    if what == "two stories":
-        return KeyedJaggedTensor(keys, values, lengths=offsets.diff() + 1, offsets=offsets)
+    if what == "dictionary":
+        return {"u": values}
+    if what.startswith("two stories"):
+        told = KeyedJaggedTensor(keys, values, lengths=offsets.diff() + 1, offsets=offsets)
+        return told if what == "two stories" else TorchRecLike(told)
     return KeyedJaggedTensor(keys, values, lengths=offsets.diff())
 
 
@@ -154,7 +158,8 @@ def given_as(what: str) -> KeyedJaggedTensor:
     [
         ("values cut off", ["offsets go from 5 to", "pass offsets - 5"]),
         ("below zero", ["offsets go from -2 to", "0 or more"]),
-        ("two stories", ["lengths sum to", "offsets go from 5 to", "pass one of the two"]),
+        ("two stories", ["lengths and offsets disagree: by lengths bag 0 holds", "pass one of the two"]),
+        ("two stories, unseen before the headers", ["lengths sum to", "offsets go from 5 to", "pass one of the two"]),
         ("lengths alone", ["lengths sum to", "pass offsets to use a part of the values"]),
     ],
 )
@@ -169,7 +174,12 @@ def test_offsets_that_do_not_fit_are_refused_by_all(pool, what, words):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("values cut off", ["beyond the", "pass offsets - 5"]), ("below zero", ["offsets[0]", "is -2", "0 or more"])],
+    [
+        ("values cut off", ["beyond the", "pass offsets - 5"]),
+        ("below zero", ["offsets[0]", "is -2", "0 or more"]),
+        ("two stories", ["lengths and offsets disagree: by lengths bag 0 holds", "pass one of the two"]),
+        ("dictionary", ["features is a dict without", "pass a KeyedJaggedTensor"]),
+    ],
 )
 def test_offsets_of_a_global_batch_that_do_not_fit_are_refused_by_all(pool, what, words):
     options = {"input": "global_batch", "placement": [1, 0]}

@@ -259,6 +259,16 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
         assert not any(left.values()), left
 
 
+def test_the_store_that_died_with_its_rank_ends_the_set_up_at_once() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    with pytest.raises(
+        PeerLostError, match="rank 1 lost the store of this process group while setting up symmetric memory"
+    ):
+        mesh.connect(client, 1, 2, deadline_s=NOTICE_S)
+
+
 def interrupt(group):
     """Ctrl-C reaches rank 0 in an exchange whose partner is late."""
     exchange = symm.Exchange(symm.domain(group, "cpu"))

@@ -97,7 +97,7 @@ def test_bad_input_is_refused_with_values_and_the_fix(given_input, batch_sizes, 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (WEIGHTS[:1], ["1 weights", "rank 0", "2 tables", "users, pairs"]),
+        (WEIGHTS[:1], ["1 weight for", "rank 0", "2 tables", "users, pairs"]),
         ([WEIGHTS[0], torch.zeros(30, 5)], ["'pairs'", "[30, 5]", "[30, 4]"]),
         ([WEIGHTS[0].half(), WEIGHTS[1]], ["'users'", "float16", "float32"]),
         ([WEIGHTS[0], torch.zeros(4, 30).t()], ["'pairs'", "strides (1, 30)", "contiguous()"]),

@@ -120,6 +120,7 @@ def test_bags_that_are_a_part_of_the_values():
     assert bags_of(part) == bags_of(part.permute([0, 1])) == bags_of(part.to("cpu")) == bags
     assert part.permute([1]).weights().tolist() == [3.5, 4.5, 5.5]
     assert part.offsets_or_none() is offsets
+    assert part.lengths_or_none() is None
     # Of lengths alone it is known, also once offsets have been made of them, that they are of all values.
     whole = KeyedJaggedTensor.from_lengths_sync(["f1"], torch.arange(3), torch.tensor([1, 2]))
     assert whole.offsets_or_none() is None
@@ -205,7 +206,14 @@ def test_keyed_tensor_finds_its_columns(dims, batch):
 
 
 def test_keyed_tensor_refuses_columns_that_do_not_add_up():
-    with pytest.raises(ValueError, match=r"sum to 5.*\(2, 4\)"):
+    with pytest.raises(ValueError, match=r"summing to 5.*\(2, 4\)"):
         KeyedTensor(["a", "b"], [2, 3], torch.zeros(2, 4))
     with pytest.raises(KeyError, match=r"'c'.*'a'"):
         KeyedTensor(["a"], [4], torch.zeros(2, 4))["c"]
+
+
+def test_lengths_and_offsets_that_differ_bag_by_bag_are_refused_though_their_sums_agree():
+    ids, offsets = torch.arange(4), torch.tensor([0, 1, 4])
+    as_jagged(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([1, 3], dtype=torch.int32), offsets=offsets))
+    with pytest.raises(ValueError, match=r"disagree: by lengths bag 0 holds 2 ids, by offsets 1: pass one of the two"):
+        as_jagged(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([2, 2]), offsets=offsets))

@@ -110,7 +110,7 @@ def test_the_users_placement_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"placement": [0]}, ["placement", "1 entries", "2 tables"]),
+        ({"placement": [0]}, ["placement", "1 entry", "2 tables"]),
         ({"placement": {"t0": 0}}, ["placement", "leaves out", "'t1'"]),
         ({"placement": {"t0": 0, "t1": 0, "u": 1}}, ["placement", "'u'", "t0, t1"]),
         ({"placement": [0, 2]}, ["'t1'", "rank 2", "0 to 1"]),

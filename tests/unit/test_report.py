@@ -1,5 +1,6 @@
 """Tables in documents come from recorded results, and those in this repository are up to date."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,12 +117,12 @@ def test_experts_have_baselines_by_mode() -> None:
     )
     assert "4.00 times the floor; within 3% of the best measured schedule of its kind on 0%." in text
     assert (
-        "weft-bounded over 1 shapes: 2.50x serial and 5.00x padded in the geometric mean, at worst 2.50x serial (one)"
+        "weft-bounded over 1 shape: 2.50x serial and 5.00x padded in the geometric mean, at worst 2.50x serial (one)"
         in text
     )
     graph = text[text.index("**graph**") :]
     assert "| one | 1.23 | 2.00x | 3 | 1.5 | 2.00x | 0.5 |" in graph
-    assert "weft-bounded over 1 shapes: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
+    assert "weft-bounded over 1 shape: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
 
 
 def test_one_file_may_hold_several_operators() -> None:
@@ -163,6 +164,45 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
     records.append(results, _records("one"))
     main([str(path), str(results)])
     assert path.read_text() == new
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[1]", "line 2: list where a record is wanted"),
+        ('{"op": "sorting"}', "line 2: op 'sorting' is no operator: remove the line, or correct it to one of embedding_"),
+        ('{"op": []}', "line 2: op [] is no operator"),
+        ('{"config": "one"}', "line 2: the record has no 'op': remove the line, or measure one again"),
+        (json.dumps({k: v for k, v in _records("one")[2].items() if k != "floor_ratio"}), "line 2: the record has no 'floor"),
+        (None, "results:cpu has no records: record a run"),
+    ],
+)  # fmt: skip
+def test_broken_records_are_a_sentence_with_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, says: str
+) -> None:
+    path, results = tmp_path / "README.md", tmp_path / "cpu.jsonl"
+    path.write_text(document := "<!-- results:cpu -->\nold\n<!-- /results -->\n")
+    results.write_text("" if line is None else f"{json.dumps(_records('one')[0])}\n{line}\n")
+    with pytest.raises(SystemExit) as end:
+        main([str(path), str(results)])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert line is None or f"error: {results}, line 2" in said
+    assert path.read_text() == document
+
+
+@pytest.mark.parametrize("missing", ["README.md", "cpu.jsonl"])
+def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str) -> None:
+    paths = [tmp_path / "README.md", tmp_path / "cpu.jsonl"]
+    for path in paths:
+        path.touch()
+    (tmp_path / missing).unlink()
+    with pytest.raises(SystemExit) as end:
+        main([str(path) for path in paths])
+    assert end.value.code == 2
+    assert f"No such file or directory: '{tmp_path / missing}'" in capsys.readouterr().err
 
 
 def test_the_documents_of_this_repository_are_up_to_date() -> None:

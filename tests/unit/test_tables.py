@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
+from weft.words import counted
 
 
 class TorchRecPooling(enum.Enum):
@@ -80,7 +81,7 @@ def test_a_bad_table_is_refused_with_its_name_and_the_fix(arguments, words):
         ),
         (((table("a"),), (2,), 2), ["'a'", "rank 2", "0 to 1"]),
         (((table("a"),), (-1,), 2), ["'a'", "rank -1"]),
-        (((table("a"),), (0, 1), 2), ["2 entries", "1 tables"]),
+        (((table("a"),), (0, 1), 2), ["2 entries", "1 table"]),
         (((table("a"),), (0,), 0), ["world_size=0"]),
         (((table("a"),), (0,), 1, (1.0, 2.0)), ["rows_read", "2 entries"]),
     ],
@@ -227,3 +228,10 @@ def test_describe_says_who_owns_what():
     assert "t3, t5" in lines[3]
     assert "55.6%" in lines[3]
     assert "nothing" in lines[4]
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    text = EmbeddingSharding((table("a", dim=1),), (0,), 1).describe()
+    assert text.startswith("1 table on 1 rank, 1 feature into 1 column of torch.float32")
+    assert counted(0, "rank") == "0 ranks"
+    assert counted(2, "entry", "entries") == "2 entries"

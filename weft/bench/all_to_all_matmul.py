@@ -58,6 +58,7 @@ from weft.bench.schedules import (
 from weft.ops.all_to_all_matmul import all_to_all_matmul, prepared_calls
 from weft.ops.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
+from weft.words import counted
 
 _FIXED = (BASELINE, PADDED, *MINE)
 _PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call
@@ -245,8 +246,8 @@ class _AllToAllMatmul(MatmulOperator[MoeShape]):
             if shape.experts % options.ranks:
                 fitting_ranks = [ranks for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0]
                 raise ValueError(
-                    f"{shape.name}: {shape.experts} experts cannot be spread evenly over {options.ranks} ranks: use one of "
-                    f"{', '.join(map(str, fitting_ranks))}"
+                    f"{shape.name}: {counted(shape.experts, 'expert')} cannot be spread evenly over {options.ranks} "
+                    f"ranks: use one of {', '.join(map(str, fitting_ranks))}"
                 )
         check_variants(options.variants, AllToAllMatmul.even(1, 1, 1, 1, options.ranks), _FIXED, ("", BOUNDED))
 

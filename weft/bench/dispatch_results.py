@@ -16,6 +16,7 @@ from weft.bench.matmul_operator import MeasuredArms, Tables
 from weft.bench.operator import Record
 from weft.bench.schedules import WEFT
 from weft.bench.tables import geomean, milliseconds, number, share, times
+from weft.words import counted
 
 BASELINE, PADDED = "serial", "padded"
 BASELINES = (BASELINE, PADDED)
@@ -77,8 +78,9 @@ class _Tables(Tables):
             not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
             floors = number(geomean([r["floor_ratio"] for r in mine]), 2)
             text = (
-                f"{variant} over {len(mine)} shapes: {' and '.join(means)} in the geometric mean, at worst {times(worst)} "
-                f"{overs[0]} ({where}), at least {NEVER_BELOW}x on {not_slower:.0%} of them; {floors} times the floor"
+                f"{variant} over {counted(len(mine), 'shape')}: {' and '.join(means)} in the geometric mean, at worst "
+                f"{times(worst)} {overs[0]} ({where}), at least {NEVER_BELOW}x on {not_slower:.0%} of them; {floors} "
+                "times the floor"
             )
             alike = [r for r in rows if r["variant"].endswith(BOUNDED) == variant.endswith(BOUNDED)]
             best = [(r["p50_ms"], found[0]) for r in mine if (found := self.fastest(alike, r["config"]))]
@@ -124,9 +126,10 @@ class MeasuredDispatch(MeasuredArms):
     def said(self) -> list[str]:
         load, link = self.load, self.ceilings[0].as_fields()["link_gbps"]
         return [
-            f"{load.tokens} tokens a rank, {load.top_k} of {load.experts} experts each; most rows over mean: "
-            f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for {load.capacity} rows "
-            f"of each expert on each rank; bounded variants for {load.max_rows} rows in all",
+            f"{counted(load.tokens, 'token')} a rank, {load.top_k} of {counted(load.experts, 'expert')} each; most rows "
+            f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
+            f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
+            f"{counted(load.max_rows, 'row')} in all",
             f"floor: the faster of {GEMM} and {GEMM_EACH}"
             + ("" if link is None else f", or {load.busiest_bytes / 1e6:.3g} MB at {link:.1f} GB/s: the longer"),
             f"all but {PADDED} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host "

@@ -25,6 +25,7 @@ import torch
 
 from weft.bench.embedding_inputs import Bags, Fixed, Rows, UniformBags, UniformRows, Zipf
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
+from weft.words import counted
 
 _UNIFORM = UniformRows()
 SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would only change how often a row repeats
@@ -95,8 +96,9 @@ class EmbeddingConfig:
         dims = sorted({t.embedding_dim for t in tables})
         mean = sum(b.mean for b in self.bags) / len(self.bags)
         return (
-            f"{len(tables)} tables of {_span(min(rows), max(rows))} rows x D {_span(dims[0], dims[-1])}, "
-            f"global batch {self.global_batch}, {mean:.3g} indices a bag, {len(self.batch_sizes)} ranks"
+            f"{counted(len(tables), 'table')} of {_span(min(rows), max(rows))} rows x D {_span(dims[0], dims[-1])}, "
+            f"global batch {self.global_batch}, {mean:.3g} {'index' if mean == 1 else 'indices'} a bag, "
+            f"{counted(len(self.batch_sizes), 'rank')}"
         )
 
 

@@ -16,6 +16,7 @@ from weft.bench.measure import Results
 from weft.bench.operator import Record
 from weft.bench.options import BenchOptions
 from weft.bench.tables import geomean, markdown_table, milliseconds, times
+from weft.words import counted
 
 POOL = " pooling alone"
 DEFAULT = "direct"  # what transport="auto" takes
@@ -132,8 +133,8 @@ class MeasuredEmbedding:
         notes = []
         for name, kernel in self.kernels.items():
             line = (
-                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, {kernel['programs_per_sm']} programs on "
-                f"an SM, {kernel['grid']} in all"
+                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
+                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
             )
             costs = [(mode, self.put_us_per_slice(mode, name)) for mode in modes if self.results.timed(mode, name)]
             said = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
@@ -152,7 +153,7 @@ def show_means(written: Sequence[Record], options: BenchOptions) -> None:
             rows.append((name, mode, *(times(geomean(o)) for o in over), *(times(min(o, default=None)) for o in over)))
     columns = ("variant", "mode", *(f"vs\n{o}" for o in others), *(f"worst vs\n{o}" for o in others))
     count = len({r["config"] for r in written})
-    print_table(f"Geometric mean over {count} configurations", columns, rows, section=1)
+    print_table(f"Geometric mean over {counted(count, 'configuration')}", columns, rows, section=1)
 
 
 def table(rows: Sequence[Record]) -> str:

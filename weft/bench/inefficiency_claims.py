@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from weft.bench.inefficiency_measure import CUTS, cut_name, gather_beside, gather_name, gemm_beside
 from weft.bench.inefficiency_results import Row
 from weft.bench.inefficiency_sides import TRANSPORTS
+from weft.words import counted
 
 LEAST_GEMMS = 5  # for a trend: of five in order 1 in 120 is by chance
 _CHANCE = 0.05
@@ -74,7 +75,7 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
     """Rank correlation, ties sharing their mean rank; NaN if one side does not vary. ValueError for unequal lengths."""
     a, b = ranks_of(x), ranks_of(y)
     if len(a) != len(b):
-        raise ValueError(f"{len(a)} values cannot be correlated with {len(b)}: give as many")
+        raise ValueError(f"{counted(len(a), 'value')} cannot be correlated with {len(b)}: give as many")
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size else float("nan")
@@ -98,7 +99,7 @@ def ranks_of(values: ArrayLike) -> np.ndarray:
 def _trend(where: str, text: str, rows: Sequence[Row], along: Callable[[Row], float], variant: str, sign: int) -> Claim:
     x, y = [along(row) for row in rows], [row.loss(variant) for row in rows]
     if len(rows) < LEAST_GEMMS:
-        return Claim(where, text, None, f"of {len(rows)} GEMMs; it takes {LEAST_GEMMS}")
+        return Claim(where, text, None, f"of {counted(len(rows), 'GEMM')}; it takes {LEAST_GEMMS}")
     rho = spearman(x, y)
     if np.isnan(rho):
         return Claim(where, text, None, "all GEMMs are alike in it")

@@ -20,6 +20,7 @@ from weft.bench import records
 from weft.bench.inefficiency_measure import PIECES, cut_name, gather_beside, gather_name, gemm_beside
 from weft.bench.inefficiency_results import Row, rows_of
 from weft.bench.inefficiency_sides import TRANSPORTS
+from weft.words import counted
 
 _COLOURS = {"dma": "#2f7d5b", "kernel": "#e1812c", "library": "#b8432f", "rows": "#4063a3", "columns": "#e1812c"}
 _LOSSES = {"decomposition": "#4063a3", "contention": "#e1812c"}
@@ -150,7 +151,7 @@ def _finish(axis: Any, what: str, columns: int) -> None:
 
 def title_of(record: Mapping[str, Any]) -> str:
     """What ran where, from any record of a run."""
-    return f"{record['ranks']} ranks, {record['dtype']}, {record['machine']}; {record['date'][:10]}, {record['commit']}"
+    return f"{counted(record['ranks'], 'rank')}, {record['dtype']}, {record['machine']}; {record['date'][:10]}, {record['commit']}"
 
 
 def main(arguments: Sequence[str]) -> None:

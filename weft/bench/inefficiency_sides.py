@@ -28,6 +28,7 @@ from weft import _core
 from weft.bench.harness import Ranks
 from weft.runtime.collectives import all_gather_single
 from weft.symm import SymmetricBuffer
+from weft.words import counted
 
 By = Literal["dma", "kernel", "library"]
 TRANSPORTS: tuple[By, ...] = ("dma", "kernel", "library")
@@ -104,8 +105,8 @@ class Side(ABC):
             own = by != "library" and rank == self.ranks.rank  # which nobody copies
             if not own and not torch.equal(shard, self._bytes_of(rank)):
                 raise RuntimeError(
-                    f"all-gather by {by} in {pieces} piece(s): rank {self.ranks.rank} got wrong bytes for rank {rank}'s shard "
-                    f"of {self.nbytes} bytes; nothing was timed"
+                    f"all-gather by {by} in {counted(pieces, 'piece')}: rank {self.ranks.rank} got wrong bytes for rank "
+                    f"{rank}'s shard of {self.nbytes} bytes; nothing was timed"
                 )
         self._meet()  # before the next check clears what a peer has not read yet
 

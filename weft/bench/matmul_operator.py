@@ -21,6 +21,7 @@ from weft.bench.measure import Results
 from weft.bench.operator import Operator, Preset, Record
 from weft.bench.options import BenchOptions
 from weft.bench.tables import markdown_table, milliseconds, number, times
+from weft.words import counted
 
 P = TypeVar("P", bound=Preset)
 
@@ -196,7 +197,7 @@ class MeasuredArms(ABC):
             rows += [self._row(mode, name, overs) for name in timed]
         print_table(
             f"{options.op} {self.shape.name} ({'; '.join(self.shape.sources) or 'as asked for'}), {options.dtype}, "
-            f"{self.world_size} ranks, {options.device}",
+            f"{counted(self.world_size, 'rank')}, {options.device}",
             ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), *self.columns, "over\nfloor",
              "added\nus", "host\nus", "first\nms", "error"),
             rows,

@@ -15,6 +15,7 @@ from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.operator import Record
 from weft.bench.schedules import WEFT, Planned
 from weft.bench.tables import geomean, milliseconds, number, share, times
+from weft.words import counted
 
 BASELINE, ASYNCTP = "serial", "asynctp"
 BASELINES = (BASELINE, ASYNCTP)
@@ -66,7 +67,7 @@ class Summary:
     def __str__(self) -> str:
         speed, shape = self.worst
         said = [
-            f"{WEFT} over {self.shapes} shapes: {times(self.over_serial)} {BASELINE} in the geometric mean, at worst "
+            f"{WEFT} over {counted(self.shapes, 'shape')}: {times(self.over_serial)} {BASELINE} in the geometric mean, at worst "
             f"{times(speed)} ({shape}), at least {NEVER_BELOW}x on {self.not_slower:.0%} of them"
         ]
         if self.over_asynctp is not None:

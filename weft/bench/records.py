@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,8 +19,9 @@ import weft
 from weft.bench.ceilings import Ceilings
 from weft.bench.harness import Mode
 from weft.bench.measure import Results
-from weft.bench.operator import Record
+from weft.bench.operator import OPERATORS, Record
 from weft.bench.options import BenchOptions
+from weft.words import counted
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def environment(device_type: str) -> Environment:
             if module is not None:
                 versions[name] = str(getattr(module, "__version__", "?"))
     else:
-        machine = f"{torch.get_num_threads()} thread(s) a rank on {_cpu_name()}"
+        machine = f"{counted(torch.get_num_threads(), 'thread')} a rank on {_cpu_name()}"
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return Environment(machine, versions, _commit(), date)
 
@@ -106,9 +107,43 @@ def append(path: Path, records: Iterable[Record]) -> None:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
+class _Line(Record):
+    """A record that knows where it was read, to say so when a field is wanted that it lacks."""
+
+    where = ""
+
+    def __missing__(self, field: str) -> NoReturn:
+        raise ValueError(
+            f"{self.where}: the record has no {field!r}: remove the line, or measure {self.get('config', 'it')} again"
+        )
+
+
 def read(paths: Iterable[Path]) -> list[Record]:
-    """All records of these files, in order."""
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+    """All records of these files, in order. `ValueError`, with file and line, for a line that is none, and later for a field
+    that is asked of a record and missing."""
+    found: list[Record] = []
+    for path in paths:
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                fields = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: no JSON ({error}): remove the line, or record the run again") from None
+            if not isinstance(fields, dict):
+                raise ValueError(
+                    f"{where}: {type(fields).__name__} where a record is wanted, a JSON object: remove the line"
+                )
+            record = _Line(fields)
+            record.where = where
+            if record["op"] not in list(OPERATORS):
+                raise ValueError(
+                    f"{where}: op {record['op']!r} is no operator: remove the line, or correct it to one of "
+                    f"{', '.join(OPERATORS)}"
+                )
+            found.append(record)
+    return found
 
 
 def _cpu_name() -> str:

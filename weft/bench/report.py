@@ -10,6 +10,7 @@ one; its arms are never mixed with another run's.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,21 +18,20 @@ from pathlib import Path
 
 from weft.bench import records
 from weft.bench.operator import Record, operator
+from weft.words import counted
 
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
 
 def markdown(found: Sequence[Record]) -> str:
     """The tables of one results file, with a line that says where and with what they were measured."""
-    if not found:
-        raise ValueError("no records: the results file is empty")
     latest = _latest_runs(found)
     last = latest[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     commits = ", ".join(dict.fromkeys(r["commit"] for r in latest))
     parts = [
-        f"{last['ranks']} ranks, {last['machine']}; {versions}; commit {commits}, {last['date'][:10]}. Milliseconds are the "
-        f"slowest rank's median."
+        f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; commit {commits}, {last['date'][:10]}. "
+        "Milliseconds are the slowest rank's median."
     ]
     several = len({r["op"] for r in latest}) > 1
     for op, dtype in dict.fromkeys((r["op"], r["dtype"]) for r in latest):
@@ -52,6 +52,10 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
             if not found["body"].strip():
                 return found[0]
             raise ValueError(f"the document wants results:{name}, but only {', '.join(results) or 'none'} are given")
+        if not results[name]:
+            raise ValueError(
+                f"results:{name} has no records: record a run (weft bench OPERATOR --json FILE), or leave the file out"
+            )
         return f"{found[1]}{markdown(results[name])}{found[4]}"
 
     return _MARKED.sub(block, document)
@@ -69,11 +73,16 @@ def _latest_runs(found: Sequence[Record]) -> list[Record]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    if not arguments:
-        raise SystemExit("usage: python -m weft.bench.report DOCUMENT.md RESULTS.jsonl ...")
-    document, *files = map(Path, arguments)
-    results = {path.stem: records.read([path]) for path in files}
-    document.write_text(rewrite(document.read_text(), results))
+    """What cannot be read or shown is a sentence and exit status 2, and leaves the document as it was."""
+    parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("document", type=Path, metavar="DOCUMENT.md")
+    parser.add_argument("results", type=Path, nargs="*", metavar="RESULTS.jsonl")
+    given = parser.parse_args(arguments)
+    try:
+        results = {path.stem: records.read([path]) for path in given.results}
+        given.document.write_text(rewrite(given.document.read_text(), results))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import weft
 from weft.hw import available_memory_bytes
+from weft.words import counted
 
 State = Literal["ok", "missing", "broken"]
 _ENOUGH_SHARED_BYTES = 256 << 20
@@ -197,7 +198,7 @@ def _peer_access() -> Finding:
     torch: Any = _import("torch")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        return Finding("peer access", "missing", f"{count} GPU{'' if count == 1 else 's'}: nobody to reach")
+        return Finding("peer access", "missing", f"{counted(count, 'GPU')}: nobody to reach")
     cut = [(i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)]
     if cut:
         pairs = ", ".join(f"{i} to {j}" for i, j in cut)

@@ -20,10 +20,10 @@ from torch import nn
 
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
-from weft.ops.embedding_all_to_all import embedding_all_to_all
+from weft.ops.embedding_all_to_all import embedding_all_to_all, release
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.sparse.check import DEVICE_TYPES, no_tables_on
-from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.sparse.jagged import KeyedJaggedTensor, KeyedTensor, as_jagged
 from weft.sparse.placement import place_tables
 from weft.sparse.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 
@@ -43,6 +43,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
     the same dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched.
     `copy.deepcopy` copies the weights for use on the same group, and is not collective. The module does not pickle
     (`TypeError`): save its `state_dict()` on every rank, and load it into one made anew.
+
+    Calls set up symmetric memory for their results, which stays until the group ends, or until `close()`.
 
     Args:
         tables: `weft.EmbeddingBagConfig` or TorchRec's, one dtype for all. Output columns follow their order.
@@ -161,15 +163,33 @@ class ShardedEmbeddingBagCollection(nn.Module):
         )
         return KeyedTensor(self._keys, self._length_per_key, values)
 
+    def close(self) -> None:
+        """Give back the symmetric memory that calls of this module have set up; the tables stay. Collective.
+
+        It is kept otherwise for as long as the group lives, which adds up in a program that makes many modules. A later
+        call sets it up again, as the first one did; so do calls of copies of this module, which share it. Before `half()`
+        and the like, which lead to other memory, close what is not needed any more. On GPUs it waits for the device, and
+        CUDA graphs that have captured calls may not be replayed after it.
+
+        Raises `RefusedError` on every rank while any rank holds a result (or a view of one) in that memory;
+        `DisagreementError` if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as
+        calls do: the memory of a group that has failed goes with the group.
+        """
+        device = self._input_dist.device
+        release(self.sharding, group=self.group, device=device, deadline_s=self.deadline_s, **self._settings)
+
     def _local_weights(self) -> dict[str, torch.Tensor]:
         return {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
 
-    def _own_features(self, features: Any) -> JaggedInput:
+    def _own_features(self, features: Any) -> Any:
         """The global batch's features, without keys that no table uses and without weights that nobody asked for.
 
-        What is missing is left for the operator to refuse, since that tells the other ranks.
+        What is missing or wrong is left for the operator to refuse, since that tells the other ranks.
         """
-        jagged = as_jagged(features)
+        try:
+            jagged = as_jagged(features)
+        except (TypeError, ValueError):
+            return features
         if not self._is_weighted:
             jagged = replace(jagged, weights=None)
         elif jagged.weights is None:  # no weights: too few, unless there are no ids either

@@ -23,6 +23,7 @@ from weft.errors import DisagreementError, RefusedError
 from weft.sparse.check import INDEX_DTYPES, missing_feature
 from weft.sparse.jagged import JaggedInput, check_keyed, offsets_of
 from weft.sparse.tables import EmbeddingSharding
+from weft.words import counted
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
 
@@ -117,9 +118,14 @@ class InputDist:
             if tensor.device != self.device:
                 raise ValueError(f"{name} is on {tensor.device} but the tables are on {self.device}: move the features")
         if lengths.numel() != len(keys) * batch_size:
-            raise ValueError(f"{lengths.numel()} lengths for {len(keys)} keys x {batch_size} samples: pass one per bag")
+            raise ValueError(
+                f"{counted(lengths.numel(), 'length')} for {counted(len(keys), 'key')} x {counted(batch_size, 'sample')}: "
+                "pass one per bag"
+            )
         if weights is not None and weights.numel() != values.numel():
-            raise ValueError(f"{weights.numel()} weights for {values.numel()} values: pass one per value")
+            raise ValueError(
+                f"{counted(weights.numel(), 'weight')} for {counted(values.numel(), 'value')}: pass one per value"
+            )
         if values.numel() >= 2**31:
             raise ValueError(
                 f"{values.numel()} values: a rank's batch may have at most 2**31 - 1 ids, use a smaller one"
@@ -222,14 +228,14 @@ class InputDist:
         total, count = int(local.lengths.sum()), local.values.numel()
         if local.offsets is None:
             return (
-                f"lengths sum to {total} but there are {count} values: the bags must hold all values, so correct the "
+                f"lengths sum to {total} but there are {counted(count, 'value')}: the bags must hold all values, so correct the "
                 f"lengths, or pass offsets to use a part of the values"
             )
         begin, end = int(local.offsets[0]), int(local.offsets[-1])
         if end - begin != total:
             return f"lengths sum to {total} but offsets go from {begin} to {end}: pass one of the two"
         return (
-            f"offsets go from {begin} to {end} but there are {count} values: offsets are positions in values, 0 or "
+            f"offsets go from {begin} to {end} but there are {counted(count, 'value')}: offsets are positions in values, 0 or "
             f"more{f', so if only the values before were cut off, pass offsets - {begin}' if begin > 0 else ''}"
         )
 

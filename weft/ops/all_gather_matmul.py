@@ -19,7 +19,17 @@ from weft import plan
 from weft.ops import choosing
 from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library, gradients
-from weft.ops.prepared import SCATTERED, Prepared, Table, agree, contiguous, group_of, is_scattered, warn_of_copy
+from weft.ops.prepared import (
+    SCATTERED,
+    Prepared,
+    Table,
+    agree,
+    check_options,
+    contiguous,
+    group_of,
+    is_scattered,
+    warn_of_copy,
+)
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
@@ -58,24 +68,25 @@ def all_gather_matmul(
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
-    Returns (A or None, [A @ B for B in Bs]), on GPUs valid in stream order, in ordinary memory. The first call of a shape
-    is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
+    Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype: A has A_shard's shape but for `gather_dim`, where it has the
+    rows of all ranks, and a product has N_i for K. On GPUs valid in stream order; in ordinary memory. The first call of a
+    shape is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
     Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
         CUDA graph has captured stay, and large ones that are not called any more go sooner).
 
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
-    number or group, and a dimension or deadline that cannot be, which only its own rank can tell), and `DisagreementError` when
-    ranks describe different calls; `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    number, timeline or group, and a dimension or deadline that cannot be, which only its own rank can tell; then others wait
+    until their deadline), and `DisagreementError` when ranks describe different calls; `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
     check_dimensions(A_shard, gather_dim)
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    check_options(deadline_s, timeline)
     if isinstance(Bs, torch.Tensor):
         raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
     Bs = Bs if isinstance(Bs, list | tuple) else list(Bs)

@@ -18,13 +18,14 @@ from weft import plan
 from weft.ops import choosing
 from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library
-from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, warn_of_copy
 from weft.runtime.opaque import opaque
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.schedule.problem import SCALED_MULTIPLE
 from weft.timeline import Timeline
+from weft.words import counted
 
 _FP8 = TORCH_DTYPE["fp8"]
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
@@ -70,11 +71,16 @@ def all_gather_scaled_matmul(
     return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
     gather_dim, group, schedule, rows, deadline_s, timeline: as of `weft.all_gather_matmul`.
 
-    Returns (A or None, [y...]). Raises what `weft.all_gather_matmul` raises. On CPU it computes in fp32: for tests.
+    Returns (A or None, [y...]), shaped as of `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On CPU it
+    computes in fp32: for tests.
+    Memory: as of `weft.all_gather_matmul`, and of symmetric memory the scales of rows too.
+
+    Raises what `weft.all_gather_matmul` raises.
+
+    Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for data that is not scaled.
     """
     check_dimensions(A_shard, gather_dim)
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    check_options(deadline_s, timeline)
     for name, given in (("Bs", Bs), ("B_scales", B_scales)):
         if isinstance(given, torch.Tensor):
             raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")
@@ -153,7 +159,7 @@ def _refusal(
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, given in (lists | {"use_fast_accum": use_fast_accum}).items():
         if given is not None and len(given) != len(Bs):
-            return f"{name} has {len(given)} entries: pass one for each of {len(Bs)} Bs"
+            return f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {len(Bs)} Bs"
     if any(scale is not None for scale in result_scales or ()):
         return "result_scales are for fp8 results: pass None each, and multiply the results, or scale B_scales"
     for dtype in out_dtypes or ():

@@ -20,11 +20,12 @@ from weft import plan
 from weft.errors import RefusedError, TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
-from weft.ops.prepared import Prepared, Table, agree, contiguous, group_of, strided, warn_of_copy
+from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, strided, warn_of_copy
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
+from weft.words import counted
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
@@ -68,14 +69,15 @@ def all_to_all_matmul(
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block).
-    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile); the serial
         schedule leaves it as it is.
 
-    Returns y [rows, N], on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received [W, E] int64 on
-        the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype, capacity, whether
-        max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
+    Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
+        [W, E] int64 on the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype,
+        capacity, whether max_rows is given) is collective set-up and takes milliseconds to seconds; make it before capturing a
+        CUDA graph.
         Under torch.compile y without max_rows has a size that is known when it runs, for which
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
     Memory: y, with room for an eighth more where it is made before its rows are known; and of symmetric memory (W - 1) x
@@ -85,19 +87,18 @@ def all_to_all_matmul(
 
     Calls on one group are made by one thread at a time.
 
-    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor, no
-        number or no group, which only its own rank can tell; then others wait until their deadline), and `DisagreementError`
-        when ranks describe different calls. Later, splits that do not fit (CPU) and T above the capacity (where there is one:
-        not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet, a T above the capacity is a
-        `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to which more than max_rows rows
-        came, when the call is done; on GPUs rows beyond are left out, and `received` tells. `DeadlineError`, `PeerLostError`,
-        `PoisonedGroupError`.
+    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no
+        tensor, no number, no timeline or no group, which only its own rank can tell; then others wait until their deadline),
+        and `DisagreementError` when ranks describe different calls. Later, splits that do not fit (CPU) and T above the
+        capacity (where there is one: not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet,
+        a T above the capacity is a `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to
+        which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and `received` tells.
+        `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
     GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.
     """
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    check_options(deadline_s, timeline)
     for name, count in (("max_rows", max_rows), ("capacity", capacity)):
         if not (
             count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
@@ -156,8 +157,8 @@ class _Prepared(Prepared):
         p, on_cpu = self.p, self.device.type == "cpu"
         if not refusal and tokens.shape[0] > p.most:
             refusal = (
-                f"tokens has {tokens.shape[0]} rows, and memory was made for capacity={p.most}: pass the largest number of "
-                f"tokens that any call has as capacity, on every rank"
+                f"tokens has {counted(tokens.shape[0], 'row')}, and memory was made for capacity={p.most}: pass the "
+                "largest number of tokens that any call has as capacity, on every rank"
             )
 
         def make_y(rows: int) -> torch.Tensor:
@@ -232,8 +233,8 @@ class _Prepared(Prepared):
         came = sum(sizes.host.came)
         if came > max_rows:
             raise TooManyRowsError(
-                f"{came} rows came to rank {self.group.rank()}, from the ranks {sizes.host.came}, and max_rows={max_rows}: pass at "
-                f"least {came}, or None for as many as come"
+                f"{counted(came, 'row')} came to rank {self.group.rank()}, from the ranks {sizes.host.came}, and "
+                f"max_rows={max_rows}: pass at least {came}, or None for as many as come"
             )
 
 
@@ -299,8 +300,8 @@ def _prepared_for(
             raise ValueError(refusal)
         if capacity is not None and capacity < max(1, tokens.shape[0]):
             raise ValueError(
-                f"capacity={capacity} must be at least 1, and at least the {tokens.shape[0]} rows of tokens: pass the largest "
-                f"number of tokens that any rank has in any call"
+                f"capacity={capacity} must be at least 1, and at least the {counted(tokens.shape[0], 'row')} of tokens: "
+                "pass the largest number of tokens that any rank has in any call"
             )
         if pinned is not None:
             choosing.check_name(pinned, describe(_LEAST_CAPACITY))
@@ -350,8 +351,8 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):
         raise ValueError(
-            f"splits has shape {tuple(splits.shape)}: it must be [{world * w.shape[0]}], a number for each of {w.shape[0]} experts "
-            f"of {world} ranks"
+            f"splits has shape {tuple(splits.shape)}: it must be [{world * w.shape[0]}], a number for each of "
+            f"{counted(w.shape[0], 'expert')} of {counted(world, 'rank')}"
         )
 
 
@@ -364,7 +365,7 @@ def _wrong_values(tokens: torch.Tensor, splits: torch.Tensor) -> str:
     if least < 0:
         return f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative"
     if total != tokens.shape[0]:
-        return f"splits add up to {total} and tokens has {tokens.shape[0]} rows: pass how many are for each expert"
+        return f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass how many are for each expert"
     return ""
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
-from weft.errors import WeftError
+from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.runtime.agreement import agree_on_new, drop_closed, refuse
 from weft.runtime.cpu import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
@@ -29,6 +29,7 @@ from weft.sparse import EmbeddingSharding, as_jagged
 from weft.sparse.check import CheckedInput, check_jagged
 from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
+from weft.words import counted
 
 
 @opaque
@@ -61,6 +62,7 @@ def embedding_all_to_all(
         order. values: int32 or int64 row numbers; offsets: int32 or int64 `[features * global batch + 1]`, feature-major.
         Samples are ordered by the rank that owns them. Weighted mean pooling divides by the length of the bag, as FBGEMM does.
     sharding: which rank owns which table (`weft.place_tables`), equal on all ranks.
+    group: a process group that this rank is in, all of its ranks on one host.
     batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
     transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample
         (default: about 2 KiB of them) as one contiguous copy and a flag; "auto" takes "direct".
@@ -71,15 +73,18 @@ def embedding_all_to_all(
     hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.sparse.hash_ids`).
     outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
         results may be held while the next is computed, a further one is copied out; with 1, holding one is an error.
-    deadline_s: how long a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
     timeline: filled with what ran when (profiling: on GPUs it waits for the device).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
     Memory: `outputs` result buffers; `put` also stages what it is about to send (on CPU at most 4 MiB a thread, on GPUs a
-        slice or two a program) and holds 8 bytes per slice.
+        slice or two a program) and holds 8 bytes per slice. Kept for each sharding and options until the group ends, or the
+        module that called is closed (`weft.nn.ShardedEmbeddingBagCollection.close`).
 
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+
+    Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
     """
     patience_s = deadline_s if isinstance(deadline_s, int | float) and deadline_s > 0 else None
     device = _device_of(weights, features, group)
@@ -92,15 +97,13 @@ def embedding_all_to_all(
                 f"sharding is a {type(sharding).__name__}: pass weft.place_tables(tables, {domain.world_size})"
             )
         if timeline is not None and not isinstance(timeline, Timeline):
-            raise TypeError(f"timeline is a {type(timeline).__name__}: pass a weft.Timeline, or None")
+            raise TypeError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
         if sharding.world_size != domain.world_size:
             raise ValueError(
-                f"the sharding is for {sharding.world_size} ranks and the group has {domain.world_size}: call "
+                f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {domain.world_size}: call "
                 f"place_tables(tables, {domain.world_size})"
             )
-        used = "direct" if transport == "auto" else transport
-        vectors = default_slice_size(sharding) if slice_size is None else slice_size
-        plan = _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
+        plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
         jagged = as_jagged(features)
         weights = _tensors(weights)
         known = _known(weights, plan, domain.rank)
@@ -139,6 +142,47 @@ def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> Embedd
     places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
     dtype = next(name for name, known in TORCH_DTYPE.items() if known == sharding.dtype)
     return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, dtype)
+
+
+def release(
+    sharding: EmbeddingSharding,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Literal["auto", "direct", "put"],
+    order: Order,
+    slice_size: int | None,
+    bounds_check: BoundsCheck,
+    hash: bool,
+    outputs: int,
+    deadline_s: float | None,
+) -> None:
+    """Give back the symmetric memory of calls with these options, as `ShardedEmbeddingBagCollection.close` says. Collective."""
+    domain = symm.domain(group, device, deadline_s=deadline_s)
+    plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+    operator = _operators.get(domain, {}).get(plan)
+    if operator is not None:
+        operator.synchronize()
+    mine = plan.fingerprint, 0 if operator is None else operator.outputs.lent
+    closing = domain.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
+    if len({fingerprint for fingerprint, _ in closing}) > 1:
+        raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
+    if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
+        raise RefusedError(
+            f"{', '.join(held)} in the memory that is to be given back: drop them, and all views of them, first"
+        )
+    if operator is not None:
+        del _operators[domain][plan]
+        operator.close()
+
+
+def _plan(
+    sharding: EmbeddingSharding, transport: str, order: Order, slice_size: int | None, bounds_check: BoundsCheck, hash: bool,
+    outputs: int,
+) -> EmbeddingPlan:  # fmt: skip
+    used: Any = "direct" if transport == "auto" else transport
+    vectors = default_slice_size(sharding) if slice_size is None else slice_size
+    return _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # typed: 1 is no True, and refused
@@ -244,7 +288,7 @@ def _operator(handle: int) -> Any:
     operator = _by_handle.get(handle)
     if operator is None:
         raise WeftError(
-            f"operator {handle} is gone: its group was closed. Call weft.embedding_all_to_all with a live group"
+            f"operator {handle} is gone: its group or its module was closed. Call weft.embedding_all_to_all with a live group"
         )
     return operator
 

@@ -28,9 +28,16 @@ def embedding_pool(
 ) -> torch.Tensor:
     """`[batch, sum(D)]` in table order: every feature of `tables` looked up in `weights` and pooled. Forward only.
 
-    weights: one `[num_embeddings, embedding_dim]` per table, contiguous, on one device. features: a KeyedJaggedTensor, or
-    `(values, offsets[, per_sample_weights])` with one block per feature in table order. `bounds_check` and `hash` as in
-    `embedding_all_to_all`. Raises `ValueError`. Memory: the result.
+    weights: one `[num_embeddings, embedding_dim]` per table, contiguous, fp32, fp16 or bf16 (accumulated in fp32), on one
+        device.
+    features: a KeyedJaggedTensor (ours or TorchRec's), or `(values, offsets[, per_sample_weights])` with one block per feature
+        in table order; dtypes and pooling as in `embedding_all_to_all`.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype.
+    bounds_check, hash: as in `embedding_all_to_all`; "fatal" is a `ValueError` here.
+
+    Returns the pooled vectors in the tables' dtype, in ordinary memory; on GPUs valid in stream order. Memory: the result.
+
+    Raises `ValueError` for bad arguments, and `TypeError` for features that are none.
     """
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft.ops.prepared import group_of
+from weft.words import counted
 
 
 def check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
@@ -52,8 +53,8 @@ def rows_of_ranks(
         rows = (extent,) * world
     elif len(rows) != world or rows[group.rank()] != extent:
         raise ValueError(
-            f"rows={tuple(rows)} must have one entry for each of {world} ranks, and here, on rank {group.rank()}, be {extent}, "
-            f"the size of A_shard {tuple(shape)} in dimension {gather_dim}"
+            f"rows={tuple(rows)} must have one entry for each of {counted(world, 'rank')}, and here, on rank "
+            f"{group.rank()}, be {extent}, the size of A_shard {tuple(shape)} in dimension {gather_dim}"
         )
     others = rows_of_one(shape, gather_dim)
     return tuple(size * others for size in rows)

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from weft import symm
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
+from weft.timeline import Timeline
 
 KEPT = 64  # shapes per operator and group: each holds memory and threads
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
@@ -39,6 +40,14 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
             f"group={group!r} is no process group that this rank belongs to: only its members make this call"
         )
     return group
+
+
+def check_options(deadline_s: float | None, timeline: Timeline | None) -> None:
+    """`ValueError` for what no call can be made with; nothing has been said to peers yet."""
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+    if timeline is not None and not isinstance(timeline, Timeline):
+        raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
 
 
 def agree(

@@ -26,6 +26,7 @@ from weft.sparse import EmbeddingSharding, JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, check_offsets, first_bad_index
 from weft.symm import Domain
 from weft.timeline import Timeline
+from weft.words import counted
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _TRANSPORT_CODE = {"direct": 0, "put": 1}
@@ -91,7 +92,8 @@ def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[in
     if bad:
         first = bad_index_message(sharding, rank, slot, sample, position, value)
         warnings.warn(
-            f"{bad} indices were out of range and read as zero rows; the first: {first}", stacklevel=stacklevel
+            f"{counted(bad, 'index', 'indices')} out of range, read as zero rows; the first: {first}",
+            stacklevel=stacklevel,
         )
 
 
@@ -157,6 +159,12 @@ class EmbeddingAllToAllCpu:
         output = self.outputs.lend(slot, shape, sharding.dtype)
         warn_of_bad_indices(sharding, rank, counts, stacklevel=4)
         return output
+
+    def close(self) -> None:
+        """Give the memory back, on every rank between the same calls."""
+        self.outputs.close()
+        self._done.give_back()
+        self._flags.give_back()
 
     def check(self) -> None:
         """Raise what befell the domain since the last call."""

@@ -24,6 +24,7 @@ from weft.sparse import JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain
 from weft.timeline import Timeline
+from weft.words import counted
 
 _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", device_code.WAIT_FLAG: "slice flag"}
 
@@ -47,7 +48,7 @@ class EmbeddingAllToAllCuda:
         # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
-        domain.on_failure(self._release_waiters)
+        self._take_back = domain.on_failure(self._release_waiters)
 
     def __call__(
         self,
@@ -127,6 +128,14 @@ class EmbeddingAllToAllCuda:
         self.domain.poison(text)
         raise DeadlineError(text)
 
+    def close(self) -> None:
+        """Give the memory back, once every rank's device has been waited for and no captured graph will be replayed."""
+        self._take_back()
+        self.outputs.close()
+        self._signals.give_back()
+        self._flags.give_back()
+        self._memory = None
+
     def synchronize(self) -> None:
         """Wait for this rank's device, then `check()`."""
         torch.cuda.synchronize(self.domain.device)
@@ -182,7 +191,7 @@ def _warn_of_bad_input(
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
         warnings.warn(
-            f"rank {kernel.rank}: {bad_offsets} bags had offsets that descend or leave the values; they were cut to fit. "
+            f"rank {kernel.rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
             f"Check the offsets on the host, or pass bounds_check='fatal'",
             stacklevel=stacklevel,
         )
@@ -198,7 +207,8 @@ def _warn_of_bad_input(
                     kernel.plan.sharding, kernel.rank, checked.key_of_slot.index(block), sample, place, value
                 )
         warnings.warn(
-            f"rank {kernel.rank}: {bad} indices were out of range and read as zero rows; {where}", stacklevel=stacklevel
+            f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}",
+            stacklevel=stacklevel,
         )
 
 

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft import env
 from weft.kernels import grouped_matmul as device_code
 from weft.kernels.grouped_matmul import Config, choose_config
+from weft.words import counted
 
 __all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "prepare"]
 
@@ -294,8 +295,8 @@ def _check(
     experts, k, n = w.shape
     if counts.shape[1:] != (experts,) or splits.shape != (counts.numel(),) or counts.numel() > MAX_SEGMENTS:
         raise ValueError(
-            f"counts {tuple(counts.shape)} must be [W, {experts}] as w has {experts} experts, splits {tuple(splits.shape)} "
-            f"[W * {experts}], and there may be {MAX_SEGMENTS} of them at most"
+            f"counts {tuple(counts.shape)} must be [W, {experts}] as w has {counted(experts, 'expert')}, splits "
+            f"{tuple(splits.shape)} [W * {experts}], and there may be {MAX_SEGMENTS} of them at most"
         )
     for name, x in (("tokens", tokens), ("inbox", inbox), ("y", y)):
         columns = n if name == "y" else k

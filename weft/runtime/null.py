@@ -13,6 +13,7 @@ from typing import Protocol
 from weft.schedule import Schedule
 from weft.sim import NULL, simulate
 from weft.timeline import Timeline
+from weft.words import counted
 
 
 class Ranked(Protocol):
@@ -33,7 +34,7 @@ class NullSchedule:
     def __init__(self, schedule: Schedule, domain: Ranked) -> None:
         if schedule.world_size != domain.world_size:
             raise ValueError(
-                f"schedule {schedule.name} is for {schedule.world_size} ranks, and there are {domain.world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and there are {domain.world_size}"
             )
         self._spans = [span for span in simulate(schedule, NULL).timeline if span.rank == domain.rank]
         buffers = schedule.buffers_of_rank(domain.rank)

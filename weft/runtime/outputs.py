@@ -66,6 +66,17 @@ class OutputPool:
         return True
 
     @property
+    def lent(self) -> int:
+        """How many results in these buffers somebody still holds."""
+        return 0 if self._region is None else self.count - len(self._free)
+
+    def close(self) -> None:
+        """Give the memory back; no result may be lent, on any rank. `reserve` makes it anew."""
+        if self._region is not None:
+            self._region.give_back()
+        self._region, self.slot_bytes, self._free = None, 0, []
+
+    @property
     def nbytes(self) -> int:
         return self.slot_bytes * self.count
 

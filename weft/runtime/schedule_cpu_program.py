@@ -50,6 +50,7 @@ from weft.schedule.order import sets_per_run
 from weft.schedule.steps import put_in, variables_of
 from weft.schedule.text import describe
 from weft.symm import Domain
+from weft.words import counted
 
 _ELEMENTWISE: dict[str, Any] = {
     "add": torch.ops.aten.add.out,
@@ -69,7 +70,7 @@ class Checked:
     def __init__(self, schedule: Schedule, rank: int, world_size: int) -> None:
         if schedule.world_size != world_size:
             raise ScheduleError(
-                f"schedule {schedule.name} is for {schedule.world_size} ranks, and here are {world_size}"
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and here are {world_size}"
             )
         lanes, meetings = schedule.of_rank(rank, expected=False), _meetings(schedule)
         ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]

@@ -17,6 +17,7 @@ import torch
 from weft.sparse.hashing import hash_ids
 from weft.sparse.jagged import JaggedInput
 from weft.sparse.tables import EmbeddingSharding, Slot
+from weft.words import counted
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 DEVICE_TYPES = ("cpu", "cuda")
@@ -53,9 +54,9 @@ def check_jagged(
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     _check_tensors(jagged, device)
     if jagged.keys is None:
-        key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local features"
+        key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local feature"
     else:
-        key_of_slot, blocks, named = blocks_of_slots(jagged.keys, sharding, rank), len(jagged.keys), "keys"
+        key_of_slot, blocks, named = blocks_of_slots(jagged.keys, sharding, rank), len(jagged.keys), "key"
         refuse_unknown_features(jagged.keys, sharding)
     sizes = None if batch_sizes is None else _checked_sizes(batch_sizes, sharding.world_size)
     global_batch = _global_batch(jagged, blocks, named, sizes)
@@ -64,7 +65,7 @@ def check_jagged(
         sizes = tuple(each + (rank < odd) for rank in range(sharding.world_size))
     elif sum(sizes) != global_batch:
         raise ValueError(
-            f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {global_batch} samples: every rank needs "
+            f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {counted(global_batch, 'sample')}: every rank needs "
             f"its features' bags of the global batch, and the sum must be that batch"
         )
     return CheckedInput(key_of_slot, sizes, global_batch)
@@ -76,8 +77,8 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
     if len(weights) != len(local):
         names = ", ".join(sharding.tables[i].name for i in local) or "none"
         raise ValueError(
-            f"{len(weights)} weights for rank {rank}, which owns {len(local)} tables ({names}): pass one tensor per "
-            f"table, in that order"
+            f"{counted(len(weights), 'weight')} for rank {rank}, which owns {counted(len(local), 'table')} ({names}): "
+            "pass one tensor per table, in that order"
         )
     if local and weights[0].device.type not in DEVICE_TYPES:
         raise ValueError(f"table {sharding.tables[local[0]].name!r}: {no_tables_on(weights[0].device)}")
@@ -162,7 +163,7 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
         cut = f": offsets begin at {first}, so if only the values before were cut off, pass offsets - {first}"
         fail(
             max(at - 1, 0),
-            f"begins a bag that ends at {int(offsets[at])}, beyond the {count} values{cut if first else ''}",
+            f"begins a bag that ends at {int(offsets[at])}, beyond the {counted(count, 'value')}{cut if first else ''}",
         )
 
 
@@ -223,14 +224,16 @@ def _check_tensors(jagged: JaggedInput, device: torch.device | None) -> None:
             raise ValueError(f"{name} is on {tensor.device} but {beside}: move the features there")
     if jagged.weights is not None and jagged.weights.numel() != jagged.values.numel():
         raise ValueError(
-            f"{jagged.weights.numel()} per_sample_weights for {jagged.values.numel()} values: pass one weight per value"
+            f"{jagged.weights.numel()} per_sample_weights for {counted(jagged.values.numel(), 'value')}: pass one weight per value"
         )
 
 
 def _checked_sizes(batch_sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
     sizes = tuple(operator.index(size) for size in batch_sizes)
     if len(sizes) != world_size:
-        raise ValueError(f"batch_sizes={sizes} has {len(sizes)} entries: pass one per rank, {world_size}")
+        raise ValueError(
+            f"batch_sizes={sizes} has {counted(len(sizes), 'entry', 'entries')}: pass one per rank, {world_size}"
+        )
     for rank, size in enumerate(sizes):
         if size < 0:
             raise ValueError(f"batch_sizes={sizes}: rank {rank} cannot get {size} samples, pass 0 or more")
@@ -243,7 +246,7 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
     known = jagged.stride if sizes is None else sum(sizes)
     if blocks == 0:
         if bags not in (-1, 0):
-            raise ValueError(f"{bags + 1} offsets for a rank without features: pass the single offset 0")
+            raise ValueError(f"{counted(bags + 1, 'offset')} for a rank without features: pass the single offset 0")
         if known is None:
             raise ValueError(
                 "this rank has no features in its input, so it cannot tell the global batch: pass batch_sizes, or a "
@@ -253,8 +256,8 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
     if bags < 0 or bags % blocks:
         wanted = "samples * features + 1" if known is None else f"{known} * {blocks} + 1 = {known * blocks + 1}"
         raise ValueError(
-            f"{bags + 1} offsets do not fit {blocks} {named}: pass {wanted} offsets (feature-major, the last one is "
-            f"the number of values)"
+            f"{counted(bags + 1, 'offset')} for {counted(blocks, named)}: pass {wanted} offsets (feature-major, "
+            "the last one is the number of values)"
         )
     return bags // blocks
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from weft.words import counted
+
 
 @dataclass(frozen=True, slots=True)
 class JaggedInput:
@@ -56,12 +58,17 @@ class JaggedTensor:
 class KeyedJaggedTensor:
     """Bags of ids for T named features and B samples, feature-major; fields and methods as TorchRec's.
 
-    `values` [N] int32 or int64 ids, `weights` [N] or None (one per id), and `lengths` [T * B] or `offsets`
-    [T * B + 1] (one of them is enough). Bags by lengths begin at the first value; offsets may also begin above 0 and
-    end before N, as of a slice of a larger batch that shares its values. `stride` is B; it is derived, except that
-    without keys it has to be given.
-    Every key has the same B: TorchRec's variable stride per key is not taken. Nothing here copies, or waits for a GPU,
-    but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and `to_dict` (the first time).
+    `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets`
+    [T * B + 1], int32 or int64 (one of them is enough). Bags by lengths begin at the first value; offsets may also begin
+    above 0 and end before N, as of a slice of a larger batch that shares its values. Where both are given they must
+    describe the same bags: who pools them refuses others on CPU; on GPUs, where a look would be a wait, a local batch
+    is refused if its sums differ, and else it is the caller's to have them right. `stride` is B; it is derived, except
+    that without keys it has to be given. Every key has the same B: TorchRec's variable stride per key is not taken.
+    Nothing here copies, or waits for a GPU, but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and
+    `to_dict` (the first time).
+
+    Raises `ValueError` on a key named twice and on numbers of elements that do not fit together; `[key]` raises
+    `KeyError`. Dtypes and contents are looked at by who pools them.
     """
 
     def __init__(
@@ -82,25 +89,29 @@ class KeyedJaggedTensor:
         bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
         if lengths is not None and offsets is not None and offsets.numel() != bags + 1:
             raise ValueError(
-                f"{offsets.numel()} offsets do not fit {bags} lengths: pass {bags + 1} offsets, or lengths alone"
+                f"{counted(offsets.numel(), 'offset')} for {counted(bags, 'length')}: pass {counted(bags + 1, 'offset')}, or "
+                "lengths alone"
             )
         if stride is None:
             if not self._keys:
                 raise ValueError("a KeyedJaggedTensor without keys cannot know its batch size: pass stride=")
             if bags % len(self._keys) or bags < 0:
                 raise ValueError(
-                    f"{max(bags, 0)} bags do not divide by {len(self._keys)} keys: pass one length per key and sample "
-                    f"(or one offset more than that), with the same number of samples for each key"
+                    f"{counted(max(bags, 0), 'bag')} for {counted(len(self._keys), 'key')}: pass one length per key "
+                    "and sample (or one offset more than that), with the same number of samples for each key"
                 )
             stride = bags // len(self._keys)
         if bags != stride * len(self._keys):
             raise ValueError(
-                f"stride={stride} samples of {len(self._keys)} keys make {stride * len(self._keys)} bags, not {bags}"
+                f"stride={stride} of {counted(len(self._keys), 'key')} makes {counted(stride * len(self._keys), 'bag')}, not {bags}"
             )
         if weights is not None and weights.numel() != values.numel():
-            raise ValueError(f"{weights.numel()} weights for {values.numel()} values: pass one weight per value")
+            raise ValueError(
+                f"{counted(weights.numel(), 'weight')} for {counted(values.numel(), 'value')}: pass one weight per value"
+            )
         self._values, self._weights, self._stride = values, weights, stride
-        self._lengths, self._offsets, self._given_offsets = lengths, offsets, offsets
+        self._lengths, self._offsets = lengths, offsets
+        self._given_lengths, self._given_offsets = lengths, offsets
         self._offset_per_key: list[int] | None = None
 
     @classmethod
@@ -160,6 +171,10 @@ class KeyedJaggedTensor:
             self._offsets = offsets_of(self._lengths)
         return self._offsets
 
+    def lengths_or_none(self) -> torch.Tensor | None:
+        """The lengths that this was made with: None if from offsets alone."""
+        return self._given_lengths
+
     def offsets_or_none(self) -> torch.Tensor | None:
         """The offsets that this was made with: None if from lengths alone, whose bags are all of `values`."""
         return self._given_offsets
@@ -213,7 +228,7 @@ class KeyedJaggedTensor:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         values = self._values.to(device, non_blocking=non_blocking)
-        weights, lengths, offsets = moved(self._weights), moved(self._lengths), moved(self._given_offsets)
+        weights, lengths, offsets = moved(self._weights), moved(self._given_lengths), moved(self._given_offsets)
         there = KeyedJaggedTensor(self._keys, values, weights, lengths, offsets, self._stride)
         there._offset_per_key = self._offset_per_key
         return there
@@ -224,19 +239,24 @@ class KeyedJaggedTensor:
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
         return (
-            f"KeyedJaggedTensor({len(self._keys)} keys x {self._stride} samples, {self._values.numel()} ids of "
-            f"{self._values.dtype} on {self._values.device}{weighted}, keys={self._keys})"
+            f"KeyedJaggedTensor({counted(len(self._keys), 'key')} x {counted(self._stride, 'sample')}, "
+            f"{counted(self._values.numel(), 'id')} of {self._values.dtype} on {self._values.device}{weighted}, "
+            f"keys={self._keys})"
         )
 
 
 class KeyedTensor:
-    """Dense columns under names: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on."""
+    """Dense columns under names: `values` [B, sum(length_per_key)], key t's columns from `offset_per_key()[t]` on.
+
+    Nothing is copied: `[key]` and `to_dict` are views. Raises `ValueError` on columns that do not add up; `[key]` raises
+    `KeyError`.
+    """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
         if len(keys) != len(length_per_key) or values.shape[-1] != sum(length_per_key):
             raise ValueError(
-                f"{len(keys)} keys with {len(length_per_key)} lengths that sum to {sum(length_per_key)} do not "
-                f"describe values of shape {tuple(values.shape)}: pass one length per key, as many as there are columns"
+                f"{counted(len(keys), 'key')} with {counted(len(length_per_key), 'length')} summing to {sum(length_per_key)} do "
+                f"not describe values of shape {tuple(values.shape)}: pass one length per key, as many as there are columns"
             )
         self._keys, self._length_per_key, self._values = list(keys), list(length_per_key), values
 
@@ -301,7 +321,7 @@ def as_jagged(features: Any) -> JaggedInput:
 
 
 def check_keyed(features: Any) -> None:
-    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys."""
+    """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and one story of its bags."""
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
@@ -312,6 +332,21 @@ def check_keyed(features: Any) -> None:
         raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
     if _answer(features, "inverse_indices_or_none") is not None:
         raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
+    _check_bags(_answer(features, "lengths_or_none"), _answer(features, "offsets_or_none"))
+
+
+def _check_bags(lengths: Any, offsets: Any) -> None:
+    """Raise `ValueError` if both are there, as CPU tensors, and do not describe the same bags."""
+    for given in (lengths, offsets):
+        if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
+            return
+    by_lengths, by_offsets = lengths.flatten(), offsets.flatten().diff()
+    if by_lengths.shape == by_offsets.shape and (by_lengths != by_offsets).any():
+        bag = int((by_lengths != by_offsets).nonzero()[0])
+        raise ValueError(
+            f"lengths and offsets disagree: by lengths bag {bag} holds {counted(int(by_lengths[bag]), 'id')}, by offsets "
+            f"{int(by_offsets[bag])}: pass one of the two"
+        )
 
 
 def _answer(features: Any, method: str) -> Any:

@@ -2,9 +2,10 @@
 
 The slowest rank decides, so the goal is the least maximum of `EmbeddingBagConfig.bytes_per_sample` summed over a
 rank's tables. Longest-processing-time-first (each table, dearest first, to the least loaded rank) is within 4/3 of the
-optimum; moves and swaps away from the most loaded rank improve it. A rank that owns adjacent tables writes adjacent
-columns, hence longer slices and fewer signals, so a contiguous split is taken where it costs next to nothing
-(`CONTIGUOUS_SLACK`), and elsewhere tables of equal cost are dealt out in order.
+optimum (Graham, "Bounds on Multiprocessing Timing Anomalies"); moves and swaps away from the most loaded rank improve
+it. A rank that owns adjacent tables writes adjacent columns, hence longer slices and fewer signals, so a contiguous
+split is taken where it costs next to nothing (`CONTIGUOUS_SLACK`), and elsewhere tables of equal cost are dealt out in
+order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
+from weft.words import counted
 
 # A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best
 # split found). At hundreds of tables the granularity alone is finer; at a dozen lopsided ones it never applies.
@@ -33,11 +35,13 @@ def place_tables(
 ) -> EmbeddingSharding:
     """Say which of `world_size` ranks owns which table; a function of its arguments alone, so all ranks agree.
 
+    `tables`: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
     `rows_read`: mean number of rows that a sample reads from each table over all its features (the pooling factor, for
     a table with one feature), in table order or by table name; default one per feature. `placement`: the user's own
-    choice of rank per table, in table order or by table name, taken as it is. Memory only breaks ties: tables that must
-    not share a rank are for `placement` to keep apart. Raises `ValueError` on a table left out, an unknown name, a
-    negative number of rows, or a rank out of range.
+    choice of rank per table, in table order or by table name, taken as it is. Memory only breaks ties: tables that
+    must not share a rank are for `placement` to keep apart. Raises `ValueError` on no table, tables of one name or of
+    several dtypes, `world_size` below 1, a table left out, an unknown name, a negative number of rows, or a rank out
+    of range.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
@@ -66,7 +70,10 @@ def _per_table(what: str, given: Mapping[str, T] | Sequence[T], tables: Sequence
     """`given` as one entry per table, in table order."""
     if not isinstance(given, Mapping):
         if len(given) != len(tables):
-            raise ValueError(f"{what} has {len(given)} entries for {len(tables)} tables: give one per table, in order")
+            raise ValueError(
+                f"{what} has {counted(len(given), 'entry', 'entries')} for {counted(len(tables), 'table')}: give one per "
+                "table, in order"
+            )
         return tuple(given)
     names = [table.name for table in tables]
     if unknown := [name for name in given if name not in set(names)]:

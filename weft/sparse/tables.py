@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from weft.words import counted
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_BYTES = 8  # an id, or an offset: int64 is what data loaders hand over
 _DTYPE_OF_TORCHREC = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
@@ -140,14 +142,18 @@ class EmbeddingSharding:
         if self.world_size < 1:
             raise ValueError(f"world_size={self.world_size} must be at least 1")
         if len(self.rank_of_table) != len(self.tables):
-            raise ValueError(f"rank_of_table has {len(self.rank_of_table)} entries for {len(self.tables)} tables")
+            raise ValueError(
+                f"rank_of_table has {counted(len(self.rank_of_table), 'entry', 'entries')} for {counted(len(self.tables), 'table')}"
+            )
         for table, rank in zip(self.tables, self.rank_of_table, strict=True):
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"table {table.name!r} is placed on rank {rank}: ranks are 0 to {self.world_size - 1}")
         if self.rows_read is not None:
             object.__setattr__(self, "rows_read", tuple(float(rows) for rows in self.rows_read))
             if len(self.rows_read) != len(self.tables):
-                raise ValueError(f"rows_read has {len(self.rows_read)} entries for {len(self.tables)} tables")
+                raise ValueError(
+                    f"rows_read has {counted(len(self.rows_read), 'entry', 'entries')} for {counted(len(self.tables), 'table')}"
+                )
 
     def __hash__(self) -> int:
         return self.fingerprint
@@ -214,7 +220,7 @@ class EmbeddingSharding:
         if self.world_size != other.world_size:
             return f"world_size={self.world_size} and not {other.world_size}"
         if len(self.tables) != len(other.tables):
-            return f"{len(self.tables)} tables and not {len(other.tables)}"
+            return f"{counted(len(self.tables), 'table')} and not {len(other.tables)}"
         placed = zip(self.tables, other.tables, self.rank_of_table, other.rank_of_table, strict=True)
         for index, (mine, theirs, my_rank, their_rank) in enumerate(placed):
             if mine != theirs:
@@ -229,8 +235,9 @@ class EmbeddingSharding:
         costs = [table.bytes_per_sample(r) for table, r in zip(self.tables, rows, strict=True)]
         assumed = "" if self.rows_read else ", one row per feature assumed"
         lines = [
-            f"{len(self.tables)} tables on {self.world_size} ranks, {len(self.slots)} features into "
-            f"{self.total_dim} columns of {self.dtype} (cost: bytes per sample{assumed})",
+            f"{counted(len(self.tables), 'table')} on {counted(self.world_size, 'rank')}, "
+            f"{counted(len(self.slots), 'feature')} into {counted(self.total_dim, 'column')} of {self.dtype} (cost: bytes "
+            f"per sample{assumed})",
             f"{'rank':>4} {'tables':>6} {'columns':>7} {'memory':>10} {'cost':>7}  owns",
         ]
         for rank in range(self.world_size):

@@ -19,6 +19,7 @@ import torch
 
 from weft import _core
 from weft.errors import OutOfSharedMemoryError
+from weft.words import counted
 
 if TYPE_CHECKING:
     from weft.symm.domain import Domain
@@ -73,7 +74,7 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
     total = size * domain.world_size
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
-            f"{what}: wanted {total / 2**20:.1f} MiB ({domain.world_size} ranks x {size / 2**20:.1f}), free "
+            f"{what}: wanted {total / 2**20:.1f} MiB ({counted(domain.world_size, 'rank')} x {size / 2**20:.1f}), free "
             f"{free / 2**20:.1f} MiB, of which {_KEEP_FREE:.0%} stay untouched: use smaller batches or fewer ranks"
         )
     # 2. Everybody makes its own and hands it to the others.

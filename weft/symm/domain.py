@@ -225,7 +225,8 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     or until the interpreter exits; each of these is an orderly goodbye.
 
     Raises `ValueError` if `group` is None, was destroyed, or does not contain this rank, or if its ranks are on
-    different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank does not come.
+    different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank does not come, be it
+    late or dead; `PeerLostError` if one dies once it has come, or if the store of the group died with its process.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:

@@ -81,7 +81,10 @@ def connect(store: dist.Store, rank: int, world_size: int, deadline_s: float) ->
     """A connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
     Raises `ValueError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
-    `deadline_s` seconds, `PeerLostError` if another rank gave up in the middle. In all cases nothing stays open.
+    `deadline_s` seconds, `PeerLostError` if another rank gave up in the middle, or the store is gone with the process that
+    kept it. In all cases nothing stays open.
+
+    Of a rank that died before it came here nothing is known, not even its pid, so the others wait for it until the deadline.
     """
     if world_size == 1:
         return []
@@ -93,6 +96,11 @@ def connect(store: dist.Store, rank: int, world_size: int, deadline_s: float) ->
         for peer in setup.peers.values():
             peer.socket.close()
         last_words = json.dumps({"gave_up": str(error), "met": [entry.name for entry in setup.entries.values()]})
+        if isinstance(error, dist.DistNetworkError):
+            raise PeerLostError(
+                f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}): the process "
+                "that kept it has ended, which is rank 0 unless a launcher keeps it: start the ranks again"
+            ) from error
         raise
     finally:
         setup.listener.close()
