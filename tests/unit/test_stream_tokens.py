@@ -18,11 +18,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
-from weft.errors import ScheduleError  # noqa: E402
-from weft.runtime import stream_compiler  # noqa: E402
-from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of  # noqa: E402
-from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, tokens_of  # noqa: E402
-from weft.schedule import (  # noqa: E402
+from weft.errors import ScheduleError
+from weft.runtime import stream_compiler
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, tokens_of
+from weft.schedule import (
     RANK,
     AllGatherMatmul,
     AllToAllMatmul,
@@ -31,7 +31,7 @@ from weft.schedule import (  # noqa: E402
     Schedule,
     candidates,
 )
-from weft.schedule.order import issue_order  # noqa: E402
+from weft.schedule.order import issue_order
 
 RUNS = 4
 WORDS = 1 << 50  # where a rank's words lie, as an address: this times 1 + its rank

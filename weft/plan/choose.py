@@ -18,15 +18,15 @@ from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, buil
 from weft.sim import Model
 
 CLEARLY, CLEARLY_LONG, LONG_US = 0.03, 0.045, 2000.0
-CLEARLY_US: dict[Mode, float] = {"queued": 2.0, "graph": 5.0, "single": 2.0}
+CLEARLY_US = 2.0
 """By how much another schedule must beat serial to be taken: in parts of serial's time (the larger part from LONG_US on) and
 in microseconds, whichever is more. Long GEMMs run at the power limit, and what overlaps them lowers their clock: of what is
-predicted to be gained there a part is lost. Chosen by the times of 62 shapes on two H200s (benchmarks/results). In a graph
-the model knows less: what its signals' kernels cost are machine files' numbers, and calibration measures none."""
+predicted to be gained there a part is lost. Chosen by the times of 62 shapes on two H200s (benchmarks/results)."""
 
 ALIKE = 0.03
 """Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest GEMMs, of
-those the one with the fewest steps, and then the one in which copies leave the compute units alone."""
+those the one with the fewest steps, and then the one in which copies leave the compute units alone. Before all that, one in
+which the host need not wait for sizes."""
 
 _KEPT = 256
 """Choices that are remembered: more than the shapes of a model, fewer than those of a service with every length. Each keeps
@@ -161,7 +161,7 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         than = "; all others take longer for certain" if pruned else "; nothing else can do this"
         than = f", the best other one {min(others):.1f} us" if others else than
         return serial, f"serial is the fastest: {serial.us:.1f} us {how}{than}"
-    clearly, clearly_us = (CLEARLY if serial.us < LONG_US else CLEARLY_LONG), CLEARLY_US[mode]
+    clearly, clearly_us = (CLEARLY if serial.us < LONG_US else CLEARLY_LONG), CLEARLY_US
     if serial.us - fastest.us < max(clearly * serial.us, clearly_us):
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
@@ -180,7 +180,7 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
     if measured:
         return fastest, "is the fastest"
     alike = [row for row in timed if (row.us or 0.0) <= (fastest.us or 0.0) * (1 + ALIKE)]
-    best = min(alike, key=lambda row: (row.gemms, row.steps, row.copies_by_kernel, row.us))
+    best = min(alike, key=lambda row: (row.stops_host, row.gemms, row.steps, row.copies_by_kernel, row.us))
     if best is fastest:
         return fastest, "is the fastest"
     return best, f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} of each other"

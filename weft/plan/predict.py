@@ -1,7 +1,7 @@
 """What each candidate takes on the model of a machine: every schedule is built, and simulated unless it is hopeless.
 
-A prediction is the time of a run that follows another one ("queued"; "graph", where kernels take the part of stream
-operations), or of a run that begins on idle devices, with the host's time for each step ("single").
+A prediction is the time of a run that follows another one ("queued"; "graph", where collectives and the run's end take
+longer), or of a run that begins on idle devices, with the host's time for each step ("single").
 
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
 So schedules are simulated by rising bounds, and those not at all of which the bound is no better than the best single run so
@@ -29,6 +29,7 @@ from weft.schedule import (
     For,
     NotApplicableError,
     Problem,
+    Read,
     Schedule,
     Step,
     Tiles,
@@ -72,6 +73,8 @@ class Row:
     """On lanes beside the computing ones."""
     reads_on_host: bool = False
     """Whether no CUDA graph can capture it, as the host takes sizes from the device in between."""
+    stops_host: bool = False
+    """Whether the host waits for them before it issues the rest, and what is queued runs out."""
     rough: bool = False
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM: it is taken only if it is pinned."""
     matmuls: frozenset[MatmulShape] = frozenset()
@@ -115,7 +118,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
         us = simulate(schedule, model, mode=mode).end_us
     else:
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
-    us += model.graph_run_us if mode == "graph" and schedule.signals else 0.0
+    us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
     return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
 
 
@@ -202,6 +205,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         steps=len(steps),
         copies_by_kernel=sum(on == "copy" and isinstance(step, Copy) and step.by == "kernel" for on, step in steps),
         reads_on_host=schedule.reads_on_host,
+        stops_host=any(isinstance(step, Read) and step.by == "host" for _, step in steps),
         rough=any(
             isinstance(step, Compute) and step.accumulate and ITEM_BYTES[buffers[step.out.buffer].dtype] <= 2
             for _, step in steps

@@ -13,11 +13,12 @@ nothing.
     copy_engine.latency, .bandwidth, .count, .row
     kernel_copy.units                       programs of a copying kernel
     kernel_copy.beside                      what a run takes longer if such a kernel is beside its GEMMs
-    collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs)
+    collective.all_gather, .all_gather_latency, .units, .all_to_all (if it differs), .small and .large_latency (if the library
+    does small ones in another way: bytes a second, and what the other way takes longer to start)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
     signal.local, .remote, .kernel, host.step, host.read
-    graph.run, .signal, .collective         what runs, signals between ranks and collectives take longer in captured graphs
+    graph.run, .collective                  what runs of several lanes, and collectives, take longer in captured graphs
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         collective_latency_us=us("collective.all_gather_latency"),
         collective_bytes_per_us=per_us("collective.all_gather"),
         collective_units=units("collective.units"),
+        small_collective_bytes_per_us=per_us("collective.small") if "collective.small" in machine.quantities else None,
+        large_collective_us=us("collective.large_latency") if "collective.large_latency" in machine.quantities else 0.0,
         copy_disturbance=disturbance(
             number("contention.copy_engine_slowdown"), 0.0, per_us("contention.copy_engine_bandwidth")
         ),
@@ -105,7 +108,6 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         kernel_copy_beside_us=us("kernel_copy.beside"),
         sustained=number("compute.sustained"),
         graph_run_us=us("graph.run"),
-        graph_signal_us=us("graph.signal"),
         graph_collective_us=us("graph.collective"),
         all_to_all_bytes_per_us=(
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None

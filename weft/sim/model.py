@@ -97,8 +97,12 @@ class Model:
     grouped_efficiency: float = 1.0
     """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
+    small_collective_bytes_per_us: float | None = None
+    """Of collectives that the library does in another way while that is the quicker one; the others take `large_collective_us`
+    longer to start."""
+    large_collective_us: float = 0.0
     graph_run_us: float = 0.0
-    """What a run takes longer in a captured graph: a kernel ends it that counts runs."""
+    """What a run of several lanes takes longer in a captured graph, which ends when all of it has."""
     graph_signal_us: float = 0.0
     """The same of a signal to a peer for each kernel that does nothing but set it, or wait for it."""
     graph_collective_us: float = 0.0
@@ -157,9 +161,12 @@ class Model:
             ),
         }[how]
         curve = self.measured_transfers_us.get(how)
-        if not curve or count <= 0:
-            return count / rate
-        return max(0.0, interpolated(curve, count) - latency)
+        if curve and count > 0:
+            return max(0.0, interpolated(curve, count) - latency)
+        us = count / rate
+        if how in ("all_gather", "all_to_all") and self.small_collective_bytes_per_us is not None:
+            us = min(count / self.small_collective_bytes_per_us, us + self.large_collective_us)
+        return us
 
     def _formula(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         us, busy, traffic = (float(found[0]) for found in self._formulas(np.array([[m, n, k]]), dtype))
