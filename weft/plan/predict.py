@@ -40,8 +40,9 @@ from weft.schedule.steps import unrolled
 from weft.sim import Inefficiencies, Model, Simulated, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
-from weft.sim.lower import Work, values_of_ranks
+from weft.sim.lower import Work
 from weft.sim.model import MatmulShape
+from weft.sim.numbers import values_of_ranks
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
