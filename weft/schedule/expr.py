@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,12 +27,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }  # fmt: skip
+_SYMBOLS = {ast.Add: ("+", 1), ast.Sub: ("-", 1), ast.Mult: ("*", 2), ast.FloorDiv: ("//", 2), ast.Mod: ("%", 2)}
+"""Of a sign, how it is written and how it binds."""
 
 
 class Expr:
     """An expression over variables with + - * // %, lookups in tables of numbers, and sums over what buffers hold."""
 
-    __slots__ = ("_code", "_node", "text")
+    __slots__ = ("_compiled", "_node", "text")
 
     def __init__(self, source: str | ast.expr) -> None:
         try:
@@ -41,7 +44,14 @@ class Expr:
             raise ValueError(f"{str(source)[:80]!r} is no expression of a schedule: {error}") from error
         self._node = node
         self.text = ast.unparse(node)
-        self._code = compile(self.text, "<expr>", "eval")
+        self._compiled: CodeType | None = None
+
+    @property
+    def _code(self) -> CodeType:
+        # Large schedules have many expressions that nothing evaluates one by one.
+        if self._compiled is None:
+            self._compiled = compile(self.text, "<expr>", "eval")
+        return self._compiled
 
     def variables(self) -> set[str]:
         """Names that take a value; of a buffer that is summed up, its contents."""
@@ -191,7 +201,17 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
 
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
-    return Expr(ast.BinOp(_node_of(left), sign(), _node_of(right)))
+    made = Expr.__new__(Expr)  # its parts were checked and written when they were made: a long sum grows term by term
+    made._node, made._compiled = ast.BinOp(_node_of(left), sign(), _node_of(right)), None
+    symbol, binds = _SYMBOLS[sign]
+    made.text = f"{_operand(left, binds)} {symbol} {_operand(right, binds + 1)}"
+    return made
+
+
+def _operand(index: Index, binds: int) -> str:
+    """Its text beside a sign: as `ast.unparse` has it, in parentheses where its own sign binds less."""
+    sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
+    return f"({index})" if sign is not None and _SYMBOLS[type(sign)][1] < binds else str(index)
 
 
 def _node_of(index: Index) -> ast.expr:
