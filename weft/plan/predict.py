@@ -13,7 +13,7 @@ before and after its GEMMs were measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
@@ -21,28 +21,28 @@ from typing import Literal, TypeAlias, get_args
 from weft.schedule import (
     ITEM_BYTES,
     MATMULS,
-    Buffer,
     Candidate,
     Collective,
     Compute,
     Copy,
     For,
+    Index,
     NotApplicableError,
     Problem,
+    Region,
     Schedule,
     Step,
     Tiles,
     builders_of,
     candidates,
 )
-from weft.schedule.schedule import is_empty
-from weft.schedule.steps import unrolled
+from weft.schedule.steps import put_in
 from weft.sim import Inefficiencies, Model, Simulated, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
 from weft.sim.lower import Work
 from weft.sim.model import MatmulShape
-from weft.sim.numbers import values_of_ranks
+from weft.sim.numbers import regions_of, values_of_ranks
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -121,7 +121,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 
 
 def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:
-    multiplies = any(isinstance(step, Compute) and step.op in MATMULS for step in _steps(schedule))
+    multiplies = any(map(_multiplies, _steps(schedule)))
     copying = (step for lane in schedule.lanes if lane.resource == "copy" for step in lane.steps)
     return multiplies and any(isinstance(step, Copy) and step.by == "kernel" for step in copying)
 
@@ -191,34 +191,29 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
     # Of rank 0, as others differ in empty steps at most. What a tile does is left out: it takes long to write in numbers.
-    values, grouped = values_of_ranks(schedule)[0], _with_matmul(schedule)
-    in_numbers = [(lane, unrolled(_without_bodies(lane.steps), values)) for lane in schedule.lanes]
-    lanes = [(lane.resource, [step for step in steps if not is_empty(step)]) for lane, steps in in_numbers]
-    steps = [(resource, step) for resource, of_lane in lanes for step in of_lane]
-    buffers = {buffer.name: buffer for buffer in schedule.buffers}
-    matmuls = [step for _, step in steps if isinstance(step, Compute) and step.op in MATMULS]
+    counts, grouped = _Counts(schedule), _with_matmul(schedule)
+    lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
+    each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
+    matmuls = [(operands, times) for _, step, operands, times in each if _multiplies(step)]
     row = Row(
         candidate,
-        gemms=len(matmuls) + sum(isinstance(step, Tiles) and step.kernel in grouped for _, step in steps),
-        steps=len(steps),
-        copies_by_kernel=sum(on == "copy" and isinstance(step, Copy) and step.by == "kernel" for on, step in steps),
+        gemms=sum(times for _, times in matmuls) + sum(kernel in grouped for kernel in counts.kernels),
+        steps=counts.steps,
+        copies_by_kernel=sum(
+            times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
+        ),
         reads_on_host=schedule.reads_on_host,
         rough=any(
-            isinstance(step, Compute) and step.accumulate and ITEM_BYTES[buffers[step.out.buffer].dtype] <= 2
-            for _, step in steps
+            isinstance(step, Compute) and step.accumulate and ITEM_BYTES[operands[-1].dtype] <= 2
+            for _, step, operands, _ in each
         ),
-        matmuls=frozenset(_shape(step, buffers) for step in matmuls),
+        matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
-    return _Built(row, schedule, tuple(_counted(of_lane, buffers, schedule.world_size) for _, of_lane in lanes))
+    return _Built(row, schedule, tuple(lane for _, lane in lanes))
 
 
-def _without_bodies(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    return tuple(
-        replace(step, body=_without_bodies(step.body) if isinstance(step, For) else ())
-        if isinstance(step, For | Tiles)
-        else step
-        for step in steps
-    )
+def _multiplies(step: Step) -> bool:
+    return isinstance(step, Compute) and step.op in MATMULS
 
 
 def _with_matmul(schedule: Schedule) -> set[str]:
@@ -239,33 +234,59 @@ def _steps(schedule: Schedule) -> Iterator[Step]:
         yield step
 
 
-def _shape(step: Compute, buffers: Mapping[str, Buffer]) -> MatmulShape:
-    a, out = step.inputs[0], step.out
-    return int(out.rows), int(out.cols), int(a.cols), buffers[a.buffer].dtype
+class _Counts:
+    """What the lanes of rank 0 do, how often; empty steps are left out. Most steps have the same few sizes, which are put in
+    numbers once."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        self.steps = 0
+        self.kernels: list[str] = []  # of tiles, each time that there are some
+        self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
+        self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
+        self._known: dict[tuple[str, Index, Index, Index], Operand] = {}
 
-def _counted(steps: Sequence[Step], buffers: Mapping[str, Buffer], world_size: int) -> Counter[_Priced]:
-    """Of a lane of rank 0."""
-    counts: Counter[_Priced] = Counter()
-    plain: dict[tuple, _Priced] = {}
-    for step in steps:
-        if isinstance(step, Compute | Copy | Collective):
-            regions = (*step.inputs, step.out) if isinstance(step, Compute) else (step.src, step.dst)
-            operands = tuple(
-                Operand(
-                    int(r.rows),
-                    int(r.cols),
-                    buffers[r.buffer].dtype,
-                    int(r.at) % world_size,
-                    r.cols == buffers[r.buffer].cols,
-                )
-                for r in regions
-            )
-            if isinstance(step, Collective) and step.sent:
-                operands += tuple(operands[0]._replace(rows=int(n), at=to) for to, n in enumerate(step.sent))
-            kind = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
-            counts[plain.setdefault(kind, _Priced(step, operands))] += 1
-    return counts
+    def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
+        first: dict[tuple, _Priced] = {}
+        times: Counter[tuple] = Counter()
+        for step, turn in self._written_out(steps, {}):
+            if isinstance(step, Tiles):
+                if not put_in(step.extent, {**self._values, **turn}):
+                    continue
+                self.kernels.append(step.kernel)
+            elif isinstance(step, Compute | Copy | Collective):
+                operands = tuple(self._operand(region, turn) for region in regions_of(step))
+                if isinstance(step, Collective):
+                    sent = enumerate(put_in(step.sent, {**self._values, **turn}))
+                    operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
+                else:
+                    moved = operands[-1 if isinstance(step, Compute) else 0]
+                    if not moved.rows or not moved.cols:
+                        continue
+                kind = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
+                if kind not in first:
+                    first[kind] = _Priced(step, operands)
+                times[kind] += 1
+            self.steps += 1
+        return Counter({priced: times[kind] for kind, priced in first.items()})
+
+    def _written_out(self, steps: Sequence[Step], turn: dict[str, int]) -> Iterator[tuple[Step, dict[str, int]]]:
+        for step in steps:
+            if isinstance(step, For):
+                for i in range(put_in(step.extent, {**self._values, **turn})):
+                    yield from self._written_out(step.body, {**turn, step.index: i})
+            else:
+                yield step, turn
+
+    def _operand(self, region: Region, turn: dict[str, int]) -> Operand:
+        key = (region.buffer, region.rows, region.cols, region.at)
+        if (known := self._known.get(key)) is not None:
+            return known
+        buffer, values = self._buffers[region.buffer], {**self._values, **turn}
+        rows, cols, at = (put_in(n, values) for n in (region.rows, region.cols, region.at))
+        found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
+        if not turn:
+            self._known[key] = found
+        return found
 
 
 # -- times

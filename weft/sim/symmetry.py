@@ -12,7 +12,7 @@ alike, so that nothing else could differ but when ranks come to their runs, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def _identity(place: ByRank) -> int:
     return ~place if isinstance(place, int) else id(place)
 
 
-def _turn(sets: Sequence[tuple[int, ByRank]], waits: Sequence[ByRank], world: int) -> bool:
+def _turn(sets: Collection[tuple[int, ByRank]], waits: Collection[ByRank], world: int) -> bool:
     """Of one signal."""
     if not sets:
         return False  # what is waited for is never set, and nothing says which counters are the same
@@ -82,7 +82,7 @@ def _turn(sets: Sequence[tuple[int, ByRank]], waits: Sequence[ByRank], world: in
     return np.array_equal(renamed[which], waited)
 
 
-def _table(places: Sequence[ByRank], world: int) -> np.ndarray:
+def _table(places: Collection[ByRank], world: int) -> np.ndarray:
     """[places, ranks]"""
     table = np.empty((len(places), world), np.int64)
     for row, place in zip(table, places, strict=True):
