@@ -175,8 +175,11 @@ def value(index: Index, **variables: int) -> int:
 
 def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
     """The sum of elements first, first + step, ... before `end` of what this rank's `buffer` holds, counted row by row."""
-    if isinstance(first, int) and isinstance(end, int) and first >= end:
-        return 0
+    return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
+
+
+@lru_cache(maxsize=1 << 13)  # as of `_joined`
+def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
     part = ast.Slice(_node_of(first), _node_of(end), None if step == 1 else ast.Constant(step))
     held = ast.Subscript(ast.Name(buffer, ast.Load()), part, ast.Load())
     return Expr(ast.Call(ast.Name("sum", ast.Load()), [held], []))

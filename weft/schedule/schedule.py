@@ -145,14 +145,16 @@ class Draft:
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
         """Sizes depend on what `buffer` holds: on each rank probably this, row by row."""
         size = buffer.rows * buffer.cols
-        if any(int(n) != n or n < 0 for of_rank in expected for n in of_rank):
+        distinct = {id(of_rank): of_rank for of_rank in expected}  # mostly all ranks hold the same
+        if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):
             raise ValueError(f"buffer {buffer.name} holds whole numbers from 0 on, and expected are {expected}")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
                 f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected are "
                 f"{[len(of_rank) for of_rank in expected]}"
             )
-        self._contents[buffer.name] = Contents(buffer.name, tuple(tuple(map(int, of_rank)) for of_rank in expected))
+        held = {key: tuple(map(int, of_rank)) for key, of_rank in distinct.items()}
+        self._contents[buffer.name] = Contents(buffer.name, tuple(held[id(of_rank)] for of_rank in expected))
 
     def signals(self, name: str, count: int) -> Signals:
         if name in self._signals:
