@@ -279,10 +279,11 @@ def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ..
 
 def values_of_ranks(schedule: Schedule) -> list[Values]:
     """What expressions may name at each rank; ranks that hold the same share its sums."""
-    held: dict[tuple[int, ...], Held] = {}
+    distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
+    equal = {of_rank: Held(of_rank) for of_rank in set(distinct.values())}
+    held = {key: equal[of_rank] for key, of_rank in distinct.items()}
     return [
-        {"rank": rank}
-        | {c.buffer: held.setdefault(c.expected[rank], Held(c.expected[rank])) for c in schedule.contents}
+        {"rank": rank} | {c.buffer: held[id(c.expected[rank])] for c in schedule.contents}
         for rank in range(schedule.world_size)
     ]
 
