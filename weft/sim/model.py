@@ -105,6 +105,9 @@ class Model:
     """The same of a collective of the library."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.world_size))  # numbers that were measured have none
+
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         shape = (m, n, k, dtype)
         if shape not in self._known:
