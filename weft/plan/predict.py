@@ -4,8 +4,8 @@ A prediction is the time of a run that follows another one ("queued"; "graph", w
 operations), or of a run that begins on idle devices, with the host's time for each step ("single").
 
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
-So schedules are simulated by rising bounds, and those not at all of which the bound is no better than the best single run so
-far, or `HOPELESS` times the best of those in a row: what comes near is shown with its time. Equal schedules under two names
+So schedules are simulated by rising bounds, and those not at all of which the bound is `HOPELESS` times the best so far: what
+comes near is shown with its time. Equal schedules under two names
 are simulated once. Those of the last problem are kept, as a problem is often decided several times: for calls and for graphs,
 before and after its GEMMs were measured.
 """
@@ -37,10 +37,9 @@ from weft.schedule import (
     candidates,
 )
 from weft.schedule.steps import put_in
-from weft.sim import Inefficiencies, Model, Simulated, inefficiencies, simulate
+from weft.sim import Inefficiencies, Model, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
-from weft.sim.lower import Work
 from weft.sim.model import MatmulShape
 from weft.sim.numbers import regions_of, values_of_ranks
 
@@ -146,10 +145,8 @@ def predicted_rows(
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
-    elif mode == "single":
-        times = _single_times(schedules, model, needed, progress)
     else:
-        times = _times_in_a_row(problem, built, model, mode, needed, progress)
+        times = _times(problem, built, model, mode, needed, progress)
     rows = [replace(one.row, problem=problem, model=model) for one in built]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
 
@@ -298,31 +295,36 @@ def _timed(row: Row, time: float | str | None) -> Row:
     return row if time is None else replace(row, predicted_us=time)
 
 
-def _times_in_a_row(
+def _times(
     problem: Problem, built: list[_Built], model: Model, mode: Mode, needed: frozenset[str], progress: Progress
 ) -> dict[str, float | str]:
-    """Microseconds of queued or captured runs, or why there is no need to know: compared with those of candidates that graphs
-    can capture, too, where it is one."""
-    least = least_us(problem, model)
-    bounds = {one.row.candidate.name: max(least, _lanes_us(one, model)) for one in built if one.schedule is not None}
-    schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
-    on_host = {one.row.candidate.name: one.row.reads_on_host for one in built}
+    """Microseconds of runs, or why there is no need to know: compared with those of candidates that graphs can capture, too,
+    where it is one."""
+    least = 0.0 if mode == "single" else least_us(problem, model)
+    there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
+    bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
     best, best_captured = float("inf"), float("inf")
     times: dict[str, float | str] = {}
     for name in sorted(bounds, key=lambda name: (name not in needed, bounds[name])):
         progress(f"simulating {name}", 0.5 / len(bounds))
-        if bounds[name] > HOPELESS * (best if on_host[name] else best_captured) and name not in needed:
+        one, schedule = there[name]
+        if bounds[name] > HOPELESS * (best if one.row.reads_on_host else best_captured) and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
             continue
-        times[name] = us = predict(schedules[name], model, mode, least)
+        times[name] = us = predict(schedule, model, mode, least)
         best = min(best, us)
-        best_captured = best_captured if on_host[name] else min(best_captured, us)
+        best_captured = best_captured if one.row.reads_on_host else min(best_captured, us)
     return times
 
 
+def _least_us(built: _Built, model: Model, mode: Mode) -> float:
+    """A run is no shorter: the longest lane's steps, each alone, and for a single one the host's time for all."""
+    host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
+    return max(host_us, _lanes_us(built, model))
+
+
 def _lanes_us(built: _Built, model: Model) -> float:
-    """A run is no shorter: the longest lane's steps, each alone. Latencies of copies by kernel are not counted, since one
-    kernel may do several of them."""
+    """Of the longest lane. Latencies of copies by kernel are not counted, since one kernel may do several of them."""
     assert built.schedule is not None
     longest = 0.0
     for lane in built.lanes:
@@ -333,29 +335,3 @@ def _lanes_us(built: _Built, model: Model) -> float:
             us += times * (found.work_us + (0.0 if one_kernel else found.latency_us))
         longest = max(longest, us)
     return longest
-
-
-def _single_times(
-    schedules: dict[str, Schedule], model: Model, needed: frozenset[str], progress: Progress
-) -> dict[str, float | str]:
-    """Microseconds of single runs, or why there is no need to know; those first that do best when queued."""
-    queued = {name: simulate(schedule, model) for name, schedule in schedules.items()}
-    best = float("inf")
-    times: dict[str, float | str] = {}
-    for name in sorted(queued, key=lambda name: (name not in needed, queued[name].end_us)):
-        progress(f"simulating {name}", 0.5 / len(queued))
-        bound = _least_single_us(queued[name], model)
-        if bound >= best and name not in needed:
-            times[name] = f"{AT_LEAST} {bound:.1f} us"
-            continue
-        times[name] = us = predict(schedules[name], model, "single")
-        best = min(best, us)
-    return times
-
-
-def _least_single_us(queued: Simulated, model: Model) -> float:
-    """A single run is no shorter: the longest lane's steps each alone, and the host's time for a rank's steps."""
-    program = queued.program
-    alone = max(sum(t.latency_us + t.work_us for t in lane.tasks if isinstance(t, Work)) for lane in program.lanes)
-    steps = max(sum(len(lane.tasks) for lane in program.lanes if lane.rank == rank) for rank in program.ranks)
-    return max(alone, steps * model.host_step_us)

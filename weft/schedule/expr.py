@@ -27,8 +27,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }  # fmt: skip
-_SYMBOLS = {ast.Add: ("+", 1), ast.Sub: ("-", 1), ast.Mult: ("*", 2), ast.FloorDiv: ("//", 2), ast.Mod: ("%", 2)}
-"""Of a sign, how it is written and how it binds."""
+_SIGNS: dict[type[ast.operator], tuple[ast.operator, str, int]] = {
+    ast.Add: (ast.Add(), "+", 1), ast.Sub: (ast.Sub(), "-", 1), ast.Mult: (ast.Mult(), "*", 2),
+    ast.FloorDiv: (ast.FloorDiv(), "//", 2), ast.Mod: (ast.Mod(), "%", 2),
+}  # fmt: skip
+"""Of a sign, its node, how it is written and how it binds."""
 
 
 class Expr:
@@ -191,6 +194,11 @@ def lookup(table: Sequence[int], index: Index) -> Index:
         return table[0]
     if isinstance(index, int):
         return table[index]
+    return _looked_up(tuple(table), index)
+
+
+@lru_cache(maxsize=1 << 13)  # as of `_joined`
+def _looked_up(table: tuple[int, ...], index: Expr) -> Expr:
     return Expr(ast.Subscript(_tuple(table), index._node, ast.Load()))
 
 
@@ -205,8 +213,8 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
     made = Expr.__new__(Expr)  # its parts were checked and written when they were made: a long sum grows term by term
-    made._node, made._compiled = ast.BinOp(_node_of(left), sign(), _node_of(right)), None
-    symbol, binds = _SYMBOLS[sign]
+    node, symbol, binds = _SIGNS[sign]
+    made._node, made._compiled = ast.BinOp(_node_of(left), node, _node_of(right)), None
     made.text = f"{_operand(left, binds)} {symbol} {_operand(right, binds + 1)}"
     return made
 
@@ -214,11 +222,16 @@ def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
 def _operand(index: Index, binds: int) -> str:
     """Its text beside a sign: as `ast.unparse` has it, in parentheses where its own sign binds less."""
     sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
-    return f"({index})" if sign is not None and _SYMBOLS[type(sign)][1] < binds else str(index)
+    return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)
 
 
 def _node_of(index: Index) -> ast.expr:
-    return index._node if isinstance(index, Expr) else ast.Constant(int(index))
+    return index._node if isinstance(index, Expr) else _constant(int(index))
+
+
+@lru_cache(maxsize=1 << 13)  # nodes are not changed: expressions share them
+def _constant(number: int) -> ast.Constant:
+    return ast.Constant(number)
 
 
 def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:

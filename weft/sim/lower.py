@@ -36,6 +36,7 @@ class Work(NamedTuple):
 class Raise(NamedTuple):
     counter: int
     delay_us: float
+    remote: bool  # at another rank
 
 
 class Await(NamedTuple):
@@ -149,7 +150,7 @@ class _Lowering:
         )
         if isinstance(step, Set):
             counter, _, delay = raises[0]
-            return Raise(counter, delay)
+            return Raise(counter, delay, at_rank(item.numbers[0], rank) != 0)
         if isinstance(step, Tiles):
             parts = [
                 (cast(Copy | Compute, step.body[place]), numbers, times)
