@@ -4,8 +4,8 @@ A prediction is the time of a run that follows another one ("queued"; "graph", w
 longer), or of a run that begins on idle devices, with the host's time for each step ("single").
 
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
-So schedules are simulated by rising bounds, and those not at all of which the bound is no better than the best single run so
-far, or `HOPELESS` times the best of those in a row: what comes near is shown with its time. Equal schedules under two names
+So schedules are simulated by rising bounds, and those not at all of which the bound is `HOPELESS` times the best so far: what
+comes near is shown with its time. Equal schedules under two names
 are simulated once. Those of the last problem are kept, as a problem is often decided several times: for calls and for graphs,
 before and after its GEMMs were measured.
 """
@@ -13,7 +13,7 @@ before and after its GEMMs were measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
@@ -21,28 +21,27 @@ from typing import Literal, TypeAlias, get_args
 from weft.schedule import (
     ITEM_BYTES,
     MATMULS,
-    Buffer,
     Candidate,
     Collective,
     Compute,
     Copy,
     For,
+    Index,
     NotApplicableError,
     Problem,
-    Read,
+    Region,
     Schedule,
     Step,
     Tiles,
     builders_of,
     candidates,
 )
-from weft.schedule.schedule import is_empty
-from weft.schedule.steps import unrolled
-from weft.sim import Inefficiencies, Model, Simulated, inefficiencies, simulate
+from weft.schedule.steps import put_in
+from weft.sim import Inefficiencies, Model, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
-from weft.sim.lower import Work, values_of_ranks
 from weft.sim.model import MatmulShape
+from weft.sim.numbers import regions_of, values_of_ranks
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -123,7 +122,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 
 
 def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:
-    multiplies = any(isinstance(step, Compute) and step.op in MATMULS for step in _steps(schedule))
+    multiplies = any(map(_multiplies, _steps(schedule)))
     copying = (step for lane in schedule.lanes if lane.resource == "copy" for step in lane.steps)
     return multiplies and any(isinstance(step, Copy) and step.by == "kernel" for step in copying)
 
@@ -148,10 +147,8 @@ def predicted_rows(
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
-    elif mode == "single":
-        times = _single_times(schedules, model, needed, progress)
     else:
-        times = _times_in_a_row(problem, built, model, mode, needed, progress)
+        times = _times(problem, built, model, mode, needed, progress)
     rows = [replace(one.row, problem=problem, model=model) for one in built]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
 
@@ -193,35 +190,30 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
     # Of rank 0, as others differ in empty steps at most. What a tile does is left out: it takes long to write in numbers.
-    values, grouped = values_of_ranks(schedule)[0], _with_matmul(schedule)
-    in_numbers = [(lane, unrolled(_without_bodies(lane.steps), values)) for lane in schedule.lanes]
-    lanes = [(lane.resource, [step for step in steps if not is_empty(step)]) for lane, steps in in_numbers]
-    steps = [(resource, step) for resource, of_lane in lanes for step in of_lane]
-    buffers = {buffer.name: buffer for buffer in schedule.buffers}
-    matmuls = [step for _, step in steps if isinstance(step, Compute) and step.op in MATMULS]
+    counts, grouped = _Counts(schedule), _with_matmul(schedule)
+    lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
+    each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
+    matmuls = [(operands, times) for _, step, operands, times in each if _multiplies(step)]
     row = Row(
         candidate,
-        gemms=len(matmuls) + sum(isinstance(step, Tiles) and step.kernel in grouped for _, step in steps),
-        steps=len(steps),
-        copies_by_kernel=sum(on == "copy" and isinstance(step, Copy) and step.by == "kernel" for on, step in steps),
-        reads_on_host=schedule.reads_on_host,
-        stops_host=any(isinstance(step, Read) and step.by == "host" for _, step in steps),
-        rough=any(
-            isinstance(step, Compute) and step.accumulate and ITEM_BYTES[buffers[step.out.buffer].dtype] <= 2
-            for _, step in steps
+        gemms=sum(times for _, times in matmuls) + sum(kernel in grouped for kernel in counts.kernels),
+        steps=counts.steps,
+        copies_by_kernel=sum(
+            times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
         ),
-        matmuls=frozenset(_shape(step, buffers) for step in matmuls),
+        reads_on_host=schedule.reads_on_host,
+        stops_host=schedule.stops_host,
+        rough=any(
+            isinstance(step, Compute) and step.accumulate and ITEM_BYTES[operands[-1].dtype] <= 2
+            for _, step, operands, _ in each
+        ),
+        matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
-    return _Built(row, schedule, tuple(_counted(of_lane, buffers, schedule.world_size) for _, of_lane in lanes))
+    return _Built(row, schedule, tuple(lane for _, lane in lanes))
 
 
-def _without_bodies(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    return tuple(
-        replace(step, body=_without_bodies(step.body) if isinstance(step, For) else ())
-        if isinstance(step, For | Tiles)
-        else step
-        for step in steps
-    )
+def _multiplies(step: Step) -> bool:
+    return isinstance(step, Compute) and step.op in MATMULS
 
 
 def _with_matmul(schedule: Schedule) -> set[str]:
@@ -242,33 +234,59 @@ def _steps(schedule: Schedule) -> Iterator[Step]:
         yield step
 
 
-def _shape(step: Compute, buffers: Mapping[str, Buffer]) -> MatmulShape:
-    a, out = step.inputs[0], step.out
-    return int(out.rows), int(out.cols), int(a.cols), buffers[a.buffer].dtype
+class _Counts:
+    """What the lanes of rank 0 do, how often; empty steps are left out. Most steps have the same few sizes, which are put in
+    numbers once."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        self.steps = 0
+        self.kernels: list[str] = []  # of tiles, each time that there are some
+        self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
+        self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
+        self._known: dict[tuple[str, Index, Index, Index], Operand] = {}
 
-def _counted(steps: Sequence[Step], buffers: Mapping[str, Buffer], world_size: int) -> Counter[_Priced]:
-    """Of a lane of rank 0."""
-    counts: Counter[_Priced] = Counter()
-    plain: dict[tuple, _Priced] = {}
-    for step in steps:
-        if isinstance(step, Compute | Copy | Collective):
-            regions = (*step.inputs, step.out) if isinstance(step, Compute) else (step.src, step.dst)
-            operands = tuple(
-                Operand(
-                    int(r.rows),
-                    int(r.cols),
-                    buffers[r.buffer].dtype,
-                    int(r.at) % world_size,
-                    r.cols == buffers[r.buffer].cols,
-                )
-                for r in regions
-            )
-            if isinstance(step, Collective) and step.sent:
-                operands += tuple(operands[0]._replace(rows=int(n), at=to) for to, n in enumerate(step.sent))
-            kind = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
-            counts[plain.setdefault(kind, _Priced(step, operands))] += 1
-    return counts
+    def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
+        first: dict[tuple, _Priced] = {}
+        times: Counter[tuple] = Counter()
+        for step, turn in self._written_out(steps, {}):
+            if isinstance(step, Tiles):
+                if not put_in(step.extent, {**self._values, **turn}):
+                    continue
+                self.kernels.append(step.kernel)
+            elif isinstance(step, Compute | Copy | Collective):
+                operands = tuple(self._operand(region, turn) for region in regions_of(step))
+                if isinstance(step, Collective):
+                    sent = enumerate(put_in(step.sent, {**self._values, **turn}))
+                    operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
+                else:
+                    moved = operands[-1 if isinstance(step, Compute) else 0]
+                    if not moved.rows or not moved.cols:
+                        continue
+                kind = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
+                if kind not in first:
+                    first[kind] = _Priced(step, operands)
+                times[kind] += 1
+            self.steps += 1
+        return Counter({priced: times[kind] for kind, priced in first.items()})
+
+    def _written_out(self, steps: Sequence[Step], turn: dict[str, int]) -> Iterator[tuple[Step, dict[str, int]]]:
+        for step in steps:
+            if isinstance(step, For):
+                for i in range(put_in(step.extent, {**self._values, **turn})):
+                    yield from self._written_out(step.body, {**turn, step.index: i})
+            else:
+                yield step, turn
+
+    def _operand(self, region: Region, turn: dict[str, int]) -> Operand:
+        key = (region.buffer, region.rows, region.cols, region.at)
+        if (known := self._known.get(key)) is not None:
+            return known
+        buffer, values = self._buffers[region.buffer], {**self._values, **turn}
+        rows, cols, at = (put_in(n, values) for n in (region.rows, region.cols, region.at))
+        found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
+        if not turn:
+            self._known[key] = found
+        return found
 
 
 # -- times
@@ -280,31 +298,36 @@ def _timed(row: Row, time: float | str | None) -> Row:
     return row if time is None else replace(row, predicted_us=time)
 
 
-def _times_in_a_row(
+def _times(
     problem: Problem, built: list[_Built], model: Model, mode: Mode, needed: frozenset[str], progress: Progress
 ) -> dict[str, float | str]:
-    """Microseconds of queued or captured runs, or why there is no need to know: compared with those of candidates that graphs
-    can capture, too, where it is one."""
-    least = least_us(problem, model)
-    bounds = {one.row.candidate.name: max(least, _lanes_us(one, model)) for one in built if one.schedule is not None}
-    schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
-    on_host = {one.row.candidate.name: one.row.reads_on_host for one in built}
+    """Microseconds of runs, or why there is no need to know: compared with those of candidates that graphs can capture, too,
+    where it is one."""
+    least = 0.0 if mode == "single" else least_us(problem, model)
+    there = {one.row.candidate.name: (one, one.schedule) for one in built if one.schedule is not None}
+    bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
     best, best_captured = float("inf"), float("inf")
     times: dict[str, float | str] = {}
     for name in sorted(bounds, key=lambda name: (name not in needed, bounds[name])):
         progress(f"simulating {name}", 0.5 / len(bounds))
-        if bounds[name] > HOPELESS * (best if on_host[name] else best_captured) and name not in needed:
+        one, schedule = there[name]
+        if bounds[name] > HOPELESS * (best if one.row.reads_on_host else best_captured) and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
             continue
-        times[name] = us = predict(schedules[name], model, mode, least)
+        times[name] = us = predict(schedule, model, mode, least)
         best = min(best, us)
-        best_captured = best_captured if on_host[name] else min(best_captured, us)
+        best_captured = best_captured if one.row.reads_on_host else min(best_captured, us)
     return times
 
 
+def _least_us(built: _Built, model: Model, mode: Mode) -> float:
+    """A run is no shorter: the longest lane's steps, each alone, and for a single one the host's time for all."""
+    host_us = built.row.steps * model.host_step_us if mode == "single" else 0.0
+    return max(host_us, _lanes_us(built, model))
+
+
 def _lanes_us(built: _Built, model: Model) -> float:
-    """A run is no shorter: the longest lane's steps, each alone. Latencies of copies by kernel are not counted, since one
-    kernel may do several of them."""
+    """Of the longest lane. Latencies of copies by kernel are not counted, since one kernel may do several of them."""
     assert built.schedule is not None
     longest = 0.0
     for lane in built.lanes:
@@ -315,29 +338,3 @@ def _lanes_us(built: _Built, model: Model) -> float:
             us += times * (found.work_us + (0.0 if one_kernel else found.latency_us))
         longest = max(longest, us)
     return longest
-
-
-def _single_times(
-    schedules: dict[str, Schedule], model: Model, needed: frozenset[str], progress: Progress
-) -> dict[str, float | str]:
-    """Microseconds of single runs, or why there is no need to know; those first that do best when queued."""
-    queued = {name: simulate(schedule, model) for name, schedule in schedules.items()}
-    best = float("inf")
-    times: dict[str, float | str] = {}
-    for name in sorted(queued, key=lambda name: (name not in needed, queued[name].end_us)):
-        progress(f"simulating {name}", 0.5 / len(queued))
-        bound = _least_single_us(queued[name], model)
-        if bound >= best and name not in needed:
-            times[name] = f"{AT_LEAST} {bound:.1f} us"
-            continue
-        times[name] = us = predict(schedules[name], model, "single")
-        best = min(best, us)
-    return times
-
-
-def _least_single_us(queued: Simulated, model: Model) -> float:
-    """A single run is no shorter: the longest lane's steps each alone, and the host's time for a rank's steps."""
-    program = queued.program
-    alone = max(sum(t.latency_us + t.work_us for t in lane.tasks if isinstance(t, Work)) for lane in program.lanes)
-    steps = max(sum(len(lane.tasks) for lane in program.lanes if lane.rank == rank) for rank in program.ranks)
-    return max(alone, steps * model.host_step_us)

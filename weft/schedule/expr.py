@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,12 +27,17 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }  # fmt: skip
+_SIGNS: dict[type[ast.operator], tuple[ast.operator, str, int]] = {
+    ast.Add: (ast.Add(), "+", 1), ast.Sub: (ast.Sub(), "-", 1), ast.Mult: (ast.Mult(), "*", 2),
+    ast.FloorDiv: (ast.FloorDiv(), "//", 2), ast.Mod: (ast.Mod(), "%", 2),
+}  # fmt: skip
+"""Of a sign, its node, how it is written and how it binds."""
 
 
 class Expr:
     """An expression over variables with + - * // %, lookups in tables of numbers, and sums over what buffers hold."""
 
-    __slots__ = ("_code", "_node", "text")
+    __slots__ = ("_compiled", "_node", "text")
 
     def __init__(self, source: str | ast.expr) -> None:
         try:
@@ -41,7 +47,14 @@ class Expr:
             raise ValueError(f"{str(source)[:80]!r} is no expression of a schedule: {error}") from error
         self._node = node
         self.text = ast.unparse(node)
-        self._code = compile(self.text, "<expr>", "eval")
+        self._compiled: CodeType | None = None
+
+    @property
+    def _code(self) -> CodeType:
+        # Large schedules have many expressions that nothing evaluates one by one.
+        if self._compiled is None:
+            self._compiled = compile(self.text, "<expr>", "eval")
+        return self._compiled
 
     def variables(self) -> set[str]:
         """Names that take a value; of a buffer that is summed up, its contents."""
@@ -165,8 +178,11 @@ def value(index: Index, **variables: int) -> int:
 
 def total(buffer: str, first: Index, end: Index, step: int = 1) -> Index:
     """The sum of elements first, first + step, ... before `end` of what this rank's `buffer` holds, counted row by row."""
-    if isinstance(first, int) and isinstance(end, int) and first >= end:
-        return 0
+    return 0 if isinstance(first, int) and isinstance(end, int) and first >= end else _total(buffer, first, end, step)
+
+
+@lru_cache(maxsize=1 << 13)  # as of `_joined`
+def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
     part = ast.Slice(_node_of(first), _node_of(end), None if step == 1 else ast.Constant(step))
     held = ast.Subscript(ast.Name(buffer, ast.Load()), part, ast.Load())
     return Expr(ast.Call(ast.Name("sum", ast.Load()), [held], []))
@@ -178,6 +194,11 @@ def lookup(table: Sequence[int], index: Index) -> Index:
         return table[0]
     if isinstance(index, int):
         return table[index]
+    return _looked_up(tuple(table), index)
+
+
+@lru_cache(maxsize=1 << 13)  # as of `_joined`
+def _looked_up(table: tuple[int, ...], index: Expr) -> Expr:
     return Expr(ast.Subscript(_tuple(table), index._node, ast.Load()))
 
 
@@ -191,11 +212,26 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
 
 @lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
-    return Expr(ast.BinOp(_node_of(left), sign(), _node_of(right)))
+    made = Expr.__new__(Expr)  # its parts were checked and written when they were made: a long sum grows term by term
+    node, symbol, binds = _SIGNS[sign]
+    made._node, made._compiled = ast.BinOp(_node_of(left), node, _node_of(right)), None
+    made.text = f"{_operand(left, binds)} {symbol} {_operand(right, binds + 1)}"
+    return made
+
+
+def _operand(index: Index, binds: int) -> str:
+    """Its text beside a sign: as `ast.unparse` has it, in parentheses where its own sign binds less."""
+    sign = index._node.op if isinstance(index, Expr) and isinstance(index._node, ast.BinOp) else None
+    return f"({index})" if sign is not None and _SIGNS[type(sign)][2] < binds else str(index)
 
 
 def _node_of(index: Index) -> ast.expr:
-    return index._node if isinstance(index, Expr) else ast.Constant(int(index))
+    return index._node if isinstance(index, Expr) else _constant(int(index))
+
+
+@lru_cache(maxsize=1 << 13)  # nodes are not changed: expressions share them
+def _constant(number: int) -> ast.Constant:
+    return ast.Constant(number)
 
 
 def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:

@@ -70,13 +70,20 @@ class Schedule:
     @property
     def reads_on_host(self) -> bool:
         """Whether the host takes sizes from the device in between, which no CUDA graph can."""
-        left = [step for lane in self.lanes for step in lane.steps]
+        return not self._reads() <= {"device"}
+
+    @property
+    def stops_host(self) -> bool:
+        """Whether the host waits for sizes before it issues what comes then."""
+        return "host" in self._reads()
+
+    def _reads(self) -> set[str]:
+        left, found = [step for lane in self.lanes for step in lane.steps], set[str]()
         while left:
             step = left.pop()
-            if isinstance(step, Read) and step.by != "device":
-                return True
+            found |= {step.by} if isinstance(step, Read) else set()
             left += step.body if isinstance(step, For) else ()
-        return False
+        return found
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
         """The lanes of one rank as numbers, loops written out, steps on empty regions left out. Tiles stay one step, in whose
@@ -145,14 +152,16 @@ class Draft:
     def holds(self, buffer: Buffer, expected: Sequence[Sequence[int]]) -> None:
         """Sizes depend on what `buffer` holds: on each rank probably this, row by row."""
         size = buffer.rows * buffer.cols
-        if any(int(n) != n or n < 0 for of_rank in expected for n in of_rank):
+        distinct = {id(of_rank): of_rank for of_rank in expected}  # mostly all ranks hold the same
+        if any(int(n) != n or n < 0 for of_rank in distinct.values() for n in of_rank):
             raise ValueError(f"buffer {buffer.name} holds whole numbers from 0 on, and expected are {expected}")
         if len(expected) != self.world_size or any(len(of_rank) != size for of_rank in expected):
             raise ValueError(
                 f"buffer {buffer.name} holds {size} numbers on each of {self.world_size} ranks, and expected are "
                 f"{[len(of_rank) for of_rank in expected]}"
             )
-        self._contents[buffer.name] = Contents(buffer.name, tuple(tuple(map(int, of_rank)) for of_rank in expected))
+        held = {key: tuple(map(int, of_rank)) for key, of_rank in distinct.items()}
+        self._contents[buffer.name] = Contents(buffer.name, tuple(held[id(of_rank)] for of_rank in expected))
 
     def signals(self, name: str, count: int) -> Signals:
         if name in self._signals:

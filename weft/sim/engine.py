@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from weft.errors import ScheduleError
 from weft.schedule import Schedule
-from weft.schedule.order import issue_order
 from weft.sim.fair import speeds
+from weft.sim.issue import issue_times
 from weft.sim.lower import Await, LaneProgram, Program, Raise, Task, Work, lower
 from weft.sim.machines import NULL
 from weft.sim.model import Model
@@ -42,8 +42,8 @@ def simulate(
     """What `schedule` does on `model`.
 
     runs: how many in a row; each rank begins a run when its own last one has ended.
-    mode: "queued": the host is ahead, its launches cost nothing. "graph": captured and replayed, signals between ranks are set
-    and awaited by kernels; what that adds to the end of a run (`model.graph_run_us`) is not in it. "single": every run begins
+    mode: "queued": the host is ahead, its launches cost nothing. "graph": captured and replayed, in which collectives take
+    longer; what a graph adds to the end of a run (`model.graph_run_us`) is not in it. "single": every run begins
     with idle devices, and the host needs `model.host_step_us` for each step.
     late_us: by how much each rank comes late to each of its runs; nothing: not at all.
 
@@ -59,23 +59,12 @@ def simulate(
     if len(late) != schedule.world_size or min(late) < 0:
         raise ValueError(f"late_us={late} must be {schedule.world_size} times, none of them negative")
     program = lower(schedule, model, alike=len(set(late)) == 1, captured=mode == "graph")
-    engine = _Engine(program, late, _issue_times(program, model) if mode == "single" else None, runs)
+    engine = _Engine(program, late, issue_times(program, model) if mode == "single" else None, runs)
     result = engine.run()
     works = (task for lane in program.lanes for task in lane.tasks if isinstance(task, Work))
     if model != NULL and not any(task.latency_us + task.work_us > 0 for task in works):
         raise ScheduleError(f"schedule {schedule.name} takes no time on {model.name}: there is no work in it")
     return result
-
-
-def _issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[float]]:
-    """When the host, issuing step after step, has issued each task of a (rank, lane), from the beginning of the run."""
-    order = issue_order(program.schedule)
-    numbers = {lane.name: number for number, lane in enumerate(program.schedule.lanes)}
-    times: dict[tuple[int, int], list[float]] = {}
-    for rank in program.ranks:
-        for i, (lane, _) in enumerate(order[rank]):
-            times.setdefault((rank, numbers[lane]), []).append((i + 1) * model.host_step_us)
-    return times
 
 
 class _Lane:

@@ -35,6 +35,7 @@ from weft.schedule.steps import put_in
 from weft.sim.engine import simulate
 from weft.sim.lower import Program, Work, lower
 from weft.sim.model import Model
+from weft.sim.numbers import values_of_ranks
 from weft.sim.result import Simulated
 
 
@@ -81,11 +82,13 @@ def inefficiencies(schedule: Schedule, problem: Problem, model: Model) -> Ineffi
     )
 
 
+@lru_cache(maxsize=8)  # asked for each candidate
 def gemms_us(problem: Problem, model: Model, *, launches: bool = True) -> float:
     """Of the serial schedule's GEMMs, each alone, with or without their launches; of the rank on which they take longest."""
     return max(_alone_us(lower(_serial(problem), model), launches).values())
 
 
+@lru_cache(maxsize=8)
 def communication_us(problem: Problem, model: Model) -> float:
     """Of the communication alone, whole: by the library, or by copy engines to all peers at once, whichever is faster."""
     if problem.world_size == 1:
@@ -106,7 +109,7 @@ def _serial(problem: Problem) -> Schedule:
 def _by_engines(serial: Schedule, collectives: list[Collective]) -> Schedule:
     """What they send, put by each rank to all others at once, wherever it is to lie there."""
     world = serial.world_size
-    values = [serial.values(rank) for rank in range(world)]
+    values = values_of_ranks(serial)
     d = Draft("puts", world)
     for i, one in enumerate(collectives):
         source = serial.buffer(one.src.buffer)

@@ -103,11 +103,12 @@ class Model:
     large_collective_us: float = 0.0
     graph_run_us: float = 0.0
     """What a run of several lanes takes longer in a captured graph, which ends when all of it has."""
-    graph_signal_us: float = 0.0
-    """The same of a signal to a peer for each kernel that does nothing but set it, or wait for it."""
     graph_collective_us: float = 0.0
     """The same of a collective of the library."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.world_size))  # numbers that were measured have none
 
     def matmul(self, m: int, n: int, k: int, dtype: str) -> Matmul:
         shape = (m, n, k, dtype)

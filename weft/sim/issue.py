@@ -1,0 +1,89 @@
+"""When the host has issued each step of a single run, for which nothing was queued ahead.
+
+It issues them one after the other in the order of `weft.schedule.order`, which plays all ranks at once. Where rank 0 stands
+for all, it is enough to play its lanes: what it sets at others comes from others to it, in the next round, and to a collective
+all come in the round in which it does.
+"""
+
+from __future__ import annotations
+
+from weft.schedule import For, Read
+from weft.schedule.order import issue_order
+from weft.sim.lower import Await, LaneProgram, Program, Raise, Work
+from weft.sim.model import Model
+
+
+def issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[float]]:
+    """When each task of a (rank, lane) has been issued, from the beginning of the run."""
+    times: dict[tuple[int, int], list[float]] = {}
+    turns = _Turns(program).order() if program.symmetric and _is_whole(program) else []
+    if len(turns) == sum(len(lane.tasks) for lane in program.lanes):  # else one waits for ever, or there is none
+        for i, lane in enumerate(turns):
+            times.setdefault((0, lane), []).append((i + 1) * model.host_step_us)
+        return times
+    order = issue_order(program.schedule)
+    numbers = {lane.name: number for number, lane in enumerate(program.schedule.lanes)}
+    for rank in program.ranks:
+        for i, (name, _) in enumerate(order[rank]):
+            times.setdefault((rank, numbers[name]), []).append((i + 1) * model.host_step_us)
+    return times
+
+
+def _is_whole(program: Program) -> bool:
+    """Whether a program has all that is issued: steps that only the run knows to be empty are, and tiles may set signals."""
+    if any(isinstance(task, Work) and task.raises for lane in program.lanes for task in lane.tasks):
+        return False
+    lanes = [(program.schedule.lanes[lane.number].steps, lane.tasks) for lane in program.lanes]
+    return not program.schedule.contents or not any(
+        len(tasks) < len(steps) or any(isinstance(step, For) for step in steps) for steps, tasks in lanes
+    )
+
+
+class _Turns:
+    """Rounds of `weft.schedule.order`, of one rank."""
+
+    def __init__(self, program: Program) -> None:
+        copying = [lane.resource == "copy" for lane in program.schedule.lanes]
+        self._lanes = sorted(program.lanes, key=lambda lane: not copying[lane.number])
+        self._next = dict.fromkeys((lane.number for lane in program.lanes), 0)
+        self._counters = [0] * program.counters
+        self._sent: list[int] = []  # counters that others have in the next round
+        self._come: set[tuple[int, int]] = set()  # (lane, task) of collectives to which all have come
+        self._coming: set[tuple[int, int]] = set()
+
+    def order(self) -> list[int]:
+        """The lane of each step."""
+        order: list[int] = []
+        before = -1
+        while len(order) > before or self._coming:
+            before = len(order)
+            for counter in self._sent:
+                self._counters[counter] += 1
+            self._come |= self._coming
+            self._sent, self._coming = [], set()
+            while issued := [lane.number for lane in self._lanes for _ in range(self._turn(lane))]:
+                order += issued
+        return order
+
+    def _turn(self, lane: LaneProgram) -> int:
+        """How many steps a lane issues: its waits, then one copy, GEMM or wait of the host, then sets, as far as they go."""
+        first, worked = self._next[lane.number], False
+        for number in range(first, len(lane.tasks)):
+            task = lane.tasks[number]
+            if worked and not isinstance(task, Raise):
+                break
+            if isinstance(task, Await) and not task.previous and self._counters[task.counter] < task.sets:
+                break
+            if isinstance(task, Work):
+                if task.joins and (lane.number, number) not in self._come:
+                    self._coming.add((lane.number, number))
+                    break
+                step = lane.origins[number].step
+                worked = not (isinstance(step, Read) and step.by != "host")
+            elif isinstance(task, Raise):
+                if task.remote:
+                    self._sent.append(task.counter)
+                else:
+                    self._counters[task.counter] += 1
+            self._next[lane.number] = number + 1
+        return self._next[lane.number] - first

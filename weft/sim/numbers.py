@@ -1,0 +1,316 @@
+"""A schedule's steps in numbers, at all ranks at once: sizes, and how far on the ranks are whose memory and counters they use.
+
+An expression is evaluated once, with the array of all ranks for `rank`, and what comes out the same everywhere is kept as one
+number. So a schedule of n steps for W ranks takes about as long as its different expressions, and not n W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from weft.schedule import (
+    ITEM_BYTES,
+    RANK,
+    Collective,
+    Compute,
+    Copy,
+    Expr,
+    For,
+    Index,
+    Read,
+    Region,
+    Schedule,
+    Set,
+    Step,
+    Tiles,
+    Wait,
+)
+from weft.schedule.expr import Held, Values
+
+Turn: TypeAlias = tuple[tuple[str, int], ...]
+ByRank: TypeAlias = int | np.ndarray
+"""A number that is the same at all ranks, or one for each, which are not all the same."""
+
+_AT_ONCE = 1 << 18
+"""Tiles times ranks whose numbers are in memory at once."""
+
+
+class Origin(NamedTuple):
+    """Where a task comes from: the step, and the turns of the loops around it."""
+
+    step: Step
+    turn: Turn
+
+
+class SetBy(NamedTuple):
+    """What one rank sets: its counter at the rank so far on, so many times."""
+
+    signal: str
+    distance: int
+    place: int
+    times: int
+
+
+class Tiled(NamedTuple):
+    """Of one rank, (place in the body, its operands' numbers, in how many tiles), the sets of all tiles together, and the bytes
+    of its own memory that their matmuls read: of regions that several do, once."""
+
+    parts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    sets: tuple[SetBy, ...] = ()
+    read_bytes: int = 0
+
+
+class Item(NamedTuple):
+    """A step with its numbers. numbers: rows, columns and distance of each operand; or distance and index; or index, count."""
+
+    origin: Origin
+    present: ByRank
+    numbers: tuple[ByRank, ...]
+    signal: str = ""
+    carried: bool = (
+        False  # done by the kernel before it: a set at its end, a copy of the same rows to elsewhere, more of its tiles
+    )
+    tiled: tuple[Tiled, ...] = ()  # by rank
+
+
+class Numbers:
+    """Of the steps of one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.world, self._ranks = schedule.world_size, np.arange(schedule.world_size)
+        self._values = values_of_ranks(schedule)
+        # Ranks that hold the same are looked at together.
+        self._holds = [tuple(id(held) for held in values.values() if isinstance(held, Held)) for values in self._values]
+        self._item_bytes = {b.name: ITEM_BYTES[b.dtype] for b in schedule.buffers}
+        self._vectors: dict[tuple[str, Turn, int | bytes], ByRank] = {}
+        self._distances: dict[tuple[Index, Turn, int | bytes], ByRank] = {}
+
+    def items(self, steps: Sequence[Step]) -> list[Item]:
+        """Of a lane, loops written out."""
+        items: list[Item] = []
+        kernel: Copy | Tiles | None = None
+        persistent = ""
+        for step, turn, there in self._flat(steps, (), 1):
+            item = self._item(step, turn, there)
+            if isinstance(step, Copy) and step.by == "kernel":
+                item = item._replace(carried=isinstance(kernel, Copy) and step.src == kernel.src)
+                kernel = step
+            elif isinstance(step, Tiles):
+                item = item._replace(carried=step.kernel == persistent)
+                kernel = step
+            elif isinstance(step, Set):
+                item = item._replace(carried=kernel is not None)
+            else:
+                kernel = None
+            if not isinstance(step, Set | Wait):  # a persistent kernel sets and waits itself
+                persistent = step.kernel if isinstance(step, Tiles) else ""
+            items.append(item)
+        return items
+
+    def _flat(self, steps: Sequence[Step], turn: Turn, there: ByRank) -> Iterator[tuple[Step, Turn, ByRank]]:
+        for step in steps:
+            if not isinstance(step, For):
+                yield step, turn, there
+                continue
+            extent = self._vector(step.extent, turn, there)
+            for i in range(int(np.max(extent))):
+                yield from self._flat(step.body, (*turn, (step.index, i)), _everywhere(there, i < extent))
+
+    def _vector(self, index: Index, turn: Turn, there: ByRank = 1) -> ByRank:
+        """The number at every rank; 0 where the step is not there."""
+        if not isinstance(index, Expr):
+            return index
+        key = (index.text, turn, there if isinstance(there, int) else there.tobytes())
+        found = self._vectors.get(key)
+        if found is None:
+            found = self._vectors[key] = self._evaluated(index, dict(turn), there)
+        return found
+
+    def _evaluated(self, index: Expr, turn: dict[str, int], there: ByRank) -> ByRank:
+        if isinstance(there, int) and there:
+            try:
+                with np.errstate(divide="raise"):
+                    return _collapse(index.over({**turn, "rank": self._ranks}))
+            except (KeyError, IndexError, ArithmeticError):
+                pass  # it names what a buffer holds, or has no value at some rank, which `evaluate` says
+        values = ({**turn, **of_rank} for of_rank in self._values)
+        return _collapse([index.evaluate(v) if at_rank(there, r) else 0 for r, v in enumerate(values)])
+
+    def _distance(self, at: Index, turn: Turn, there: ByRank) -> ByRank:
+        if at is RANK:
+            return 0
+        key = (at, turn, there if isinstance(there, int) else there.tobytes())
+        found = self._distances.get(key)
+        if found is None:
+            found = _collapse((self._vector(at, turn, there) - self._ranks) % self.world)
+            self._distances[key] = found
+        return found
+
+    def _item(self, step: Step, turn: Turn, there: ByRank) -> Item:
+        origin = Origin(step, turn)
+        if isinstance(step, Set):
+            distance, index = self._distance(step.at, turn, there), self._vector(step.index, turn, there)
+            return Item(origin, there, (distance, index), step.signal)
+        if isinstance(step, Wait):
+            index, count = self._vector(step.index, turn, there), self._vector(step.count, turn, there)
+            return Item(origin, there, (index, count), step.signal)
+        if isinstance(step, Tiles):
+            tiled = self._tiled(step, turn, there)
+            return Item(origin, _collapse([int(one != _NO_TILES) for one in tiled]), (), tiled=tiled)
+        numbers: list[ByRank] = []
+        for region in regions_of(step):
+            numbers.append(self._vector(region.rows, turn, there))
+            numbers.append(self._vector(region.cols, turn, there))
+            numbers.append(self._distance(region.at, turn, there))
+        if isinstance(step, Collective) and step.sent:
+            to_ranks = np.array([np.broadcast_to(self._vector(n, turn, there), self.world) for n in step.sent])
+            for distance in range(self.world):
+                numbers += [
+                    _collapse(to_ranks[(self._ranks + distance) % self.world, self._ranks]),
+                    numbers[1],
+                    distance,
+                ]
+        if not isinstance(step, Collective):  # empty steps are left out
+            rows, cols = numbers[-3:-1] if isinstance(step, Compute) else numbers[:2]
+            there = _everywhere(there, rows > 0, cols > 0)
+        return Item(origin, there, tuple(numbers))
+
+    # -- tiles
+
+    def _tiled(self, step: Tiles, turn: Turn, there: ByRank) -> tuple[Tiled, ...]:
+        extent = self._vector(step.extent, turn, there)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            if at_rank(there, rank) and at_rank(extent, rank):
+                alike.setdefault((at_rank(extent, rank), *self._holds[rank]), []).append(rank)
+        found = [_NO_TILES] * self.world
+        for (count, *_), ranks in alike.items():
+            some = max(1, _AT_ONCE // count)
+            for i in range(0, len(ranks), some):
+                tables = _Tables(step, count, {**dict(turn), **self._values[ranks[0]]}, ranks[i : i + some], self.world)
+                for rank, tiled in zip(ranks[i : i + some], tables.tiled(self._item_bytes), strict=True):
+                    found[rank] = tiled
+        return tuple(found)
+
+
+class _Tables:
+    """What occurs in a step's tiles at some ranks, which have as many tiles and hold the same."""
+
+    def __init__(self, tiles: Tiles, extent: int, values: Values, ranks: list[int], world: int) -> None:
+        self._tiles, self._extent, self._world = tiles, extent, world
+        self._ranks = np.array(ranks)[:, None]
+        self._values = {**values, "rank": self._ranks}
+
+    def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
+        """Of each rank."""
+        count = len(self._ranks)
+        parts: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(count)]
+        sets: list[list[SetBy]] = [[] for _ in range(count)]
+        for place, inner in enumerate(self._tiles.body):
+            if isinstance(inner, Set):
+                for of_rank, counted in zip(sets, self._counted(inner.index, inner.at), strict=True):
+                    of_rank += [SetBy(inner.signal, distance, index, n) for (index, distance), n in counted]
+                continue
+            extents = [n for region in regions_of(inner) for n in (region.rows, region.cols, region.at)]
+            for of_part, counted in zip(parts, self._counted(*extents), strict=True):
+                of_part += [(place, numbers, n) for numbers, n in counted]
+        read = self._read_bytes(item_bytes)
+        made = [Tiled(tuple(p), tuple(sorted(s)), n) for p, s, n in zip(parts, sets, read, strict=True)]
+        return made[:1] * count if made.count(made[0]) == count else made
+
+    def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
+        """By rank, (values of `numbers`, in how many tiles they have them), by rising values. Every third number, or the last of
+        two, is a rank, and its distance is counted."""
+        table, times = self._table(numbers)
+        ranks = slice(1, 2) if len(numbers) == 2 else slice(2, None, 3)
+        table[ranks] = (table[ranks] - self._ranks) % self._world
+        if (table == table[:, :1]).all():
+            return [_occurring(table[:, 0], times)] * len(self._ranks)
+        return [_occurring(table[:, i], times) for i in range(len(self._ranks))]
+
+    def _table(self, numbers: Sequence[Index]) -> tuple[np.ndarray, np.ndarray]:
+        """([numbers, ranks, some tiles], how often each of these occurs)."""
+        index = self._tiles.index
+        # Mostly they depend on a tile's place within its sample, and one sample tells for all.
+        period = math.lcm(*(n.period(index) for n in numbers if isinstance(n, Expr)))
+        at = np.arange(min(period, self._extent) or self._extent)
+        values = {**self._values, index: at}
+        shape = (len(self._ranks), len(at))
+        table = np.empty((len(numbers), *shape), np.int64)
+        for column, number in zip(table, numbers, strict=True):
+            column[...] = number.over(values) if isinstance(number, Expr) else number
+        return table, self._extent // len(at) + (at < self._extent % len(at))
+
+    def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
+        """By rank, of what matmuls read in its own memory."""
+        read: list[dict[tuple[str, int, int], int]] = [{} for _ in self._ranks]
+        for matmul in self._tiles.body:
+            if not isinstance(matmul, Compute) or matmul.op != "matmul":
+                continue
+            for region in matmul.inputs:
+                numbers = (matmul.out.rows, region.at, region.row, region.col, region.rows, region.cols)
+                table, _ = self._table(numbers)
+                here = (table[0] != 0) & (table[1] == self._ranks)
+                rank, tile = here.nonzero()
+                row, col, rows, cols = table[2:, rank, tile]
+                count = rows * cols * item_bytes[region.buffer]
+                for r, *place, n in zip(*(column.tolist() for column in (rank, row, col, count)), strict=True):
+                    key = (region.buffer, *place)
+                    read[r][key] = max(n, read[r].get(key, 0))
+        return [sum(of_rank.values()) for of_rank in read]
+
+
+_NO_TILES = Tiled()
+
+
+def _occurring(table: np.ndarray, times: np.ndarray) -> list[tuple[tuple[int, ...], int]]:
+    """(a column of `table`, in how many tiles it occurs), by rising values."""
+    order = np.lexsort(table[::-1])
+    table = table[:, order]
+    begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
+    counts = np.add.reduceat(times[order], begins).tolist()
+    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), counts, strict=True)]
+
+
+def values_of_ranks(schedule: Schedule) -> list[Values]:
+    """What expressions may name at each rank; ranks that hold the same share its sums."""
+    distinct = {id(of_rank): of_rank for c in schedule.contents for of_rank in c.expected}
+    equal = {of_rank: Held(of_rank) for of_rank in set(distinct.values())}
+    held = {key: equal[of_rank] for key, of_rank in distinct.items()}
+    return [
+        {"rank": rank} | {c.buffer: held[id(c.expected[rank])] for c in schedule.contents}
+        for rank in range(schedule.world_size)
+    ]
+
+
+def regions_of(step: Copy | Compute | Collective | Read | Step) -> tuple[Region, ...]:
+    """As `weft.sim.costs.cost` wants its operands."""
+    if isinstance(step, Compute):
+        return (*step.inputs, step.out)
+    if isinstance(step, Read):
+        return (step.region,)
+    assert isinstance(step, Copy | Collective)
+    return step.src, step.dst
+
+
+def at_rank(number: ByRank, rank: int) -> int:
+    return number if isinstance(number, int) else int(number[rank])
+
+
+def _everywhere(*conditions: ByRank | np.bool_ | bool) -> ByRank:
+    """1 at ranks where all of them hold, 0 elsewhere."""
+    if all(isinstance(one, int) for one in conditions):
+        return int(all(conditions))
+    return _collapse(np.logical_and.reduce(np.broadcast_arrays(*conditions)).astype(np.int64))
+
+
+def _collapse(numbers: Sequence[int] | np.ndarray | int) -> ByRank:
+    found = np.asarray(numbers)
+    if not found.ndim:
+        return int(found)
+    first = found[0]
+    return int(first) if (found == first).all() else found
