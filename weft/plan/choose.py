@@ -17,11 +17,9 @@ from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, pr
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of
 from weft.sim import Model
 
-CLEARLY, CLEARLY_LONG, LONG_US = 0.03, 0.045, 2000.0
-CLEARLY_US = 2.0
-"""By how much another schedule must beat serial to be taken: in parts of serial's time (the larger part from LONG_US on) and
-in microseconds, whichever is more. Long GEMMs run at the power limit, and what overlaps them lowers their clock: of what is
-predicted to be gained there a part is lost. Chosen by the times of 62 shapes on two H200s (benchmarks/results)."""
+CLEARLY, CLEARLY_US = 0.03, 2.0
+"""By how much another schedule must beat serial to be taken: in parts of serial's time and in microseconds, whichever is more.
+Chosen by the times of 62 shapes on two H200s (benchmarks/results)."""
 
 ALIKE = 0.03
 """Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest GEMMs, of
@@ -161,11 +159,10 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         than = "; all others take longer for certain" if pruned else "; nothing else can do this"
         than = f", the best other one {min(others):.1f} us" if others else than
         return serial, f"serial is the fastest: {serial.us:.1f} us {how}{than}"
-    clearly, clearly_us = (CLEARLY if serial.us < LONG_US else CLEARLY_LONG), CLEARLY_US
-    if serial.us - fastest.us < max(clearly * serial.us, clearly_us):
+    if serial.us - fastest.us < max(CLEARLY * serial.us, CLEARLY_US):
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
-            f"{fastest.us:.1f} us is not by {clearly:.0%} and {clearly_us:g} us"
+            f"{fastest.us:.1f} us is not by {CLEARLY:.0%} and {CLEARLY_US:g} us"
         )
     best, among = _simplest([row for row in timed if row is not serial], fastest, measured)
     assert best.us is not None
