@@ -43,7 +43,20 @@ def test_large_shapes_that_are_not_called_any_more_go_but_for_what_a_graph_holds
     assert table.find(group, 0) is None  # type: ignore[arg-type]
 
 
-def test_of_many_shapes_the_oldest_go() -> None:
+def test_of_many_shapes_those_go_that_were_called_longest_ago() -> None:
     table, group = Table[Any](), _Group()
-    made = [table.keep(group, key, _Made(captured=key == 0)) for key in range(KEPT + 2)]  # type: ignore[arg-type]
+    made = [table.keep(group, key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
+    table.find(group, 0)  # type: ignore[arg-type]
+    for key in (KEPT, KEPT + 1):
+        table.keep(group, key, _Made())  # type: ignore[arg-type]
+        table.find(group, key)  # type: ignore[arg-type]
     assert [key for key, one in enumerate(made) if one.closed] == [1, 2]
+
+
+def test_shapes_that_graphs_hold_leave_room_for_others() -> None:
+    """However many there are: a new shape would else push out the one before it, at every turn."""
+    table, group = Table[Any](), _Group()
+    for key in range(2 * KEPT):
+        table.keep(group, key, _Made(captured=True))  # type: ignore[arg-type]
+    others = [table.keep(group, -1 - key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
+    assert not any(one.closed for one in [*others, *table.known(group)])  # type: ignore[arg-type]

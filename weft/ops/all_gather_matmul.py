@@ -76,7 +76,7 @@ def all_gather_matmul(
     rows of all ranks, and a product has N_i for K. On GPUs valid in stream order; in ordinary memory. The first call of a
     shape is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
     Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
-        CUDA graph has captured stay, and large ones that are not called any more go sooner).
+        CUDA graph has captured stay and do not count, and large ones that are not called any more go sooner).
 
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
     number, timeline or group, and a dimension or deadline that cannot be, which only its own rank can tell; then others wait

@@ -81,8 +81,8 @@ def all_to_all_matmul(
         Under torch.compile y without max_rows has a size that is known when it runs, for which
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
     Memory: y, with room for an eighth more where it is made before its rows are known; and of symmetric memory (W - 1) x
-        capacity x K elements for each of the last 64 shapes (on GPUs those that a CUDA graph has captured stay, and large ones
-        that are not called any more go sooner).
+        capacity x K elements for each of the last 64 shapes (on GPUs those that a CUDA graph has captured stay and do not
+        count, and large ones that are not called any more go sooner).
         The serial schedule takes twice the rows that come, K wide, instead.
 
     Calls on one group are made by one thread at a time.

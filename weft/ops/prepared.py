@@ -21,7 +21,7 @@ from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
 from weft.timeline import Timeline
 
-KEPT = 64  # shapes per operator and group: each holds memory and threads
+KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
 WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
 
@@ -184,10 +184,10 @@ class Table(Generic[P]):
 
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
         known = self._of_group.setdefault(group, {})
-        # All ranks make the same calls, so all drop the same.
-        free = [key for key, one in known.items() if not one.captured]
+        # All ranks make the same calls, so all drop the same: what was called longest ago.
+        free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         idle = [key for key in free if known[key].called_at < self._calls - WHILE]
-        while free and len(known) >= KEPT:
+        while len(free) >= KEPT:  # captured ones do not count: many of them would leave no room for others
             idle = [key for key in idle if key != free[0]]
             known.pop(free.pop(0)).close()
         while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
