@@ -35,6 +35,8 @@ from weft.sim.lower import lower
 from weft.sim.numbers import Numbers, at_rank, regions_of
 
 Mode = Literal["queued", "graph", "single"]
+SAME = 1e-7
+"""Of tens of microseconds, the work that the engine counts as none."""
 
 
 @lru_cache(maxsize=1)
@@ -74,19 +76,29 @@ def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode)
         # Ranks that send in the order of their numbers do not do the same.
         assert one.program.symmetric == ("order=natural" not in name), name
         if one.program.symmetric:
-            assert _numbers(one) == pytest.approx(_numbers(_every_rank(schedule, model, mode)), rel=1e-9), name
+            assert _numbers(one) == pytest.approx(_numbers(_every_rank(schedule, model, mode)), rel=SAME), name
     assert alike > 20
 
 
+ZERO = (0,) * 4
+
+
 def _rings(
-    rows: tuple[int, ...] = (10,) * 4, set_at: tuple[int, ...] = (0,) * 4, wait_at: tuple[int, ...] = (0,) * 4
+    rows: tuple[int, ...] = (10,) * 4,
+    set_at: tuple[tuple[int, ...], ...] = (ZERO,),
+    wait_at: tuple[tuple[int, ...], ...] = (ZERO,),
 ) -> Schedule:
-    """Rank r puts rows[r] rows to the next one, sets its signal set_at[r], and waits for the own one wait_at[r]."""
-    d, peer = Draft("rings", 4), (RANK + 1) % 4
-    x, box = d.buffer("x", max(rows), 25, "fp32", "input"), d.buffer("box", max(rows), 25, "fp32", "symmetric")
-    here, came = (0, lookup(rows, RANK)), d.signals("came", 4)
-    lane = d.lane("to next", "copy").copy(x.part(rows=here), box.part(rows=here, at=peer))
-    lane.set(came, lookup(set_at, RANK), at=peer).wait(came, lookup(wait_at, RANK)).copy(x.part(), box.part())
+    """On lane i rank r puts rows[r] rows, and i times 5 more, to the rank i + 1 further on, and sets its signal set_at[i][r].
+    Then it waits for its own ones wait_at[..][r], one after the other, and copies."""
+    d = Draft("rings", 4)
+    x, box = (d.buffer(name, max(rows) + 15, 25, "fp32", role) for name, role in (("x", "input"), ("box", "symmetric")))  # type: ignore[arg-type]
+    came, kept = d.signals("came", 4), d.buffer("kept", max(rows) + 15, 25, "fp32", "scratch")
+    for i, places in enumerate(set_at):
+        here, peer = (0, lookup(rows, RANK) + 5 * i), (RANK + i + 1) % 4
+        lane = d.lane(f"lane {i}", "copy").copy(x.part(rows=here), box.part(rows=here, at=peer))
+        lane.set(came, lookup(places, RANK), at=peer)
+    for places in wait_at:
+        d.lane("waits", "copy").wait(came, lookup(places, RANK)).copy(x.part(), kept.part())
     return d.schedule()
 
 
@@ -95,20 +107,25 @@ def _rings(
     [
         (_rings(), True),
         # Rank r - 1 sets what rank r waits for, under a number of each rank's own.
-        (_rings(set_at=(1, 2, 3, 0), wait_at=(0, 1, 2, 3)), True),
-        (_rings(set_at=(1, 2, 1, 0), wait_at=(0, 1, 2, 1)), True),
+        (_rings(set_at=((1, 2, 3, 0),), wait_at=((0, 1, 2, 3),)), True),
+        (_rings(set_at=((1, 2, 1, 0),), wait_at=((0, 1, 2, 1),)), True),
         (_rings(rows=(10, 10, 30, 10)), False),
+        # At rank 0 two counters, and one at the others; and the other way round.
+        (_rings(set_at=(ZERO, (0, 0, 1, 0)), wait_at=(ZERO,)), False),
+        (_rings(set_at=(ZERO, (1, 1, 0, 1)), wait_at=(ZERO,)), False),
+        # Rank 0 waits for what comes from the next but one, the others for what comes from the next.
+        (_rings(set_at=(ZERO, (1,) * 4), wait_at=((1, 0, 0, 0),)), False),
     ],
 )
 def test_counters_may_have_other_numbers_and_shards_no_other_sizes(schedule: Schedule, alike: bool) -> None:
     one, every = simulate(schedule, TOY, runs=2), _every_rank(schedule, TOY, "queued")
     assert one.program.symmetric == alike
-    assert _numbers(one) == pytest.approx(_numbers(every), rel=1e-9)
-    if not alike:  # the rank that sends three times as much is told from the others
-        assert one.communication_us[2] > 2 * one.communication_us[0]
+    assert _numbers(one) == pytest.approx(_numbers(every), rel=SAME)
 
 
 def test_one_slow_rank_is_told_from_the_others() -> None:
+    more = simulate(_rings(rows=(10, 10, 30, 10)), TOY)
+    assert more.communication_us[2] > 2 * more.communication_us[0]
     schedule = _rings()
     late = simulate(schedule, TOY, late_us=[0.0, 50.0, 0.0, 0.0])
     assert not late.program.symmetric
@@ -116,21 +133,23 @@ def test_one_slow_rank_is_told_from_the_others() -> None:
     assert simulate(schedule, TOY, late_us=[50.0] * 4).program.symmetric
 
 
-TABLES = st.tuples(*[st.integers(0, 3)] * 4)
+TABLES = st.lists(
+    st.sampled_from([ZERO, (1,) * 4, (0, 0, 1, 0), (1, 1, 0, 1), (0, 1, 0, 1), (1, 2, 3, 0)]), min_size=1, max_size=3
+)
 
 
 @settings(deadline=None, max_examples=200)
 @given(TABLES, TABLES, st.sampled_from([(10,) * 4, (10, 20, 10, 20)]), st.sampled_from([TOY, SWITCH]))
-def test_whatever_counters_are_used(set_at: tuple, wait_at: tuple, rows: tuple, model: Model) -> None:
+def test_whatever_counters_are_used(set_at: list, wait_at: list, rows: tuple, model: Model) -> None:
     """What is simulated as one rank ends, or hangs, as all ranks do."""
-    schedule = _rings(rows, set_at, wait_at)
+    schedule = _rings(rows, tuple(set_at), tuple(wait_at))
     found: list[list[float] | None] = []
     for run in (lambda: simulate(schedule, model, runs=2), lambda: _every_rank(schedule, model, "queued")):
         try:
             found.append(_numbers(run()))
         except ScheduleError:
             found.append(None)
-    assert found[0] == (found[1] if found[1] is None else pytest.approx(found[1], rel=1e-9))
+    assert found[0] == (found[1] if found[1] is None else pytest.approx(found[1], rel=SAME))
 
 
 def test_loops_whose_turns_differ_are_written_out_for_each_rank() -> None:
@@ -178,7 +197,7 @@ def test_numbers_are_those_of_each_rank(even: bool) -> None:
 
 def _in_tiles(step: Tiles, rank: int) -> Counter:
     counts: Counter = Counter()
-    for number in range(step.extent):  # type: ignore[call-overload]
+    for number in range(step.extent):  # type: ignore[arg-type]
         for place, inner in enumerate(step.tile(number)):
             if isinstance(inner, Set):
                 counts["set", inner.signal, (inner.at - rank) % 4, inner.index] += 1  # type: ignore[operator]
