@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import gc
 import json as json_text
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +29,10 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
-_MOST_RANKS = 72  # of one NVLink domain. The model links each to each, and time grows with their square
+_MOST_RANKS = (
+    256  # with as many steps as ranks, a schedule has their square: beyond it a plan takes minutes and gigabytes
+)
+_MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
 _Hw = Annotated[
     str | None,
@@ -118,16 +124,37 @@ def _plan(
     from weft.plan import explanation
 
     m, n, k = _shape(shape)
+    if experts is not None and m % experts and ranks > _MOST_UNEVEN_RANKS:
+        above = m + experts - m % experts
+        raise ValueError(
+            f"--shape {shape}: M={m} tokens are not as many for each of {experts} experts, and more than {_MOST_UNEVEN_RANKS} "
+            f"ranks that differ take too long to simulate; use M={above}"
+        )
     if json is not None and not json.absolute().parent.is_dir():
         raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
-    with progress(1.0, sys.stderr.isatty()) as step:  # dozens of ranks take seconds
+    shown = None if everything else 10
+    with progress(1.0, sys.stderr.isatty()) as step, _without_collection():  # hundreds of ranks take a minute
         found = explanation(
             op, M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, experts=experts, bounded=bounded,
             progress=lambda what, share: step(what.replace("[", r"\["), share),
         )  # fmt: skip
-    print_explanation(found, None if everything else 10)
+        step("simulating what is lost", 0.0)
+        found.cells(shown)
+    print_explanation(found, shown)
     if json is not None:
         json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Millions of steps, none in a cycle: to look for cycles among them, again and again, takes a third of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @plan.command("calibrate")

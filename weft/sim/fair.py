@@ -71,10 +71,14 @@ def _disturb(
     for key, n in counts.items():
         for resource, amount in loads[key].disturb:
             lost[resource] = lost.get(resource, 0.0) + n * amount * result[key]
+    sharers: dict[int, list[tuple[int, float]]] = {resource: [] for resource in lost}
+    for key in counts:
+        for resource, amount in loads[key].share:
+            if resource in lost:
+                sharers[resource].append((key, amount))
     for resource, amount in lost.items():
-        sharers = [(key, a) for key in counts for r, a in loads[key].share if r == resource]
-        used = sum(counts[key] * a * result[key] for key, a in sharers)
+        used = sum(counts[key] * a * result[key] for key, a in sharers[resource])
         left = max(LEAST, capacity.get(resource, 1.0) - amount)
         if used > left:
-            for key, _ in sharers:
+            for key, _ in sharers[resource]:
                 result[key] *= left / used
