@@ -5,9 +5,8 @@ longer), or of a run that begins on idle devices, with the host's time for each 
 
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
 So schedules are simulated by rising bounds, and those not at all of which the bound is `HOPELESS` times the best so far: what
-comes near is shown with its time. Equal schedules under two names
-are simulated once. Those of the last problem are kept, as a problem is often decided several times: for calls and for graphs,
-before and after its GEMMs were measured.
+comes near is shown with its time. Equal schedules under two names are simulated once. Those of the last problem are kept, as a
+problem is often decided several times: for calls and for graphs, before and after its GEMMs were measured.
 """
 
 from __future__ import annotations
