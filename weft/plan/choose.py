@@ -21,10 +21,10 @@ CLEARLY, CLEARLY_US = 0.03, 2.0
 """By how much another schedule must beat serial to be taken: in parts of serial's time and in microseconds, whichever is more.
 Chosen by the times of 62 shapes on two H200s (benchmarks/results)."""
 
-ALIKE = 0.03
-"""Predictions that differ by less, in parts, are one to the planner: of these it takes the schedule with the fewest GEMMs, of
-those the one with the fewest steps, and then the one in which copies leave the compute units alone. Before all that, one in
-which the host need not wait for sizes."""
+ALIKE, ALIKE_US = 0.03, 3.0
+"""Predictions that differ by less, in parts or in microseconds, are one to the planner: of these it takes a schedule in which
+the host need not wait for sizes, of those the one with the fewest GEMMs, then with the fewest steps, and then the one in which
+copies leave the compute units alone."""
 
 _KEPT = 256
 """Choices that are remembered: more than the shapes of a model, fewer than those of a service with every length. Each keeps
@@ -176,11 +176,15 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
     """Of those that a prediction cannot tell from the fastest one, and what it is among them."""
     if measured:
         return fastest, "is the fastest"
-    alike = [row for row in timed if (row.us or 0.0) <= (fastest.us or 0.0) * (1 + ALIKE)]
+    least_us = fastest.us or 0.0
+    alike = [row for row in timed if (row.us or 0.0) <= max(least_us * (1 + ALIKE), least_us + ALIKE_US)]
     best = min(alike, key=lambda row: (row.stops_host, row.gemms, row.steps, row.copies_by_kernel, row.us))
     if best is fastest:
         return fastest, "is the fastest"
-    return best, f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} of each other"
+    return (
+        best,
+        f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} or {ALIKE_US:g} us of each other",
+    )
 
 
 def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:

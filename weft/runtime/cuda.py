@@ -74,8 +74,8 @@ class EmbeddingAllToAllCuda:
         if plan.transport == "put" and largest * sum(plan.slices_per_sample) > self._flag_count:
             self._quiesce()
             flag_count = max(largest * sum(plan.slices_per_sample), 2 * self._flag_count)
-            self._flags.give_back()
-            self._flags = domain.allocate(8 * flag_count)
+            fewer, self._flags = self._flags, domain.allocate(8 * flag_count)
+            fewer.give_back()
             self._flag_count = flag_count
             grown = True
         if grown or self._memory is None:
