@@ -27,6 +27,7 @@ from weft.schedule import ITEM_BYTES
 from weft.sim import Model, model_of
 from weft.sim.machines import disturbance
 from weft.sim.model import Transfer, interpolated
+from weft.words import counted
 
 _MOST_US = 20_000.0
 """Of one thing that is measured: on a GPU a matmul of 15 TFLOP, of which a few repetitions still go into the budget."""
@@ -162,7 +163,7 @@ def find(machine: str, world_size: int) -> Calibration | None:
         raise ValueError(f"{path} lacks {error}: run `weft plan calibrate` again") from error
     if changed := store.differences(dict(found.versions), versions()):
         raise ValueError(
-            f"the calibration of {machine} for {world_size} ranks ({path}) was made with {changed}: "
+            f"the calibration of {machine} for {counted(world_size, 'rank')} ({path}) was made with {changed}: "
             "run `weft plan calibrate` again"
         )
     return found
@@ -185,7 +186,7 @@ def calibrated(machine: Machine, ranks: int) -> Calibrated:
     except ValueError as error:
         return Calibrated(model, f"not calibrated: {error}", True)
     if found is None:
-        return Calibrated(model, f"not calibrated with {ranks} ranks, by the machine file's numbers", False)
+        return Calibrated(model, f"not calibrated with {counted(ranks, 'rank')}, by the machine file's numbers", False)
     return Calibrated(found.apply(model), f"calibrated on {found.date}", False)
 
 

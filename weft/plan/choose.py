@@ -16,6 +16,7 @@ from weft.plan import pin
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of
 from weft.sim import Model
+from weft.words import counted
 
 CLEARLY, CLEARLY_US = 0.03, 2.0
 """By how much another schedule must beat serial to be taken: in parts of serial's time and in microseconds, whichever is more.
@@ -199,7 +200,9 @@ def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
     if row.us < chosen.us:
         serial = chosen.candidate.name == "serial"
         return (
-            "not clearly faster than serial" if serial else f"{row.gemms} GEMMs, {row.steps} steps, not clearly faster"
+            "not clearly faster than serial"
+            if serial
+            else f"{counted(row.gemms, 'GEMM')}, {counted(row.steps, 'step')}, not clearly faster"
         )
     return f"{row.us / chosen.us - 1:.1%} slower" if chosen.us else ""
 

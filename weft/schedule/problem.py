@@ -18,6 +18,7 @@ from typing import Any, Literal
 from weft.errors import ScheduleError
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES
+from weft.words import counted
 
 
 class NotApplicableError(ValueError):
@@ -148,7 +149,7 @@ class AllGatherMatmul(Problem):
     def text(self) -> str:
         n = "+".join(map(str, self.n))
         scaled = "" if self.scaled is None else f" scaled by {self.scaled.by}"
-        return f"[{self.m}, {self.k}] gathered from {self.world_size} ranks @ [{self.k}, {n}] on each, {self.dtype}{scaled}"
+        return f"[{self.m}, {self.k}] gathered from {counted(self.world_size, 'rank')} @ [{self.k}, {n}] on each, {self.dtype}{scaled}"
 
     @property
     def has_work(self) -> bool:
@@ -274,7 +275,7 @@ class AllToAllMatmul(Problem):
     def text(self) -> str:
         rows = str(self.rows[0]) if len(set(self.rows)) == 1 else f"({', '.join(map(str, self.rows))})"
         return (
-            f"{rows} tokens [{self.k}] of each of {self.world_size} ranks @ [{self.experts}, {self.k}, {self.n}] of their "
+            f"{rows} tokens [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of their "
             f"experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
         )
 

@@ -35,6 +35,7 @@ from weft.schedule.steps import (
     at_text,
     put_in,
 )
+from weft.words import counted
 
 VERSION = 1
 WIDTH = 132
@@ -48,7 +49,7 @@ _KNOWN: dict[tuple[type, str], Collection[str]] = {(Compute, "op"): OPS, (Buffer
 
 def table(schedule: Schedule, rank: int | None = None) -> str:
     """The schedule as text of at most 132 columns: of all ranks, with expressions of the rank, or of one in numbers."""
-    whose = f"{schedule.world_size} ranks" if rank is None else f"rank {rank} of {schedule.world_size}"
+    whose = counted(schedule.world_size, "rank") if rank is None else f"rank {rank} of {schedule.world_size}"
     lines = [f"schedule {schedule.name}, {whose}", "", *_buffers(schedule, rank), ""]
     if schedule.signals:
         signals = ", ".join(f"{s.name}[{s.count}]" for s in schedule.signals)
