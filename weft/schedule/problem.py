@@ -149,7 +149,8 @@ class AllGatherMatmul(Problem):
     def text(self) -> str:
         n = "+".join(map(str, self.n))
         scaled = "" if self.scaled is None else f" scaled by {self.scaled.by}"
-        return f"[{self.m}, {self.k}] gathered from {counted(self.world_size, 'rank')} @ [{self.k}, {n}] on each, {self.dtype}{scaled}"
+        ranks = counted(self.world_size, "rank")
+        return f"[{self.m}, {self.k}] gathered from {ranks} @ [{self.k}, {n}] on each, {self.dtype}{scaled}"
 
     @property
     def has_work(self) -> bool:
@@ -275,8 +276,8 @@ class AllToAllMatmul(Problem):
     def text(self) -> str:
         rows = str(self.rows[0]) if len(set(self.rows)) == 1 else f"({', '.join(map(str, self.rows))})"
         return (
-            f"{rows} tokens [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of their "
-            f"experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
+            f"{rows} tokens [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of "
+            f"their experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
         )
 
     @property
