@@ -55,15 +55,44 @@ class Token:
 
 def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
     """The counters of `rank` that another rank sets, and which. `ScheduleError` if a stream could not wait for one."""
+    return _setters(schedule, _in_numbers(schedule))[rank]
+
+
+@lru_cache(maxsize=64)
+def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
+    """Of each rank, by the place of the wait. `ScheduleError` if a token could come while the last one lies there."""
+    ranks = _in_numbers(schedule)
+    crossing = _setters(schedule, ranks)
+    found: list[dict[Place, Token]] = []
+    for rank, lanes in enumerate(ranks):
+        mine: dict[Place, Token] = {}
+        for lane in lanes:
+            passed = 0
+            for at, step in enumerate(lane.steps):
+                if not isinstance(step, Wait) or (key := (step.signal, int(step.index))) not in crossing[rank]:
+                    continue
+                passed += 1
+                setter = crossing[rank][key]
+                carrier = _carrier(ranks, rank, lane.steps, at, setter)
+                mine[lane.name, at] = Token(len(mine), key, setter, step.previous, carrier, passed)
+        found.append(mine)
+    _check(schedule, ranks, found)
+    return tuple(found)
+
+
+def _in_numbers(schedule: Schedule) -> list[Lanes]:
+    return [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
+
+
+def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
+    """Of each rank, the counters that another one sets, and which."""
     sets = Counter[tuple[int, str, int]]()
-    crossing: dict[Key, int] = {}
-    for setter in range(schedule.world_size):
-        for lane in schedule.of_rank(setter, expected=False):
-            for step in lane.steps:
-                if isinstance(step, Set):
-                    sets[int(step.at), step.signal, int(step.index)] += 1
-                    if step.at == rank and setter != rank:
-                        crossing[step.signal, int(step.index)] = setter
+    crossing: list[dict[Key, int]] = [{} for _ in ranks]
+    for setter, lanes in enumerate(ranks):
+        for step in (step for lane in lanes for step in lane.steps if isinstance(step, Set)):
+            sets[int(step.at), step.signal, int(step.index)] += 1
+            if step.at != setter:
+                crossing[int(step.at)][step.signal, int(step.index)] = setter
     for (at, signal, index), count in sets.items():
         if count > 1:
             raise ScheduleError(
@@ -71,27 +100,6 @@ def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
                 f"sets a word by writing it: give every setter an index of its own"
             )
     return crossing
-
-
-@lru_cache(maxsize=64)
-def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
-    """Of each rank, by the place of the wait. `ScheduleError` if a token could come while the last one lies there."""
-    ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
-    found: list[dict[Place, Token]] = []
-    for rank, lanes in enumerate(ranks):
-        crossing = crossing_signals(schedule, rank)
-        mine: dict[Place, Token] = {}
-        for lane in lanes:
-            passed = 0
-            for at, step in enumerate(lane.steps):
-                if not isinstance(step, Wait) or (key := (step.signal, int(step.index))) not in crossing:
-                    continue
-                passed += 1
-                carrier = _carrier(ranks, rank, lane.steps, at, crossing[key])
-                mine[lane.name, at] = Token(len(mine), key, crossing[key], step.previous, carrier, passed)
-        found.append(mine)
-    _check(schedule, ranks, found)
-    return tuple(found)
 
 
 def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
