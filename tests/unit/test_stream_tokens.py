@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed here: it compiles 
 from weft.errors import ScheduleError
 from weft.runtime import stream_compiler
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, tokens_of
+from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, missing, tokens_of
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
@@ -238,3 +238,27 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
         ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'late' there has ended its wait"
     ):
         tokens_of(d.schedule())
+
+
+@pytest.mark.parametrize(
+    ("name", "standing", "come", "wanted"),
+    [
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"free"}, None),  # idle: rows of the run before have been read
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, set(), "arrived"),  # room was there and is taken, or never was
+        ("shard[chunks=1,send=in_turn,by=dma]", 0, {"arrived"}, "free"),
+        ("gather[by=kernel]", 0, set(), None),
+        ("gather[by=kernel]", 1, set(), "room"),
+        ("gather[by=kernel]", 2, set(), "arrived"),
+        ("gather[by=kernel]", 1, {"room"}, "arrived"),
+    ],
+)
+def test_what_a_run_waits_for_is_told_from_its_words(
+    name: str, standing: int, come: set[str], wanted: str | None
+) -> None:
+    schedule = next(c for c in candidates(PROBLEMS["2 ranks"]) if c.name == name).build()
+    tokens = tokens_of(schedule)[0]
+    words = [0] * len(tokens)
+    for token in tokens.values():
+        words[token.word] = TOKEN if token.key[0] in come else 0
+    found = missing(tokens, words, standing)
+    assert (found and found[1].key[0]) == wanted

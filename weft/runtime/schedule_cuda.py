@@ -28,7 +28,7 @@ from weft.errors import DeadlineError, ScheduleError
 from weft.kernels.signals import POISONED, TOKEN
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
 from weft.runtime.stream_compiler import StreamItems, compile_streams
-from weft.runtime.stream_tokens import crossing_signals, tokens_of
+from weft.runtime.stream_tokens import crossing_signals, missing, tokens_of
 from weft.runtime.stream_watch import watch
 from weft.schedule import Schedule
 from weft.schedule.order import issue_order
@@ -238,13 +238,11 @@ class CudaSchedule:
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
             self._found.copy_(self._word_view, non_blocking=True)
             self._poison_stream.synchronize()
-        *found, standing = self._found.tolist()
-        tokens = self.tokens[self.rank].items()
-        missing = [(lane, t) for (lane, _), t in tokens if found[t.word] == 0 and t.passed >= standing]
-        if not standing and not any(token.previous for _, token in missing):
+        *words, standing = self._found.tolist()
+        wait = missing(self.tokens[self.rank], words, standing)
+        if wait is None:
             return
-        # Of an earlier wait the token may have been taken already, and be missing for that: this run's signals first.
-        lane, token = min(missing, key=lambda wait: wait[1].previous)
+        lane, token = wait
         signal, index = token.key
         text = (
             f"rank {self.rank} waited {seconds:.3g} s for signal {signal}[{index}] of rank {token.setter} on lane {lane!r} of "

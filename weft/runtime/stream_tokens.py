@@ -110,6 +110,19 @@ def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
     return words
 
 
+def missing(tokens: dict[Place, Token], words: list[int], standing: int) -> tuple[str, Token] | None:
+    """What a run that does not get on waits for: lane and token; None if no run stands at a wait.
+
+    words: what lies in the rank's words. standing: 1 + how many waits the run has passed, as far as it says so, or 0: then a
+    run stands while the token of a wait for the previous run is missing, since that is the first to be taken in a run.
+    """
+    found = [(lane, t) for (lane, _), t in tokens.items() if words[t.word] == 0 and t.passed >= standing]
+    if not standing and not any(token.previous for _, token in found):
+        return None
+    # Of an earlier wait the token may have been taken already, and be missing for that: this run's signals first.
+    return min(found, key=lambda wait: wait[1].previous, default=None)
+
+
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:
     """The next set for the setter in the lane of a wait, if the setter waits for it before it sets the wait's counter again:
     in the same run if it is a wait for the previous run's set, in the next one otherwise."""
