@@ -179,7 +179,8 @@ def _planned(group: dist.ProcessGroup) -> list[dict]:
         symm.domain(group, "cpu").close()  # and with it what was chosen
 
 
-def test_records_say_what_was_chosen_and_predicted(pool: Pool) -> None:
+def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_QUIET", "1")
     rows = [r for r in pool.run(_planned, ranks=2)[0] if r["mode"] == "queued"]
     choice = choose(AllGatherMatmul.even(24, 10, 16, 2, "fp32"), model_of(load_machine("h200"), 2))
     by_variant = {r["variant"]: r for r in rows}
