@@ -11,7 +11,7 @@ class WeftError(RuntimeError):
 
 
 class DeadlineError(WeftError):
-    """A wait outlasted its deadline. The message says rank, signal, wanted, found."""
+    """A wait outlasted its deadline. The message says rank, signal, and what was wanted and found, or who has not set it."""
 
 
 class PeerLostError(WeftError):

@@ -161,6 +161,13 @@ def test_in_graphs_collectives_and_ends_take_longer(name: str, longer_us: float)
     assert longer == pytest.approx(longer_us, abs=1e-6)
 
 
+def test_what_is_taken_beats_serial_clearly_itself() -> None:
+    """And not only one that it is like."""
+    choice = plan.choose(AllGatherMatmul.even(512, 512, 4096, 2), H200, mode="single")
+    gain = (choice.row("serial").us or 0.0) - choice.predicted_us
+    assert choice.candidate.name == "serial" or gain >= max(CLEARLY * (choice.row("serial").us or 0.0), CLEARLY_US)
+
+
 def test_of_schedules_alike_one_is_taken_that_does_not_stop_the_host() -> None:
     """At many rows all hide the exchange, and predictions are equal."""
     p = AllToAllMatmul(2, 4, (16384, 16384), 28672, 4096, "bf16", 16384)

@@ -60,3 +60,19 @@ def test_shapes_that_graphs_hold_leave_room_for_others() -> None:
         table.keep(group, key, _Made(captured=True))  # type: ignore[arg-type]
     others = [table.keep(group, -1 - key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
     assert not any(one.closed for one in [*others, *table.known(group)])  # type: ignore[arg-type]
+
+
+def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
+    """Ranks that share one group may call others as well."""
+    kept = []
+    for others in (0, 3 * WHILE):
+        table, group, other = Table[Any](), _Group(), _Group()
+        table.keep(other, 0, _Made())  # type: ignore[arg-type]
+        for key in range(3):
+            table.keep(group, key, _Made(KEPT_BYTES))  # type: ignore[arg-type]
+            table.find(group, key)  # type: ignore[arg-type]
+        for _ in range(others):
+            table.find(other, 0)  # type: ignore[arg-type]
+        table.keep(group, "new", _Made())  # type: ignore[arg-type]
+        kept.append(len(table.known(group)))  # type: ignore[arg-type]
+    assert kept == [4, 4]

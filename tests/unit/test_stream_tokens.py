@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed here: it compiles 
 from weft.errors import ScheduleError
 from weft.runtime import stream_compiler
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
+from weft.runtime.stream_groups import Grouping
 from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, missing, tokens_of
 from weft.schedule import (
     RANK,
@@ -260,5 +261,40 @@ def test_what_a_run_waits_for_is_told_from_its_words(
     words = [0] * len(tokens)
     for token in tokens.values():
         words[token.word] = TOKEN if token.key[0] in come else 0
-    found = missing(tokens, words, standing)
-    assert (found and found[1].key[0]) == wanted
+    assert [token.key[0] for _, token in missing(tokens, words, standing)] == ([wanted] if wanted else [])
+
+
+def test_all_ranks_are_named_whose_signal_may_be_missing() -> None:
+    """Of three, one did not come: tokens of the other have come and are taken, and both lack the same."""
+    schedule = next(c for c in candidates(PROBLEMS["3 ranks, uneven"]) if c.name.startswith("shard[chunks=1")).build()
+    tokens = tokens_of(schedule)[2]
+    found = missing(tokens, [0] * len(tokens), 0)
+    assert {token.key for _, token in found} == {("arrived", 0), ("arrived", 1)}
+    assert {token.setter for _, token in found} == {0, 1}
+
+
+class Cut(Grouping):
+    """As it was before: what a launch sets may go behind other lanes' waits."""
+
+    def _may_put_off(self, *_: object) -> bool:
+        return True
+
+
+def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
+    """In one hardware queue they would never come: each rank's copy lane waits for the set of the other's launch."""
+    d = Draft("two lanes", 2)
+    x, y, box = (
+        d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output"), d.buffer("box", 8, 8, "fp32", "symmetric"),
+    )  # fmt: skip
+    first, tail, peer = d.signals("first", 2), d.signals("tail", 2), (RANK + 1) % 2
+    d.lane("compute").copy(x.part(), y.part(), "kernel").wait(first, peer).set(tail, RANK, at=peer)
+    d.lane("side", "copy").copy(x.part(), box.part(), "kernel").set(first, RANK, at=peer).wait(tail, peer)
+    schedule = d.schedule()
+    arguments = 0, ["compute", "side"], issue_order(schedule)[0], crossing_signals(schedule, 0), lambda _: 32
+
+    def launched(grouping: Grouping) -> int:
+        """Steps of the launch on the side."""
+        return next(len(group.steps) for group in grouping.groups() if group.lane == 1 and group.moves)
+
+    assert launched(Grouping(*arguments)) == 2, "the copy and its set"
+    assert launched(Cut(*arguments)) == 3, "with the wait, until whose place in the order the set is put off"

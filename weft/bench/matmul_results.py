@@ -48,7 +48,9 @@ class Summary:
         mine = [r for r in rows if r["variant"] == WEFT]
         if not mine:
             return None
-        overs = [(r["speedup"], r["config"]) for r in mine]
+        overs = [(r["speedup"], r["config"]) for r in mine if r["speedup"] is not None]
+        if not overs:
+            return None
         added = [(r["added_us"], r["config"]) for r in mine if r["added_us"] is not None]
         best = {r["config"]: found[0] for r in mine if (found := TABLES.fastest(rows, r["config"]))}
         predicted = [r for r in mine if r["predicted_ms"] is not None]
@@ -75,7 +77,10 @@ class Summary:
         if self.over_ideal is not None:
             said.append(f"{self.over_ideal:.3f} of the ideal time for M >= {LARGE_M}")
         if self.most_added is not None:
-            said.append(f"at most {self.most_added[0]:.1f} us more than {BASELINE} ({self.most_added[1]})")
+            us, shape = self.most_added
+            said.append(
+                f"at most {us:.1f} us more than {BASELINE} ({shape})" if us > 0 else f"never longer than {BASELINE}"
+            )
         if self.near_best is not None:
             said.append(f"within {NEAR_BEST:.0%} of the best measured schedule on {self.near_best:.0%}")
         if self.near_prediction is not None:

@@ -83,6 +83,8 @@ def main(arguments: Sequence[str]) -> None:
         given.document.write_text(rewrite(given.document.read_text(), results))
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    except TypeError as error:
+        parser.error(f"a record has a value of a wrong type ({error}): measure it anew, or take it out")
 
 
 if __name__ == "__main__":

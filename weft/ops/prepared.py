@@ -167,15 +167,15 @@ class Table(Generic[P]):
 
     def __init__(self) -> None:
         self._of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, P]] = weakref.WeakKeyDictionary()
-        self._calls = 0
+        # Of each group, since ranks that share one may call others as well, and must drop the same of it.
+        self._calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
     def find(self, group: dist.ProcessGroup, key: Hashable) -> P | None:
         known = self._of_group.get(group)
         prepared = None if known is None else known.get(key)
         if prepared is None or prepared.stale:
             return None
-        self._calls += 1
-        prepared.called_at = self._calls
+        self._calls[group] = prepared.called_at = self._calls.get(group, 0) + 1
         return prepared
 
     def known(self, group: dist.ProcessGroup) -> list[P]:
@@ -183,16 +183,16 @@ class Table(Generic[P]):
         return list(self._of_group.get(group, {}).values())
 
     def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
-        known = self._of_group.setdefault(group, {})
+        known, calls = self._of_group.setdefault(group, {}), self._calls.get(group, 0)
         # All ranks make the same calls, so all drop the same: what was called longest ago.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
-        idle = [key for key in free if known[key].called_at < self._calls - WHILE]
+        idle = [key for key in free if known[key].called_at < calls - WHILE]
         while len(free) >= KEPT:  # captured ones do not count: many of them would leave no room for others
             idle = [key for key in idle if key != free[0]]
             known.pop(free.pop(0)).close()
         while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
             known.pop(idle.pop(0)).close()
-        prepared.called_at = self._calls
+        prepared.called_at = calls
         known[key] = prepared
         return prepared
 

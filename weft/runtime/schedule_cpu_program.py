@@ -236,7 +236,8 @@ class Program:
 
     def made(self) -> Tensors:
         """In the last run, outputs that were given as functions."""
-        return dict(self._made)
+        made, self._made = self._made, {}
+        return made
 
     def without_data(self) -> Lanes:
         """The lanes of a rank that refuses: what others wait for and nothing else, on none of the caller's tensors."""

@@ -117,12 +117,20 @@ class CudaSchedule:
             self._warm.add(layout)
         self._captured = self._captured or capturing
         program = self._program(timeline is not None)
-        program.issue(tensors, capturing)
+        try:
+            program.issue(tensors, capturing)
+        except BaseException as error:
+            if (
+                not capturing
+            ):  # peers have got a part of this run, and would take what a second attempt sends for the next
+                self.domain.poison(f"schedule {self.schedule.name} failed in the middle of a run: {error!r}")
+            raise
         if timeline is not None:
             torch.cuda.synchronize(self.device)
             self.check()
             program.read(timeline, self.rank)
-        return self.made
+        made, self.made = self.made, {}
+        return made
 
     @property
     def was_captured(self) -> bool:
@@ -223,7 +231,8 @@ class CudaSchedule:
     @property
     def standing_word(self) -> int:
         """The number of the word behind those for tokens. Not 0 while a run stands at waits: 1 + how many it has passed, as far as
-        that is known. Used where no wait is for a signal of the previous run, whose token is missing while a run goes on."""
+        that is known. Used where no lane begins with waits for the previous run alone, whose tokens are missing while a run goes
+        on."""
         return self._n_words
 
     def has_begun(self) -> bool:
@@ -239,15 +248,14 @@ class CudaSchedule:
             self._found.copy_(self._word_view, non_blocking=True)
             self._poison_stream.synchronize()
         *words, standing = self._found.tolist()
-        wait = missing(self.tokens[self.rank], words, standing)
-        if wait is None:
+        waits = missing(self.tokens[self.rank], words, standing)
+        if not waits:
             return
-        lane, token = wait
-        signal, index = token.key
+        signals = [f"signal {t.key[0]}[{t.key[1]}] of rank {t.setter} on lane {lane!r}" for lane, t in waits]
+        run = "the run before" if waits[0][1].previous else "this run"
         text = (
-            f"rank {self.rank} waited {seconds:.3g} s for signal {signal}[{index}] of rank {token.setter} on lane {lane!r} of "
-            f"schedule {self.schedule.name}: it has not come in {'the run before' if token.previous else 'this run'}. Has that "
-            f"rank made the same call?"
+            f"rank {self.rank} waited {seconds:.3g} s for {' or '.join(signals)} of schedule {self.schedule.name}: it has not come "
+            f"in {run}. Have all ranks made the same call?"
         )
         self._failure = DeadlineError(text)
         self.domain.poison(text)

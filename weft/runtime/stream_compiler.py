@@ -227,7 +227,9 @@ class _Compiler:
             behind = steps[group.last + 1 : token.carrier] if token.carrier in self._carriers[name] else []
             return token.previous and all(isinstance(step, Copy) for step in behind)
 
-        return any(soon(token) for token in self._tokens_in(group))
+        # All waits of a group come before its takes: one for this run would keep the token where it is.
+        mine = self._tokens_in(group)
+        return all(token.previous for token in mine) and any(soon(token) for token in mine)
 
     # --- emitting ---
 

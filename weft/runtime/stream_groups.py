@@ -50,6 +50,11 @@ class Grouping:
         pitch_of: Callable[[Region], int | None],
     ) -> None:
         self._rank, self._lanes, self._order, self._crossing, self._pitch_of = rank, lanes, order, crossing, pitch_of
+        self._at: dict[tuple[int, int], int] = {}  # of each lane's steps, their places in the order
+        done = Counter[str]()
+        for place, (name, _) in enumerate(order):
+            self._at[lanes.index(name), done[name]] = place
+            done[name] += 1
 
     def groups(self) -> list[Group]:
         """Of all lanes, in the order of issue."""
@@ -74,7 +79,7 @@ class Grouping:
             sets = self._while(steps, at, Set) if len(self._lanes) == 1 else at
             copy = self._while(steps, sets, Wait)
             if copy < len(steps) and isinstance(first := steps[copy], Copy) and first.by == "kernel":
-                end = self._end_of_move(steps, copy, first)
+                end = self._end_of_move(lane, steps, copy, first)
                 anchor = max(k for k in range(at, end) if not isinstance(steps[k], Set))
             else:
                 end = max(self._while(steps, at, Wait), self._while(steps, at, Set), at + 1)
@@ -83,7 +88,7 @@ class Grouping:
             at = end
         return groups
 
-    def _end_of_move(self, steps: list[Step], at: int, first: Copy) -> int:
+    def _end_of_move(self, lane: int, steps: list[Step], at: int, first: Copy) -> int:
         """The end of what one launch does from the copy `first` at `at` on: its signals; where nothing but fixed places is
         written, also further copies of the same region with theirs; and then waits."""
         end = self._while(steps, at + 1, Set)
@@ -99,7 +104,19 @@ class Grouping:
             ):
                 break
             end = self._while(steps, end + 1, Set)
-        return self._while(steps, end, Wait)
+        answered = self._while(steps, end, Wait)
+        return answered if self._may_put_off(lane, steps, at, answered) else end
+
+    def _may_put_off(self, lane: int, steps: list[Step], at: int, end: int) -> bool:
+        """Whether the sets among the steps [at, end) may be issued where the last of these stands: not if another lane's wait
+        for a peer comes before that, since in one hardware queue the sets would stand behind it, and the peer behind them."""
+        sets = [place for place in range(at, end) if isinstance(steps[place], Set)]
+        if not sets:
+            return True
+        between = self._order[self._at[lane, sets[0]] : self._at[lane, end - 1]]
+        return not any(
+            isinstance(step, Wait) and self.crosses(step) for name, step in between if name != self._lanes[lane]
+        )
 
     def _while(self, steps: list[Step], at: int, kind: type) -> int:
         """The first step from `at` on that is no signal between ranks of this kind."""

@@ -144,6 +144,7 @@ class ReadAhead:
             # The same number as long as it will do: the allocator then has a block of that size.
             if not self._room[name] // 2 <= rows <= self._room[name]:
                 self._room[name] = _with_room(rows)
+        self._makers = {}
 
     def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
         with torch.cuda.stream(self.owner.caller):  # see HostRead

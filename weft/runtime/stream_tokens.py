@@ -110,17 +110,18 @@ def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
     return words
 
 
-def missing(tokens: dict[Place, Token], words: list[int], standing: int) -> tuple[str, Token] | None:
-    """What a run that does not get on waits for: lane and token; None if no run stands at a wait.
+def missing(tokens: dict[Place, Token], words: list[int], standing: int) -> list[tuple[str, Token]]:
+    """What a run that does not get on may wait for: lanes and tokens, one for each rank; nothing if no run stands at a wait.
 
     words: what lies in the rank's words. standing: 1 + how many waits the run has passed, as far as it says so, or 0: then a
-    run stands while the token of a wait for the previous run is missing, since that is the first to be taken in a run.
+    run stands while the token of a wait for the previous run is missing, since that is the first to be taken in a run. A token
+    that has been taken in this run is missing too, so that there may be several: this run's signals are likelier.
     """
     found = [(lane, t) for (lane, _), t in tokens.items() if words[t.word] == 0 and t.passed >= standing]
     if not standing and not any(token.previous for _, token in found):
-        return None
-    # Of an earlier wait the token may have been taken already, and be missing for that: this run's signals first.
-    return min(found, key=lambda wait: wait[1].previous, default=None)
+        return []
+    likelier = [wait for wait in found if not wait[1].previous] or found
+    return list({token.setter: (lane, token) for lane, token in reversed(likelier)}.values())[::-1]
 
 
 def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) -> int | None:

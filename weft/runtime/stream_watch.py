@@ -59,15 +59,22 @@ class Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        for one, (since, settled) in list(self._seen.items()):
+        with self._lock:
+            seen = list(self._seen.items())
+        for one, (since, settled) in seen:
             if one.has_begun():
-                self._seen[one] = (now, False)
+                self._note(one, now, False)
             elif not settled and now - since > one.deadline_s:
-                self._seen[one] = (since, True)
+                self._note(one, since, True)
                 try:
                     one.standing_still(now - since)
                 except Exception:
                     _log.exception("looking for what a stream waits for failed")
+
+    def _note(self, one: Watched, since: float, settled: bool) -> None:
+        with self._lock:
+            if one in self._seen:  # it may have been removed meanwhile
+                self._seen[one] = (since, settled)
 
 
 watch = Watch()
