@@ -22,7 +22,7 @@ from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.plan.predict import AT_LEAST
 from weft.runtime.null import NullSchedule
-from weft.runtime.stream_tokens import crossing_signals
+from weft.runtime.stream_tokens import tokens_of
 from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,
@@ -85,10 +85,13 @@ def test_what_is_wrong_with_it_is_found() -> None:
 
 
 def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() -> None:
-    assert crossing_signals(ring(LARGE), 1) == {("free", 0): 2, **{("there", hop): 0 for hop in range(3)}}
+    assert {token.key: token.setter for token in tokens_of(ring(LARGE))[1].values()} == {
+        ("free", 0): 2,
+        **{("there", hop): 0 for hop in range(3)},
+    }
     one_counter = edited(ring(LARGE), lambda step: replace(step, index=0) if isinstance(step, Set) else step)
     with pytest.raises(ScheduleError, match=r"there\[0\] of rank \d is set 3 times in a run.*an index of its own"):
-        crossing_signals(one_counter, 1)
+        tokens_of(one_counter)
 
 
 def test_it_prints() -> None:

@@ -22,7 +22,7 @@ from weft.errors import ScheduleError
 from weft.runtime import stream_compiler
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.runtime.stream_groups import Grouping
-from weft.runtime.stream_tokens import AWAITED, TOKEN, crossing_signals, missing, tokens_of
+from weft.runtime.stream_tokens import AWAITED, TOKEN, missing, tokens_of
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
@@ -92,7 +92,7 @@ def compiled(schedule: Schedule, rank: int) -> list[tuple]:
     owner = SimpleNamespace(
         schedule=schedule, rank=rank, device=torch.device("cpu"), lanes=lanes, buffers=buffers, given=given, own=own,
         domain=SimpleNamespace(world_size=schedule.world_size, group=None), order=issue_order(schedule)[rank],
-        layout=layout_of(schedule), crossing=crossing_signals(schedule, rank), tokens=tokens, region=Memory(), words=Memory(),
+        layout=layout_of(schedule), tokens=tokens, region=Memory(), words=Memory(),
         standing_word=max(map(len, tokens)), begun_word=torch.zeros(1), monitor=SimpleNamespace(cuda_stream=0),
         side=[SimpleNamespace(cuda_stream=0)] * (len(lanes) - 1),
     )  # fmt: skip
@@ -290,7 +290,7 @@ def test_sets_are_not_put_off_behind_waits_of_other_lanes() -> None:
     d.lane("compute").copy(x.part(), y.part(), "kernel").wait(first, peer).set(tail, RANK, at=peer)
     d.lane("side", "copy").copy(x.part(), box.part(), "kernel").set(first, RANK, at=peer).wait(tail, peer)
     schedule = d.schedule()
-    arguments = 0, ["compute", "side"], issue_order(schedule)[0], crossing_signals(schedule, 0), lambda _: 32
+    arguments = 0, ["compute", "side"], issue_order(schedule)[0], tokens_of(schedule)[0], lambda _: 32
 
     def launched(grouping: Grouping) -> int:
         """Steps of the launch on the side."""

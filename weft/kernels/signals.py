@@ -21,6 +21,13 @@ TOKEN = 1
 POISONED = 1 << 40
 """Of a word that holds tokens: the bit of a token, and the one by which the watchdog ends all waits."""
 _TOKEN = tl.constexpr(TOKEN)
+_STORE_RELEASE, _STORE_RELAXED = (
+    tl.constexpr(
+        "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+        f"@p st.{order}.sys.global.b32 [$1], $2; mov.u32 $0, 0;}}"
+    )
+    for order in ("release", "relaxed")
+)
 
 
 @triton.jit
@@ -92,25 +99,13 @@ def write_token(address, value, RELEASE: tl.constexpr, PTX: tl.constexpr):
     """Store 32 bits at an address, exactly once: a second store might put back a token that has been taken already. With
     RELEASE after all that this program's lanes stored before the last barrier."""
     if PTX:
-        if RELEASE:
-            tl.inline_asm_elementwise(
-                "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-                "@p st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;}",
-                "=r,l,r",
-                [address.to(tl.int64), value],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            tl.inline_asm_elementwise(
-                "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-                "@p st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;}",
-                "=r,l,r",
-                [address.to(tl.int64), value],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+        tl.inline_asm_elementwise(
+            _STORE_RELEASE if RELEASE else _STORE_RELAXED,
+            "=r,l,r",
+            [address.to(tl.int64), value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), value, sem="release", scope="sys")

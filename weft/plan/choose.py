@@ -160,12 +160,12 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         than = "; all others take longer for certain" if pruned else "; nothing else can do this"
         than = f", the best other one {min(others):.1f} us" if others else than
         return serial, f"serial is the fastest: {serial.us:.1f} us {how}{than}"
-    if serial.us - fastest.us < max(CLEARLY * serial.us, CLEARLY_US):
+    needed_us = max(CLEARLY * serial.us, CLEARLY_US)
+    if serial.us - fastest.us < needed_us:
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
             f"{fastest.us:.1f} us is not by {CLEARLY:.0%} and {CLEARLY_US:g} us"
         )
-    needed_us = max(CLEARLY * serial.us, CLEARLY_US)
     clear = [row for row in timed if row.us is not None and serial.us - row.us >= needed_us]
     best, among = _simplest(clear, fastest, measured)
     assert best.us is not None

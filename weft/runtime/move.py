@@ -20,9 +20,6 @@ _ALIGNMENT = 16  # the widest access, in bytes
 _BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
 MAX_PROGRAMS = 64  # of a copy, and so of the compute units that it takes away
 _COPY_WARPS = 8
-# A signal alone must find room beside a GEMM that fills the registers of every compute unit: with more warps it would
-# have to wait for the end of the GEMM, and whoever waits for the signal with it.
-_SIGNAL_WARPS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +68,9 @@ class Move:
         self._tables = (*itertools.chain(*zip(parts, counts, strict=True)), arrivals)
         self._sizes, self._early = sizes, int(early)
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
-        warps = _COPY_WARPS if shape.rows else _SIGNAL_WARPS
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
-        self._variants = {step: _compiled_move(device, step, warps) for step in {self._step, min(self._step, 2), 1}}
+        self._variants = {step: _compiled_move(device, step) for step in {self._step, min(self._step, 2), 1}}
 
     def launch(self, source: int = 0, target: int = 0, source_rows: int = 0, *, stream: int | None = None) -> None:
         """source_rows: with `sizes`, how many rows there are from `source` on. stream: its handle (default: the current one)."""
@@ -117,19 +113,19 @@ class Stamps:
 
 
 @lru_cache(maxsize=64)
-def _compiled_move(device: torch.device, step: int, warps: int) -> tuple[Any, tuple[Any, ...]]:
+def _compiled_move(device: torch.device, step: int) -> tuple[Any, tuple[Any, ...]]:
     """A loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
     item = min(8, step)
     constants = {
         "ITEM": _ITEMS[item],
-        "BLOCK": _BLOCK_BYTES // item if warps == _COPY_WARPS else 32,
+        "BLOCK": _BLOCK_BYTES // item,
         "ALIGN": step // item,
         "PTX": torch.version.hip is None,
     }
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
     return loaded(
-        device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], warps, constants
+        device, kernel, [torch.int64 if n in device_code.TABLES else 1 for n in names], _COPY_WARPS, constants
     ), tuple(constants.values())
 
 

@@ -28,7 +28,7 @@ from weft.errors import DeadlineError, ScheduleError
 from weft.kernels.signals import POISONED, TOKEN
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
 from weft.runtime.stream_compiler import StreamItems, compile_streams
-from weft.runtime.stream_tokens import crossing_signals, missing, tokens_of
+from weft.runtime.stream_tokens import missing, tokens_of
 from weft.runtime.stream_watch import watch
 from weft.schedule import Schedule
 from weft.schedule.order import issue_order
@@ -53,7 +53,7 @@ class CudaSchedule:
         self.given = [b for b in self.buffers.values() if b.role in ("input", "output")]
         self.order = issue_order(schedule)[self.rank]
         self.layout = layout_of(schedule)
-        self.crossing, self.tokens = crossing_signals(schedule, self.rank), tokens_of(schedule)
+        self.tokens = tokens_of(schedule)
         self.lanes = [lane.name for lane in schedule.lanes]
         first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
         if first is None:

@@ -161,7 +161,7 @@ class _Compiler:
         self._computes = [resources[name] == "compute" for name in owner.lanes]
         self._tokens = owner.tokens[owner.rank]
         self._words_of = [words_for(tokens) for tokens in owner.tokens]
-        grouping = Grouping(owner.rank, owner.lanes, owner.order, owner.crossing, self._fixed_pitch)
+        grouping = Grouping(owner.rank, owner.lanes, owner.order, self._tokens, self._fixed_pitch)
         self._crosses, self._groups = grouping.crosses, grouping.groups()
         # Of each lane: the places of signals that its stream makes, and what it waits for. Launches take their tokens themselves,
         # and compute lanes at once: their sets go aside, where taking would come too late for their own next wait.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from weft.runtime.stream_late import is_late
-from weft.runtime.stream_tokens import Key
+from weft.runtime.stream_tokens import Place, Token
 from weft.schedule import Copy, Region, Set, Step, Wait
 
 
@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
 
 class Grouping:
-    """Of one rank. crossing: its counters that others set. pitch_of: for a region in memory of the schedule's own the distance
+    """Of one rank. tokens: what its waits for others wait for. pitch_of: for a region in memory of the schedule's own the distance
     of its rows in bytes; None for the caller's tensors."""
 
     def __init__(
@@ -46,10 +46,11 @@ class Grouping:
         rank: int,
         lanes: list[str],
         order: list[tuple[str, Step]],
-        crossing: dict[Key, int],
+        tokens: dict[Place, Token],
         pitch_of: Callable[[Region], int | None],
     ) -> None:
-        self._rank, self._lanes, self._order, self._crossing, self._pitch_of = rank, lanes, order, crossing, pitch_of
+        self._rank, self._lanes, self._order, self._pitch_of = rank, lanes, order, pitch_of
+        self._crossing = {token.key for token in tokens.values()}
         self._at: dict[tuple[int, int], int] = {}  # of each lane's steps, their places in the order
         done = Counter[str]()
         for place, (name, _) in enumerate(order):

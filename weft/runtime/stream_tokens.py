@@ -53,15 +53,11 @@ class Token:
     passed: int
 
 
-def crossing_signals(schedule: Schedule, rank: int) -> dict[Key, int]:
-    """The counters of `rank` that another rank sets, and which. `ScheduleError` if a stream could not wait for one."""
-    return _setters(schedule, _in_numbers(schedule))[rank]
-
-
 @lru_cache(maxsize=64)
 def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
-    """Of each rank, by the place of the wait. `ScheduleError` if a token could come while the last one lies there."""
-    ranks = _in_numbers(schedule)
+    """Of each rank, by the place of the wait. `ScheduleError` if a counter is set twice in a run, or if a token could come while
+    the last one lies there."""
+    ranks = [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
     crossing = _setters(schedule, ranks)
     found: list[dict[Place, Token]] = []
     for rank, lanes in enumerate(ranks):
@@ -78,10 +74,6 @@ def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
         found.append(mine)
     _check(schedule, ranks, found)
     return tuple(found)
-
-
-def _in_numbers(schedule: Schedule) -> list[Lanes]:
-    return [schedule.of_rank(rank, expected=False) for rank in range(schedule.world_size)]
 
 
 def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
