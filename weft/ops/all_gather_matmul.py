@@ -135,7 +135,7 @@ class _Prepared(Prepared):
         x = contiguous(x, "A_shard")
         capturing = self.capturing()
         if self.known_serial(capturing):
-            return self._in_turn(x, Bs)
+            return self._in_turn(x, Bs, deadline_s, timeline)
         results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
         tensors = {"x_shard": x}
         for i, (B, y) in enumerate(zip(Bs, results, strict=True)):
@@ -145,19 +145,26 @@ class _Prepared(Prepared):
             gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
             tensors["x"] = gathered
             results = [gathered, *results]
-        executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(x, Bs))
+        executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(x, Bs, deadline_s, None))
         if executor is None:
-            return self._in_turn(x, Bs)
+            return self._in_turn(x, Bs, deadline_s, timeline)
         executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         return results
 
-    def _in_turn(self, x: torch.Tensor, Bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _in_turn(
+        self, x: torch.Tensor, Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor]:
         """The library's collective, then its GEMMs."""
-        if self.domain is None:
-            ys = [torch.mm(x, B) for B in Bs]
-            return [x.clone(), *ys] if self.p.return_gathered else ys
-        whole = gathered_by_library(x, self.p, self.group)
-        ys = [torch.mm(whole, B) for B in Bs]
+        turn = self.turn(deadline_s, timeline)
+        if self.domain is not None:
+            whole = gathered_by_library(x, self.p, self.group, turn)
+        else:
+            whole = x.clone() if self.p.return_gathered else x
+        if timeline is None or turn is None:
+            ys = [torch.mm(whole, B) for B in Bs]
+        else:
+            ys = [turn.done(f"matmul y{i}", torch.mm(whole, B)) for i, B in enumerate(Bs)]
+            turn.end()
         return [whole, *ys] if self.p.return_gathered else ys
 
 
@@ -175,7 +182,7 @@ class _Function(torch.autograd.Function):
         *Bs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         results = prepared(x, Bs, deadline_s, timeline)
-        ctx.prepared = prepared
+        ctx.prepared, ctx.deadline_s = prepared, deadline_s
         # Where the caller holds the gathered x anyway it need not be gathered again.
         ctx.save_for_backward(results[0] if prepared.p.return_gathered else x, *Bs)
         return tuple(results)
@@ -184,12 +191,9 @@ class _Function(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         saved, *Bs = ctx.saved_tensors
-        return (
-            None,
-            None,
-            None,
-            *gradients(ctx.prepared.p, ctx.prepared.group, saved, Bs, list(grads), ctx.needs_input_grad[3:]),
-        )
+        prepared, wanted = ctx.prepared, ctx.needs_input_grad[3:]
+        turn = prepared.turn(ctx.deadline_s)
+        return (None, None, None, *gradients(prepared.p, prepared.group, saved, Bs, list(grads), wanted, turn))
 
 
 # --- what was prepared ---
@@ -244,7 +248,10 @@ def _problem(
 _library = torch.library.Library("weft", "FRAGMENT")
 _CALL = "Tensor[] Bs, str group, bool return_x, str schedule, int[]? rows"
 _library.define(f"all_gather_matmul(Tensor x_shard, {_CALL}, float deadline_s) -> Tensor[]")
-_library.define(f"all_gather_matmul_backward(Tensor saved, Tensor[] grads, Tensor x_shard, {_CALL}) -> Tensor[]")
+_library.define(
+    f"all_gather_matmul_backward(Tensor saved, Tensor[] grads, Tensor x_shard, {_CALL}, float deadline_s, bool[] wanted)"
+    " -> Tensor[]"
+)
 
 
 def _named(
@@ -291,27 +298,29 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> No
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     saved, x, *Bs = ctx.saved_tensors
-    group, return_x, schedule, rows, _ = ctx.call
-    grad_x, *grad_Bs = torch.ops.weft.all_gather_matmul_backward(
-        saved, list(grads), x, Bs, group, return_x, schedule, rows
-    )
+    wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
+    made = torch.ops.weft.all_gather_matmul_backward(saved, list(grads), x, Bs, *ctx.call, wanted)
+    left = iter(made)
+    grad_x, *grad_Bs = [next(left) if want else None for want in wanted]
     return grad_x, grad_Bs, None, None, None, None, None
 
 
 def _run_backward(
     saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
-    schedule: str, rows: list[int] | None,
+    schedule: str, rows: list[int] | None, deadline_s: float, wanted: list[bool],
 ) -> list[torch.Tensor]:  # fmt: skip
-    prepared = _named(x, Bs, group, return_x, schedule, rows, 0.0)
-    found = gradients(prepared.p, prepared.group, saved, Bs, list(grads), [True] * (1 + len(Bs)))
+    """Those that are wanted, of x and of each B."""
+    prepared = _named(x, Bs, group, return_x, schedule, rows, deadline_s)
+    turn = prepared.turn(deadline_s or None)
+    found = gradients(prepared.p, prepared.group, saved, Bs, list(grads), wanted, turn)
     return [grad.contiguous() for grad in found if grad is not None]
 
 
 def _fake_backward(
     saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
-    schedule: str, rows: list[int] | None,
+    schedule: str, rows: list[int] | None, deadline_s: float, wanted: list[bool],
 ) -> list[torch.Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape), *(x.new_empty(B.shape) for B in Bs)]
+    return [t.new_empty(t.shape) for t, want in zip((x, *Bs), wanted, strict=True) if want]
 
 
 for _key in ("CPU", "CUDA"):

@@ -194,27 +194,36 @@ class _Prepared(Prepared):
             results.append(y)
         capturing = self.capturing()
         if self.known_serial(capturing):
-            return self._in_turn(tensors, results)
+            return self._in_turn(tensors, results, deadline_s, timeline)
         if call.return_x:
             tensors["x"] = torch.empty(self.p.m, self.p.k, dtype=_FP8, device=self.device)
-        executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(tensors, results))
+        executor = self.executor(
+            tensors, capturing, deadline_s, lambda: self._in_turn(tensors, results, deadline_s, None)
+        )
         if executor is None:
-            return self._in_turn(tensors, results)
+            return self._in_turn(tensors, results, deadline_s, timeline)
         executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         return [tensors["x"], *results] if call.return_x else results
 
-    def _in_turn(self, tensors: dict[str, torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _in_turn(
+        self, tensors: dict[str, torch.Tensor], results: list[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor]:  # fmt: skip
         """The library's collective, then its GEMMs."""
+        turn = self.turn(deadline_s, timeline)
         scaled, x, scale = self.p.scaled, tensors["x_shard"], tensors["x_scale"]
         assert scaled is not None
         if self.domain is not None:
-            x = gathered_by_library(x, self.p, self.group)
-            scale = gathered_by_library(scale, self.p, self.group) if scaled.by == "row" else scale
+            x = gathered_by_library(x, self.p, self.group, turn)
+            scale = gathered_by_library(scale, self.p, self.group, turn, "x_scale") if scaled.by == "row" else scale
         elif self.p.return_gathered:
             x = x.clone()
         for i, y in enumerate(results):
             w, w_scale, bias = tensors[f"w{i}"], tensors[f"w_scale{i}"], tensors.get(f"bias{i}")
             scaled_matmul(x, w, scale, w_scale, bias, fast=scaled.fast[i], out=y)
+            if turn is not None:
+                turn.done(f"scaled_matmul y{i}", y)
+        if turn is not None:
+            turn.end()
         return [x, *results] if self.p.return_gathered else results
 
 

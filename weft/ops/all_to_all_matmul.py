@@ -20,6 +20,7 @@ from weft import plan
 from weft.errors import RefusedError, TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+from weft.ops.in_turn import turn_on
 from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, strided, warn_of_copy
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -143,7 +144,7 @@ class _Prepared(Prepared):
         tokens, splits = contiguous(tokens, "tokens"), splits.to(torch.int64).contiguous()
         capturing = self.capturing()
         if self.known_serial(capturing):
-            y, sizes = self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
+            y, sizes = self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s, timeline)
         else:
             y, sizes = self._scheduled(tokens, w, splits, max_rows, refusal, capturing, deadline_s, timeline)
         if max_rows is not None and self.device.type == "cpu":
@@ -170,7 +171,7 @@ class _Prepared(Prepared):
         tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received, "y": y}
         executor = self._executor(tensors, w, capturing, deadline_s)
         if executor is None:
-            return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s)
+            return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s, timeline)
         how: dict[str, Any] = {"refusal": refusal} if on_cpu else {}
         if refusal and not on_cpu:
             assert self.domain is not None
@@ -204,22 +205,26 @@ class _Prepared(Prepared):
         }
         rows = None if p.exact else arriving
         return self.executor(
-            even, capturing, deadline_s, lambda: self._in_turn(tokens, w, splits.view(-1), rows, "", deadline_s)
+            even, capturing, deadline_s, lambda: self._in_turn(tokens, w, splits.view(-1), rows, "", deadline_s, None)
         )
 
     def _in_turn(
         self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
-        deadline_s: float | None,
+        deadline_s: float | None, timeline: Timeline | None,
     ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
         """The library's collectives, then its GEMMs. A rank that refuses says so in place of its counts."""
         if self.domain is None and refusal:
             raise ValueError(refusal)
         splits = torch.full_like(splits, -1) if refusal else splits
-        sizes = Sizes(splits, exchange_counts(splits, self.group))
+        turn = self.turn(deadline_s, timeline)
+        sizes = Sizes(splits, exchange_counts(splits, self.group, turn))
         if self.domain is not None and min(sizes.host.came) < 0:
             texts = self.domain.all_gather(refusal, what=f"refusals of {self.operator}", deadline_s=deadline_s)
             raise RefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
-        return multiplied_by_library(tokens, w, sizes, self.group, max_rows), sizes
+        y = multiplied_by_library(tokens, w, sizes, self.group, max_rows, turn)
+        if turn is not None:
+            turn.end()
+        return y, sizes
 
     def _weights(self, w: torch.Tensor) -> torch.Tensor:
         """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
@@ -247,6 +252,7 @@ class _Function(torch.autograd.Function):
         y, received, sizes = prepared(tokens, w, splits, max_rows, deadline_s, timeline)
         sizes.fetch()  # so that backward finds them on the host
         ctx.prepared, ctx.sizes, ctx.tokens_like = prepared, sizes, (tokens.shape, tokens.dtype)
+        ctx.deadline_s = deadline_s
         # Of tokens the gradient of weights is made; of received, which the caller has too, so that changing it is noticed.
         ctx.save_for_backward(tokens if ctx.needs_input_grad[6] else None, w, received)
         ctx.mark_non_differentiable(received)
@@ -260,7 +266,9 @@ class _Function(torch.autograd.Function):
         if tokens is None:
             shape, dtype = ctx.tokens_like
             tokens = grad_y.new_empty(shape, dtype=dtype)
-        grads = gradients(tokens.contiguous(), w, ctx.sizes, ctx.prepared.group, grad_y, wanted)
+        prepared = ctx.prepared
+        turn = prepared.turn(ctx.deadline_s)
+        grads = gradients(tokens.contiguous(), w, ctx.sizes, prepared.group, grad_y, wanted, turn)
         return None, None, None, None, None, *grads
 
 
@@ -376,7 +384,9 @@ _INPUTS = "Tensor tokens, Tensor w_experts, Tensor splits"
 _library.define(
     f"all_to_all_matmul({_INPUTS}, str group, SymInt? max_rows, int? capacity, str schedule, float deadline_s) -> (Tensor, Tensor)"
 )
-_library.define(f"all_to_all_matmul_backward(Tensor grad_y, {_INPUTS}, Tensor received, str group) -> (Tensor, Tensor)")
+_library.define(
+    f"all_to_all_matmul_backward(Tensor grad_y, {_INPUTS}, Tensor received, str group, float deadline_s, bool[] wanted) -> Tensor[]"
+)
 
 
 def _run(
@@ -399,29 +409,33 @@ def _fake(
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    tokens, w, splits, ctx.group, *_ = inputs
+    tokens, w, splits, ctx.group, *_, ctx.deadline_s = inputs
     ctx.save_for_backward(tokens, w, splits, output[1])
 
 
 def _backward(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    grads = torch.ops.weft.all_to_all_matmul_backward(grad_y, *ctx.saved_tensors, ctx.group)
-    return (*grads, None, None, None, None, None, None)
+    wanted = list(ctx.needs_input_grad[:2])
+    options = ctx.group, ctx.deadline_s, wanted
+    made = iter(torch.ops.weft.all_to_all_matmul_backward(grad_y, *ctx.saved_tensors, *options))
+    return (*(next(made) if want else None for want in wanted), None, None, None, None, None, None)
 
 
 def _run_backward(
-    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    sizes = Sizes(splits.to(torch.int64), received)
-    grad_tokens, grad_w = gradients(tokens.contiguous(), w, sizes, group_of(group), grad_y, (True, True))
-    assert grad_tokens is not None
-    assert grad_w is not None
-    return grad_tokens, grad_w
+    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group_name: str,
+    deadline_s: float, wanted: list[bool],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Those that are wanted, of tokens and of w_experts."""
+    group, sizes = group_of(group_name), Sizes(splits.to(torch.int64), received)
+    turn = turn_on(group, tokens.device, f"backward of {_Prepared.operator}", deadline_s or None)
+    found = gradients(tokens.contiguous(), w, sizes, group, grad_y, wanted, turn)
+    return [grad for grad in found if grad is not None]
 
 
 def _fake_backward(
-    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return tokens.new_empty(tokens.shape), w.new_empty(w.shape)
+    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str,
+    deadline_s: float, wanted: list[bool],
+) -> list[torch.Tensor]:  # fmt: skip
+    return [t.new_empty(t.shape) for t, want in zip((tokens, w), wanted, strict=True) if want]
 
 
 for _key in ("CPU", "CUDA"):

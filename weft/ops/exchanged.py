@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from weft.ops.in_turn import Turn, begun
 
 _ALIGNMENT = 16  # bytes: of addresses and strides, for torch's grouped GEMM
 
@@ -70,23 +72,29 @@ class Sizes:
         return OnHost(both[0].sum(1).tolist(), both[1].sum(1).tolist(), both[1].sum(0).tolist())
 
 
-def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """received [ranks, local experts] from splits [experts of all ranks], int64."""
+def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None = None) -> torch.Tensor:
+    """received [ranks, local experts] from splits [experts of all ranks], int64. turn: what it goes through, if not straight to
+    torch.distributed."""
     world = group.size()
     if world == 1:
         return splits.view(1, -1).clone()
     received = torch.empty_like(splits).view(world, -1)
-    dist.all_to_all_single(received, splits.view(world, -1), group=group)
-    return received
+    if turn is None:
+        dist.all_to_all_single(received, splits.view(world, -1), group=group)
+        return received
+    turn.run("exchange splits", dist.all_to_all_single, received, splits.view(world, -1), group=group)
+    return turn.done("exchange splits", received, splits.nbytes // world * (world - 1))
 
 
 def multiplied_by_library(
-    tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None
-) -> torch.Tensor:
+    tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
+    turn: Turn | None = None,
+) -> torch.Tensor:  # fmt: skip
     """y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room."""
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
-    return _grouped_matmul(_dispatched(tokens, sizes, group, rows), w, sizes, cut=rows < came)
+    y = _grouped_matmul(_dispatched(tokens, sizes, group, rows, turn), w, sizes, cut=rows < came)
+    return y if turn is None else turn.done("grouped_matmul", y)
 
 
 def gradients(
@@ -96,25 +104,30 @@ def gradients(
     group: dist.ProcessGroup,
     grad_y: torch.Tensor,
     wanted: Sequence[bool],
+    turn: Turn | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of tokens and of w, as far as they are wanted: by the same ones on all ranks."""
     if torch.is_autocast_enabled(tokens.device.type):
         with torch.autocast(tokens.device.type, enabled=False):
-            return gradients(tokens, w, sizes, group, grad_y, wanted)
+            return gradients(tokens, w, sizes, group, grad_y, wanted, turn)
     world, came = group.size(), sum(sizes.host.came)
     missing = came - grad_y.shape[0]  # rows that found no room in y
     grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
-    x, arriving, grad_tokens, returning = tokens, None, None, None
+    x, grad_tokens = tokens, None
+    arriving: Any = None
+    returning: Any = None
     order = None if world == 1 or w.shape[0] == 1 else _expert_order(sizes.received, came)
     if world > 1 and wanted[1]:
-        x, arriving = _send(tokens, tokens.new_empty(came, tokens.shape[1]), sizes.host.sent, sizes.host.came, group)
+        x = tokens.new_empty(came, tokens.shape[1])
+        arriving = _send(tokens, x, sizes.host.sent, sizes.host.came, group, turn, "tokens again")
     if wanted[0]:
         grad_x = _grouped_matmul(grad_y, w.transpose(1, 2), sizes)
         if order is not None:
             grad_x = torch.empty_like(grad_x).index_copy_(0, order, grad_x)
         grad_tokens = grad_x
         if world > 1:
-            grad_tokens, returning = _send(grad_x, torch.empty_like(tokens), sizes.host.came, sizes.host.sent, group)
+            grad_tokens = torch.empty_like(tokens)
+            returning = _send(grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "gradients of tokens")
     grad_w = None
     if wanted[1]:
         if arriving is not None:
@@ -126,13 +139,15 @@ def gradients(
 
 
 def _send(
-    rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup
-) -> tuple[torch.Tensor, dist.Work]:
-    """(what comes, what to wait for before reading it)."""
-    return out, dist.all_to_all_single(out, rows, came, sent, group=group, async_op=True)
+    rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn | None, what: str
+) -> Any:  # fmt: skip
+    """What to wait for before reading `out`."""
+    return begun(turn, f"exchange {what}", dist.all_to_all_single, out, rows, came, sent, group=group)
 
 
-def _dispatched(tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int) -> torch.Tensor:
+def _dispatched(
+    tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn | None
+) -> torch.Tensor:
     """x [rows, K], which begins with the rows for the local experts in their order, as far as there is room."""
     k = tokens.shape[1]
     if group.size() == 1:
@@ -143,15 +158,19 @@ def _dispatched(tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, ro
         return padded
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = tokens.new_empty(came if experts > 1 else max(rows, came), k)
-    _, exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group)
-    if experts == 1:
-        exchange.wait()
-        return arrived[:rows]
-    order = _expert_order(sizes.received, came)[:rows]  # on the device while tokens are under way
+    exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, "tokens")
+    order = None
+    if experts > 1:
+        order = _expert_order(sizes.received, came)[:rows]  # on the device while tokens are under way
     exchange.wait()
+    if turn is not None:
+        kept = sizes.host.sent[group.rank()]
+        turn.done("exchange tokens", arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)
+    if order is None:
+        return arrived[:rows]
     x = tokens.new_empty(rows, k)
     torch.index_select(arrived, 0, order, out=x[: len(order)])
-    return x
+    return x if turn is None else turn.done("permute", x)
 
 
 def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from weft import symm
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
+from weft.ops.in_turn import Marks, Turn, Turns
 from weft.timeline import Timeline
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
@@ -90,6 +91,8 @@ class Prepared:
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
+        on_cpu = self.domain is not None and device.type == "cpu"
+        self._turns = Turns(f"{self.operator}, {p}", self.domain) if on_cpu else None  # type: ignore[arg-type]
         self.called_at = 0  # by the operator's calls, when this was used last
 
     @property
@@ -139,6 +142,13 @@ class Prepared:
         if settled:
             self.domain.check()
         return settled
+
+    def turn(self, deadline_s: float | None, timeline: Timeline | None = None) -> Turn | None:
+        """What the library's calls go through, if anything is to be added to them."""
+        if self._turns is None and timeline is None:
+            return None
+        rank = 0 if self.domain is None else self.domain.rank
+        return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, self.device))
 
     def executor(
         self,

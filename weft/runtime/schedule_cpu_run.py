@@ -11,33 +11,41 @@ everybody is done with call n; and who is read in call n cannot be further than 
 
 from __future__ import annotations
 
-import datetime
+import hashlib
 import threading
-import time
-from typing import Any, TypeAlias
+import weakref
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from weft import _core
-from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError
-from weft.runtime.collectives import all_gather_single, sendable
+from weft.errors import DisagreementError, PoisonedGroupError, RefusedError, WeftError
+from weft.runtime.collectives import all_gather_single, finish, sendable
 from weft.symm import Domain
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _OWN_LANE_S = 5.0
-_LOOK_S = 0.1  # how long a wait for the library's collective lasts before it looks at the state of the group
-# `all_gather_into_tensor` is its name before torch 2.13.
-_abandoned: list[Any] = []  # collectives that did not end, and the memory that the library may still touch
+_LIBRARY = 1 << 60  # numbers from here on are of collectives past executors
+
+
+class Named:
+    """A collective that is called past executors, as ranks tell it from other ones: by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = _LIBRARY + int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
 
 class Calls:
-    """The runs of all schedules of a domain, in the order in which this rank calls them. Making it is collective."""
+    """The runs of all schedules of a domain, and collectives past executors, in the order in which this rank calls them. Making
+    it is collective."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
         self.lock = threading.Lock()  # held during a run
         self.names: list[str] = []  # of schedules, in the order in which the ranks made them
+        self._past_executors: weakref.WeakValueDictionary[int, Named] = weakref.WeakValueDictionary()
         region = domain.allocate(3 * _core.COUNTER_BYTES, what="calls of schedules")
         # A counter with the number of the call, then the two slots: number of the schedule, or its complement to refuse.
         self._memory = [region.tensor(rank, (region.nbytes,), torch.uint8) for rank in range(domain.world_size)]
@@ -62,11 +70,8 @@ class Calls:
         known = self._refuses.get(peer)
         if known is not None:
             return known
-        counter = self._memory[peer].data_ptr()
-        if _core.signal_read(counter) < self._call:
-            name = f"{what} (call {self._call} of schedules)"
-            self.domain.wait(counter, self._call, name=name, peer=peer, deadline_s=deadline_s)
-        published = _core.signal_read(self._slot(counter))
+        self._wait_for(peer, what, deadline_s)
+        published = _core.signal_read(self._slot(self._memory[peer].data_ptr()))
         theirs = max(published, ~published)
         if theirs != self._schedule:
             raise DisagreementError(
@@ -76,10 +81,44 @@ class Calls:
         self._refuses[peer] = published < 0
         return published < 0
 
+    def meet_for(self, collective: Named, deadline_s: float) -> None:
+        """Before a collective past executors, as a call of its own: every rank comes, and calls the same one.
+
+        Everybody is there before anybody compares, so that `DisagreementError` is raised by all of them, nothing has been
+        sent, and the group lives on (unless one of them runs a schedule, which has sent something, and ends it). Others end it.
+        """
+        what, ranks = collective.name, range(self.domain.world_size)
+        with self.lock:
+            self.domain.check()
+            try:
+                self.begin(collective.number, refuses=False)
+                for peer in ranks:
+                    self._wait_for(peer, what, deadline_s)
+            except BaseException as error:
+                if not isinstance(error, WeftError):  # Ctrl-C: peers believe that this rank takes part
+                    self.domain.poison(f"{what}: {error!r}")
+                raise
+            for peer in ranks:
+                self.meet(peer, what, deadline_s)
+
+    def named(self, name: str) -> Named:
+        """The same object for the same name, as long as somebody holds it."""
+        made = Named(name)
+        return self._past_executors.setdefault(made.number, made)
+
+    def _wait_for(self, peer: int, what: str, deadline_s: float) -> None:
+        counter = self._memory[peer].data_ptr()
+        if _core.signal_read(counter) < self._call:
+            name = f"{what} (call {self._call} of schedules)"
+            self.domain.wait(counter, self._call, name=name, peer=peer, deadline_s=deadline_s)
+
     def _slot(self, counter: int) -> int:
         return counter + _core.COUNTER_BYTES * (1 + self._call % 2)
 
     def _name(self, schedule: int) -> str:
+        if schedule >= _LIBRARY:
+            named = self._past_executors.get(schedule)
+            return "a collective that is not known here" if named is None else named.name
         return f"{self.names[schedule]!r} (number {schedule} that was made)"
 
 
@@ -156,8 +195,7 @@ class Run:
     def all_gather(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
         """dst [sum(rows), cols] = src [rows[rank], cols] of all ranks, by the library. One thread at a time.
 
-        If a rank fails inside, the others raise as from any wait, but the process group cannot be destroyed before the
-        library's own timeout has passed.
+        If a rank fails inside, the others raise as from any wait.
         """
         if not dst.numel():
             return
@@ -174,12 +212,8 @@ class Run:
             parts[self.domain.rank].copy_(src)
             sources = [rank for rank in ranks if rows[rank]]
             works = [dist.broadcast(parts[rank], group_src=rank, group=group, async_op=True) for rank in sources]
-        try:
-            for work in works:
-                self._finish(work)
-        except BaseException:
-            _abandoned.append((works, src, whole, self.tensors))
-            raise
+        for work in works:
+            finish(work, self.domain, f"all_gather of {self.name}", self._deadline_s, works, src, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -190,11 +224,7 @@ class Run:
         whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
         source = src.contiguous()
         work = dist.all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
-        try:
-            self._finish(work)
-        except BaseException:
-            _abandoned.append((work, source, whole, self.tensors))
-            raise
+        finish(work, self.domain, f"exchange of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)
 
@@ -202,21 +232,3 @@ class Run:
         """Wait until every rank makes this call too; whether one refuses it."""
         refuses = [self.calls.meet(peer, what, self._deadline_s) for peer in range(self.domain.world_size)]
         return any(refuses)  # of all: that one refuses does not mean that the others have come
-
-    def _finish(self, work: dist.Work) -> None:
-        until = time.monotonic() + self._deadline_s
-        while True:
-            try:
-                work.wait(datetime.timedelta(seconds=_LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    time.sleep(_LOOK_S)  # the library may notice before our watchdog that a peer is gone
-                    self.domain.check()
-                    raise
-            self.domain.check()
-            if time.monotonic() >= until:
-                raise DeadlineError(
-                    f"rank {self.domain.rank} waited {self._deadline_s:g} s for all_gather of {self.name}: wanted all "
-                    f"{self.domain.world_size} ranks, found some missing"
-                )

@@ -1,0 +1,144 @@
+"""The library's collectives and GEMMs in turn, past executors: what a call of them has that torch.distributed does not give.
+
+On CPU ranks meet before each collective, in the memory in which runs of schedules meet too (`weft.runtime.schedule_cpu_run`):
+some stores and loads, microseconds. Who does not come is missed at the deadline, and who calls something else is told, before
+gloo begins what cannot be called off and would abort or compute on the wrong bytes. Then the collective is waited for with the
+same deadline, and with an eye on the group.
+
+On GPUs hosts do not meet, which would cost more than the call: a `Turn` exists there only to fill a timeline, and what holds
+is what NCCL and its watchdog do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft import env, symm
+from weft.runtime.collectives import finish
+from weft.runtime.schedule_cpu_run import Named, calls_of
+from weft.symm import Domain
+from weft.timeline import Timeline
+
+T = TypeVar("T")
+
+
+class Turns:
+    """The calls of one shape on CPU. what: operator and shape. Making it is collective."""
+
+    def __init__(self, what: str, domain: Domain) -> None:
+        self.what, self.domain = what, domain
+        self._calls = calls_of(domain)
+        self._named: dict[str, Named] = {}
+
+    def meet(self, collective: str, deadline_s: float) -> Named:
+        """Where all ranks have come to this collective."""
+        named = self._named.get(collective)
+        if named is None:
+            named = self._named[collective] = self._calls.named(f"{collective} of {self.what}")
+        self._calls.meet_for(named, deadline_s)
+        return named
+
+
+class Turn:
+    """One call, or its backward. turns: None where ranks do not meet."""
+
+    def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
+        self._turns, self._marks = turns, marks
+        self._deadline_s = deadline_s or env.deadline_s()
+
+    def begin(
+        self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
+    ) -> Any:
+        """For `function(*arguments, group=group)` of torch.distributed, begun when all ranks have come: what to wait for."""
+        if self._turns is None:
+            return function(*arguments, group=group, async_op=True)
+        named = self._turns.meet(collective, self._deadline_s)
+        work = function(*arguments, group=group, async_op=True)
+        return Pending(work, self._turns.domain, named.name, self._deadline_s, arguments)
+
+    def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
+        """The same, done; on GPUs in stream order."""
+        if self._turns is None:
+            function(*arguments, group=group)
+        else:
+            self.begin(collective, function, *arguments, group=group).wait()
+
+    def done(self, name: str, result: T, bytes: int = 0) -> T:
+        """`result`, which was computed or sent since the step before."""
+        if self._marks is not None:
+            self._marks.mark(name, bytes)
+        return result
+
+    def end(self) -> None:
+        """Fill the timeline, if there is one."""
+        if self._marks is not None:
+            self._marks.end()
+
+
+def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_s: float | None) -> Turn | None:
+    """For a call of which nothing was prepared; None where nothing is to be added to the library's calls."""
+    if device.type != "cpu" or group.size() == 1:
+        return None
+    return Turn(Turns(what, symm.domain(group, device, deadline_s=deadline_s)), deadline_s)
+
+
+def begun(
+    turn: Turn | None, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup
+) -> Any:
+    """What to wait for before the results of this collective are read."""
+    if turn is None:
+        return function(*arguments, group=group, async_op=True)
+    return turn.begin(collective, function, *arguments, group=group)
+
+
+class Pending:
+    """A collective under way on CPU; it is waited for as torch's `Work` is."""
+
+    def __init__(
+        self, work: dist.Work, domain: Domain, name: str, deadline_s: float, arguments: tuple[Any, ...]
+    ) -> None:
+        self._work, self._domain, self._name, self._deadline_s = work, domain, name, deadline_s
+        self._arguments = arguments
+
+    def wait(self) -> None:
+        finish(self._work, self._domain, self._name, self._deadline_s, self._arguments)
+
+
+class Marks:
+    """When the steps of a call on the caller's thread or stream were done, each of which begins where the one before ends: as
+    spans of lane `compute`, on the clocks of executors."""
+
+    def __init__(self, timeline: Timeline, rank: int, device: torch.device) -> None:
+        self._timeline, self._rank, self._device = timeline, rank, device
+        self._names: list[tuple[str, int]] = []
+        self._times_ns: list[int] = []
+        self._stamps: list[Any] = []  # on a GPU
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError("timeline is for calls one by one: a captured call cannot fill it")
+            torch.cuda.synchronize(device)  # loading a kernel while a stream waits can hang the device
+        self._stamp()
+
+    def mark(self, name: str, bytes: int) -> None:
+        self._names.append((name, bytes))
+        self._stamp()
+
+    def _stamp(self) -> None:
+        if self._device.type != "cuda":
+            self._times_ns.append(time.monotonic_ns())
+            return
+        from weft.runtime.move import Stamps  # needs Triton, which a CPU machine may lack
+
+        self._stamps.append(Stamps(self._device, 1))
+        self._stamps[-1].launch(0, torch.cuda.current_stream(self._device).cuda_stream)
+
+    def end(self) -> None:
+        times_ns = self._times_ns + [int(stamp.times.item()) for stamp in self._stamps]  # which waits for the device
+        for (name, bytes), (start, end) in zip(self._names, pairwise(times_ns), strict=True):
+            self._timeline.add(self._rank, "compute", name, start / 1e3, max(start, end) / 1e3, bytes)
