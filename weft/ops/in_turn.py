@@ -59,8 +59,13 @@ class Turn:
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
         named = self._turns.meet(collective, self._deadline_s)
-        work = function(*arguments, group=group, async_op=True)
-        return Pending(work, self._turns.domain, named.name, self._deadline_s, arguments)
+        domain = self._turns.domain
+        try:
+            work = function(*arguments, group=group, async_op=True)
+        except BaseException as error:  # the others have begun it
+            domain.poison(f"{named.name}: {error!r}")
+            raise
+        return Pending(work, domain, named.name, self._deadline_s, arguments)
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
         """The same, done; on GPUs in stream order."""

@@ -1,0 +1,415 @@
+"""The library's calls past executors ("serial"), of shapes that are known: ranks that differ, or do not do their part; timelines.
+
+Nothing hangs, no process is aborted, and no result is wrong: first calls that ranks make differently, then a rank that does not
+come, or comes and does not go on, then what is left afterwards, at the exit too. Deadlines are short where one is meant to be
+missed, and long where something else must end the wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schedule_cpu_ranks as ranks
+import torch
+import torch.distributed as dist
+from pool import error_of
+
+import weft
+from weft import symm
+from weft.launch import Pool, RankDiedError
+from weft.ops import gathered
+
+BAD_RANK = 1
+LONG_S = 30.0
+K, N, EXPERTS = 16, 32, 2
+OPERATORS = ["all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul"]
+COLLECTIVE = {
+    "all_gather_matmul": "all_gather x_shard",
+    "all_gather_scaled_matmul": "all_gather x_shard",
+    "all_to_all_matmul": "exchange splits",
+}
+
+
+def call(group: dist.ProcessGroup, operator: str, rows: int = 4, width: int = N, **options: Any) -> torch.Tensor:
+    """Of ones."""
+    options = {"schedule": "serial", **options}
+    x, w = torch.ones(rows, K), torch.ones(K, width)
+    if operator == "all_gather_matmul":
+        return weft.all_gather_matmul(x, [w], 0, group, **options)[1][0]
+    if operator == "all_gather_scaled_matmul":
+        A, B, one = x.to(torch.float8_e4m3fn), w.t().contiguous().to(torch.float8_e4m3fn).t(), torch.ones(1)
+        return weft.all_gather_scaled_matmul(A, [B], one, [one], 0, group, **options)[1][0]
+    splits = torch.zeros(group.size() * EXPERTS, dtype=torch.int64)
+    splits[0] = rows
+    return weft.all_to_all_matmul(x, w.expand(EXPERTS, K, width).contiguous(), splits, group=group, **options)
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """One that may fail."""
+    return dist.new_group(list(range(group.size())))
+
+
+def right(group: dist.ProcessGroup, operator: str, **options: Any) -> bool:
+    rows = 0 if operator == "all_to_all_matmul" and group.rank() else 4 * group.size()
+    return torch.equal(call(group, operator, **options).float(), torch.full((rows, N), float(K)))
+
+
+def again(group: dist.ProcessGroup, operator: str) -> tuple[str, str]:
+    """What the next call on a failed group raises. A new group works."""
+    error = error_of(lambda: call(group, operator))
+    assert right(own_group(group), operator)
+    return error
+
+
+def assert_over(answers: list[tuple[str, str]]) -> None:
+    for kind, text in answers:
+        assert kind == "PoisonedGroupError"
+        assert "make a new one" in text
+
+
+def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
+    """Whoever missed the deadline first says so; others may have heard of it before theirs passed."""
+    kinds = {kind for kind, _ in errors}
+    assert "DeadlineError" in kinds
+    assert kinds <= {"DeadlineError", "PoisonedGroupError"}
+    for _, said in errors:
+        assert re.search(text, said), f"{text!r} is not in {said!r}"
+
+
+# --- calls that differ ---
+
+
+def differ(group: dist.ProcessGroup, operator: str) -> tuple[tuple[str, str], bool]:
+    """Two shapes, both known, the last rank calls the other one; then all call the same."""
+    own = own_group(group)
+    for width in (N, 2 * N):
+        call(own, operator, width=width)
+    other = group.rank() == group.size() - 1
+    error = error_of(lambda: call(own, operator, width=2 * N if other else N, deadline_s=LONG_S))
+    return error, right(own, operator)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_known_shapes_that_differ(pool: Pool, operator: str, world: int) -> None:
+    for (kind, text), lives_on in pool.run(differ, operator, ranks=world):
+        assert kind == "DisagreementError"
+        assert text.count(f"{COLLECTIVE[operator]} of {operator}") == 2
+        assert lives_on
+
+
+def other_rows(group: dist.ProcessGroup) -> tuple[str, str]:
+    for rows in (6, 10):
+        call(group, "all_gather_matmul", rows)
+    return error_of(lambda: call(group, "all_gather_matmul", 10 if group.rank() else 6))
+
+
+def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
+    """gloo would abort one rank, and give the other a wrong result."""
+    for kind, text in pool.run(other_rows, ranks=2):
+        assert kind == "DisagreementError"
+        assert "rows=(6, 6)" in text
+        assert "rows=(10, 10)" in text
+
+
+def other_operator(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    for operator in OPERATORS:
+        call(group, operator)
+    return [error_of(lambda pair=pair: call(group, pair[group.rank()])) for pair in pairwise(OPERATORS)]
+
+
+def test_operators_that_differ(pool: Pool) -> None:
+    for errors in pool.run(other_operator, ranks=2):
+        assert [kind for kind, _ in errors] == ["DisagreementError"] * 2
+
+
+def other_schedule(group: dist.ProcessGroup, operator: str, schedule: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    own = own_group(group)
+    for name in ("serial", schedule):
+        call(own, operator, schedule=name)
+    name = schedule if group.rank() == BAD_RANK else "serial"
+    error = error_of(lambda: call(own, operator, schedule=name, deadline_s=LONG_S))
+    with contextlib.suppress(weft.errors.WeftError):
+        ranks.wait_for_failure(symm.domain(own, "cpu"))
+    return error, again(own, operator)
+
+
+@pytest.mark.parametrize(
+    ("operator", "schedule"),
+    [
+        ("all_gather_matmul", "shard[chunks=1,send=in_turn,by=dma]"),
+        ("all_gather_matmul", "gather[by=kernel]"),
+        ("all_to_all_matmul", "dispatch[by=dma,rest=each]"),
+    ],
+)
+def test_known_schedules_that_differ(pool: Pool, operator: str, schedule: str) -> None:
+    answers = pool.run(other_schedule, operator, schedule, ranks=2)
+    for (kind, text), _ in answers:
+        assert kind == "DisagreementError"
+        assert f"of {operator}" in text
+        assert repr(schedule.split("[")[0]) in text
+    assert_over([last for _, last in answers])
+
+
+def known_here_alone(group: dist.ProcessGroup) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Rank 1 has another number of experts, for the first time."""
+    own = own_group(group)
+    call(own, "all_to_all_matmul")
+    x, w, experts = torch.ones(4, K), torch.ones(3, K, N), 3 if group.rank() == BAD_RANK else EXPERTS
+    splits = torch.tensor([4] + [0] * (experts * group.size() - 1))
+
+    def other() -> None:
+        weft.all_to_all_matmul(x, w[:experts], splits, group=own, schedule="serial", deadline_s=0.5)
+
+    return error_of(other), again(own, "all_to_all_matmul")
+
+
+def test_a_shape_that_one_rank_does_not_know(pool: Pool) -> None:
+    answers = pool.run(known_here_alone, ranks=2)
+    assert_deadline([error for error, _ in answers], r"rank [01] waited 0.5 s for")
+    assert_over([last for _, last in answers])
+
+
+# --- a rank that does not do its part ---
+
+
+def absent(group: dist.ProcessGroup, operator: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    own = own_group(group)
+    call(own, operator)
+    error = "", ""
+    if group.rank() == BAD_RANK:
+        ranks.wait_for_failure(symm.domain(own, "cpu"))
+    else:
+        error = error_of(lambda: call(own, operator, deadline_s=0.5))
+    return error, again(own, operator)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_rank_that_never_comes(pool: Pool, operator: str) -> None:
+    answers = pool.run(absent, operator, ranks=3)
+    missed = rf"rank [02] waited 0.5 s for {COLLECTIVE[operator]} of {operator}, .* from rank 1 \(pid \d+\): wanted"
+    assert_deadline([answers[rank][0] for rank in (0, 2)], missed)
+    assert_over([last for _, last in answers])
+
+
+def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -> tuple[str, str]:
+    """Rank 1 makes no backward pass."""
+    own, rank = own_group(group), group.rank()
+    x, w = torch.ones(4, K, requires_grad=True), torch.ones(1, K, N, requires_grad=True)
+    if operator == "all_gather_matmul":
+        _, (y,) = weft.all_gather_matmul(x, [w[0]], 0, own, return_A=False, schedule=schedule, deadline_s=0.5)
+    else:
+        splits = torch.tensor([4] + [0] * (group.size() - 1))
+        y = weft.all_to_all_matmul(x, w, splits, group=own, schedule=schedule, deadline_s=0.5)
+    if rank == BAD_RANK:
+        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        return "", ""
+    return error_of(lambda: y.sum().backward())
+
+
+@pytest.mark.parametrize(
+    ("operator", "schedule"),
+    [("all_gather_matmul", "serial"), ("all_gather_matmul", "gather[by=kernel]"), ("all_to_all_matmul", "serial")],
+)
+def test_a_rank_that_makes_no_backward_pass(pool: Pool, operator: str, schedule: str) -> None:
+    error, _ = pool.run(no_backward, operator, schedule, ranks=2)
+    assert_deadline([error], rf"rank 0 waited 0.5 s for \w+ \w+ again of {operator}, .* from rank 1")
+
+
+def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Rank 1 comes, and then does not begin the collective: it raises, gets Ctrl-C, or does nothing until the others give up."""
+    own = own_group(group)
+    call(own, "all_gather_matmul")
+    native = gathered.all_gather_single
+
+    def instead(*_: Any, **__: Any) -> None:
+        if doing == "raise":
+            raise ArithmeticError("on purpose")
+        if doing == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        ranks.wait_for_failure(symm.domain(own, "cpu"))
+
+    ignored = signal.getsignal(signal.SIGINT)
+    if group.rank() == BAD_RANK:
+        gathered.all_gather_single = instead
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    error = "", ""
+    try:
+        call(own, "all_gather_matmul", deadline_s=0.5 if doing == "hang" else LONG_S)
+    except (Exception, KeyboardInterrupt) as raised:
+        error = type(raised).__name__, str(raised)
+    finally:
+        gathered.all_gather_single = native
+        signal.signal(signal.SIGINT, ignored)
+    return error, again(own, "all_gather_matmul")
+
+
+@pytest.mark.parametrize("doing", ["hang", "raise", "interrupt"])
+def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
+    with Pool(3) as alone:  # which is closed while gloo's threads still wait
+        answers = alone.run(stuck, doing)
+    errors = [answers[rank][0] for rank in (0, 2)]
+    if doing == "hang":
+        assert_deadline(errors, r"rank [02] waited 0.5 s for all_gather x_shard of all_gather_matmul")
+    else:
+        assert answers[BAD_RANK][0][0] == {"raise": "ArithmeticError", "interrupt": "KeyboardInterrupt"}[doing]
+        for kind, text in errors:
+            assert kind == "PoisonedGroupError"
+            assert "rank 1: all_gather x_shard of all_gather_matmul" in text
+    assert_over([last for _, last in answers])
+
+
+def killed(group: dist.ProcessGroup, when: str) -> list[tuple[str, str]]:
+    call(group, "all_gather_matmul")
+
+    def instead(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if group.rank() == BAD_RANK:
+        if when == "before":
+            instead()
+        gathered.all_gather_single = instead
+    return [error_of(lambda: call(group, "all_gather_matmul", deadline_s=LONG_S)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("when", ["before", "in it"])
+def test_a_rank_that_is_killed(when: str) -> None:
+    with Pool(3) as mortals:
+        answers = mortals.run(killed, when, return_exceptions=True, timeout_s=60)
+    assert isinstance(answers[BAD_RANK], RankDiedError)
+    for rank in (0, 2):
+        assert [kind for kind, _ in answers[rank]] == ["PeerLostError", "PoisonedGroupError"]
+        assert all(re.search(r"rank 1 \(pid \d+\) died", text) for _, text in answers[rank])
+
+
+LEAVES = """
+    import sys, torch, torch.distributed as dist, weft
+    from weft.ops import gathered
+
+    rank, directory = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+
+    def call(**options):
+        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule="serial", **options)
+
+    call()
+    if rank == 1:
+        gathered.all_gather_single = lambda *_, **__: sys.stdin.read()  # until the other process has ended
+    try:
+        call(deadline_s=0.5)
+    except weft.errors.WeftError as error:
+        print(type(error).__name__)
+    if "destroy" in sys.argv:
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "as it is"])
+def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(LEAVES), str(rank), str(tmp_path), how],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, _ = processes[0].communicate(timeout=60)
+        assert processes[1].poll() is None
+        processes[1].communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+    assert said == "DeadlineError\n"
+    assert processes[0].returncode == 0
+
+
+# --- timelines ---
+
+
+def timelines(group: dist.ProcessGroup, operator: str, everywhere: bool) -> dict[str, int]:
+    """Bytes sent, by name of the step."""
+    timeline = weft.Timeline() if everywhere or group.rank() == 0 else None
+    for _ in range(2):
+        assert right(group, operator, timeline=timeline) or group.size() == 1
+    spans = [] if timeline is None else list(timeline)
+    assert all(span.rank == group.rank() and span.lane == "compute" for span in spans)
+    assert all(before.end_us <= after.start_us for before, after in pairwise(spans))
+    assert len(spans) == 2 * len({span.name for span in spans})
+    return {span.name: span.bytes for span in spans}
+
+
+STEPS: dict[str, Callable[[int], dict[str, int]]] = {
+    "all_gather_matmul": lambda world: {"all_gather x_shard": (world - 1) * 4 * K * 4, "matmul y0": 0},
+    "all_gather_scaled_matmul": lambda world: {"all_gather x_shard": (world - 1) * 4 * K, "scaled_matmul y0": 0},
+}
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["on all ranks", "on one"])
+@pytest.mark.parametrize("operator", STEPS)
+def test_timelines(pool: Pool, operator: str, everywhere: bool) -> None:
+    first, second, _ = pool.run(timelines, operator, everywhere, ranks=3)
+    assert first == STEPS[operator](3)
+    assert second == (first if everywhere else {})
+
+
+def test_timelines_of_experts(pool: Pool) -> None:
+    """All tokens go to rank 0, which sends nothing but splits."""
+    sent = {"exchange splits": 2 * EXPERTS * 8, "exchange tokens": 0, "permute": 0, "grouped_matmul": 0}
+    first, second, _ = pool.run(timelines, "all_to_all_matmul", True, ranks=3)
+    assert first == sent
+    assert second == {**sent, "exchange tokens": 4 * K * 4}
+
+
+# --- torch.compile ---
+
+
+def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
+    """Which gradients a compiled backward made, and which there are, for several choices of what wants one."""
+    module = importlib.import_module(f"weft.ops.{operator}")
+    native, asked, found = module.gradients, list[list[bool]](), []
+
+    def spy(*arguments: Any) -> Any:
+        asked.append(list(arguments[5]))
+        return native(*arguments)
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if operator == "all_gather_matmul":
+            return weft.all_gather_matmul(x, [w[0]], 0, group.group_name, return_A=False)[1][0].sum()
+        splits = torch.tensor([4] + [0] * (group.size() - 1))
+        return weft.all_to_all_matmul(x, w, splits, max_rows=4 * group.size()).sum()  # of the world
+
+    module.gradients = spy
+    try:
+        for wanting in ([True, False], [False, True], [True, True]):
+            x, w = torch.ones(4, K), torch.ones(1, K, N)
+            for tensor, wants in zip((x, w), wanting, strict=True):
+                tensor.requires_grad_(wants)
+            torch._dynamo.reset()
+            torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w).backward()
+            found.append((asked.pop(), [tensor.grad is not None for tensor in (x, w)]))
+            for tensor in (x, w):
+                assert tensor.grad is None or tensor.grad.abs().sum() > 0 or group.rank()
+    finally:
+        module.gradients = native
+    assert not asked
+    return found
+
+
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "all_to_all_matmul"])
+def test_compiled_backward_makes_the_gradients_that_are_wanted(pool: Pool, operator: str) -> None:
+    for found in pool.run(some_gradients, operator, ranks=2):
+        assert found == [(wanted, wanted) for wanted in ([True, False], [False, True], [True, True])]
