@@ -305,7 +305,7 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
     return found
 
 
-NEVER = "dispatch[by=dma,rest=each]"  # the serial schedule waits as long as the process group does
+NEVER = "dispatch[by=dma,rest=each]"  # serial has tests of its own
 
 
 def never_comes(group: dist.ProcessGroup) -> str:
@@ -331,6 +331,14 @@ def pinned_by_a_block(group: dist.ProcessGroup) -> dict[str, set[str]]:
         call(group, timeline=timeline)
         found["nobody says"] |= {span.name for span in timeline.spans}
     return found
+
+
+def serial_steps(group: dist.ProcessGroup) -> list[str]:
+    """A timeline of the library's calls on rank 0 alone."""
+    timeline = weft.Timeline() if group.rank() == 0 else None
+    for _ in range(2):
+        call(group, schedule="serial", timeline=timeline)
+    return [span.name for span in timeline or ()]
 
 
 def copies(group: dist.ProcessGroup) -> list[str]:

@@ -254,6 +254,17 @@ def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
     return [*found, call(3, "serial")]
 
 
+def serial_steps(group: dist.ProcessGroup) -> list[str]:
+    """A timeline of the library's calls on rank 0 alone."""
+    x, Bs = data(group.rank(), (6, 16), torch.float32, 1), [data(0, (16, n), torch.float32, n) for n in (8, 4)]
+    timeline = weft.Timeline() if group.rank() == 0 else None
+    for _ in range(2):
+        weft.all_gather_matmul(x, Bs, 0, group, schedule="serial", timeline=timeline)
+    spans = [] if timeline is None else list(timeline)
+    assert all(span.duration_us > 0 and span.lane == "compute" for span in spans)
+    return [f"{span.name}: {span.bytes}" for span in spans]
+
+
 def never_comes(group: dist.ProcessGroup) -> str:
     """Rank 0 calls twice and the others once."""
     x, B = torch.randn(4, 8), torch.randn(8, 3)

@@ -45,6 +45,11 @@ def test_layouts_that_cost_a_copy_are_warned_about_once(pair: Pool) -> None:
         assert sum("neither its rows nor its columns are in one piece" in text for text in told) == 1
 
 
+def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
+    steps = ["all_gather x_shard: 384", "matmul y0: 0", "matmul y1: 0"]
+    assert pair.run(ranks.serial_steps, timeout_s=60) == [steps * 2, []]
+
+
 @pytest.mark.parametrize("m", [8, 1024])
 def test_two_calls_in_a_graph(pair: Pool, m: int) -> None:
     for told in pair.run(ranks.captured, m, 512, 1024, 20, timeout_s=60):

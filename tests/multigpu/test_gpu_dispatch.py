@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dispatch_ranks as ranks
+import expert_ranks
 import gpu_ranks
 import pytest
 
@@ -50,3 +51,8 @@ def test_what_ran_can_be_seen(pair: Pool, by: str) -> None:
     for names in pair.run(ranks.timeline, problem((256, 256), 4, 128, 192), by, timeout_s=60):
         assert sum("grouped_matmul" in name for name in names) == 2
         assert sum("tokens" in name and name.startswith("copy") for name in names) == 1
+
+
+def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
+    steps = ["exchange splits", "exchange tokens", "permute", "grouped_matmul"]
+    assert pair.run(expert_ranks.serial_steps, timeout_s=60) == [steps * 2, []]

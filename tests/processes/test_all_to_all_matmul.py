@@ -172,6 +172,11 @@ def test_a_schedule_for_a_block_runs_there(pool: Pool) -> None:
             assert {"read counts", "grouped_matmul"} <= ran[name]
 
 
+def test_timeline_of_the_librarys_calls(pool: Pool) -> None:
+    steps = ["exchange splits", "exchange tokens", "permute", "grouped_matmul"]
+    assert pool.run(ranks.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
+
+
 def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
     for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
         assert sum("tokens is copied at every call" in text for text in told) == 1

@@ -2,7 +2,8 @@
 
 From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
 the planner says which schedule (`weft.ops.choosing`); `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial
-schedule is called as a user would write it, past all of these, so that taking it costs nothing.
+schedule is called as a user would write it, past all of these, so that taking it costs nothing; on CPU ranks agree on it first
+(`weft.ops.in_turn`).
 Backward is in `weft.ops.gathered`.
 """
 
@@ -68,8 +69,9 @@ def all_gather_matmul(
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
-        process group does.
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
+        collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
+        checks there that ranks call the same of the shapes that are known already.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype: A has A_shard's shape but for `gather_dim`, where it has the
@@ -80,8 +82,8 @@ def all_gather_matmul(
 
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
     number, timeline or group, and a dimension or deadline that cannot be, which only its own rank can tell; then others wait
-    until their deadline), and `DisagreementError` when ranks describe different calls; `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`.
+    until their deadline), and `DisagreementError` when ranks describe different calls, on CPU at later calls too;
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
@@ -155,7 +157,7 @@ class _Prepared(Prepared):
         self, x: torch.Tensor, Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor]:
         """The library's collective, then its GEMMs."""
-        turn = self.turn(deadline_s, timeline)
+        turn = None if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
         if self.domain is not None:
             whole = gathered_by_library(x, self.p, self.group, turn)
         else:

@@ -2,7 +2,8 @@
 
 From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
 `weft.ops.choosing` says which schedule; `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial schedule is called
-as a user would write it (`weft.ops.exchanged`, where backward is too), so that taking it costs nothing.
+as a user would write it (`weft.ops.exchanged`, where backward is too), so that taking it costs nothing; on CPU ranks agree on it
+first (`weft.ops.in_turn`).
 
 How many tokens go where changes from call to call, and so may the number of tokens: neither is part of a shape. Memory for
 what comes in is made once, for `capacity` tokens a rank.
@@ -70,10 +71,10 @@ def all_to_all_matmul(
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block).
-    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
-        process group does.
-    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile); the serial
-        schedule leaves it as it is.
+    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
+        collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
+        checks there that ranks call the same of the shapes that are known already.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
         [W, E] int64 on the device: rows from each rank for each local expert). The first call of a shape (K, N, E, dtype,
@@ -90,11 +91,11 @@ def all_to_all_matmul(
 
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no
         tensor, no number, no timeline or no group, which only its own rank can tell; then others wait until their deadline),
-        and `DisagreementError` when ranks describe different calls. Later, splits that do not fit (CPU) and T above the
-        capacity (where there is one: not "serial") are a `RefusedError` on every rank on CPU; on GPUs, where hosts do not meet,
-        a T above the capacity is a `RefusedError` on its rank and ends the group. `TooManyRowsError`, on CPU, on a rank to
-        which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and `received` tells.
-        `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+        and `DisagreementError` when ranks describe different calls, on CPU at later ones too. Later, splits that do not fit
+        (CPU) and T above the capacity (where there is one: not "serial") are a `RefusedError` on every rank on CPU; on GPUs,
+        where hosts do not meet, a T above the capacity is a `RefusedError` on its rank and ends the group. `TooManyRowsError`,
+        on CPU, on a rank to which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and
+        `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
     GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.

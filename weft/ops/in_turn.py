@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from weft import env, symm
 from weft.runtime.collectives import finish
+from weft.runtime.opaque import opaque
 from weft.runtime.schedule_cpu_run import Named, calls_of
 from weft.symm import Domain
 from weft.timeline import Timeline
@@ -36,6 +37,7 @@ class Turns:
         self._calls = calls_of(domain)
         self._named: dict[str, Named] = {}
 
+    @opaque
     def meet(self, collective: str, deadline_s: float) -> Named:
         """Where all ranks have come to this collective."""
         named = self._named.get(collective)
@@ -111,6 +113,7 @@ class Pending:
         self._work, self._domain, self._name, self._deadline_s = work, domain, name, deadline_s
         self._arguments = arguments
 
+    @opaque
     def wait(self) -> None:
         finish(self._work, self._domain, self._name, self._deadline_s, self._arguments)
 

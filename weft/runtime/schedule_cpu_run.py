@@ -5,6 +5,9 @@ what a peer published before it waits for a signal that only this peer can raise
 that refuses plays its part in signals and collectives, without copies and computing: nobody waits in vain, counters stay in
 step, and then the run raises on all ranks. That is a few stores and loads of shared memory a run.
 
+Collectives of the library that are called past executors (`weft.ops.in_turn`) are calls in this order too; before such a one
+everybody does wait for everybody.
+
 Two slots in turn hold what a rank publishes. That is enough: who publishes call n + 2 has met everybody in call n + 1, and so
 everybody is done with call n; and who is read in call n cannot be further than n + 1.
 """
