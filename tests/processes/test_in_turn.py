@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -122,6 +124,29 @@ def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
         assert kind == "DisagreementError"
         assert "rows=(6, 6)" in text
         assert "rows=(10, 10)" in text
+
+
+def differ_now_and_then(group: dist.ProcessGroup, calls: int) -> None:
+    """Serial calls and runs of a schedule in turns, ranks late now and then; at some of the serial ones a rank is elsewhere."""
+    own, rank = own_group(group), group.rank()
+    same, late = random.Random(5), random.Random(6 + rank)
+    kinds = [(operator, {}) for operator in OPERATORS] + [("all_gather_matmul", {"schedule": "gather[by=kernel]"})]
+    for operator, options in kinds:
+        assert right(own, operator, **options)
+    for number in range(calls):
+        kind, other, who = same.randrange(4), same.randrange(3), same.randrange(3 * group.size())
+        differs = kind != 3 and who < group.size() and other != kind
+        operator, options = kinds[other if differs and who == rank else kind]
+        if late.random() < 0.3:
+            time.sleep(0.003 * late.random())
+        if differs:
+            assert error_of(lambda c=(operator, options): call(own, c[0], **c[1]))[0] == "DisagreementError", number
+        else:
+            assert right(own, operator, **options), number
+
+
+def test_calls_that_differ_now_and_then(pool: Pool) -> None:
+    pool.run(differ_now_and_then, 80, ranks=3, timeout_s=60)
 
 
 def other_operator(group: dist.ProcessGroup) -> list[tuple[str, str]]:
