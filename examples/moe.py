@@ -229,7 +229,7 @@ def what_ran(timeline: weft.Timeline, rank: int) -> str:
             s for s in timeline if (s.rank, s.lane) == (rank, lane) and s.name.split()[0] not in ("wait", "set", "read")
         ]
         lines.append(f"    {lane}: " + ", ".join(f"{s.name} ({s.duration_us:.0f} us)" for s in work))
-    return "\n".join(lines) or "    the library's calls, one after the other"
+    return "\n".join(lines)
 
 
 def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:

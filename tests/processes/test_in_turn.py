@@ -326,14 +326,17 @@ LEAVES = """
     rank, directory = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
 
-    def call(**options):
-        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule="serial", **options)
+    options = {"schedule": "serial", "return_A": False, "deadline_s": 0.5}
 
-    call()
+    def call():
+        x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 3, requires_grad=True)
+        return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
+
+    y = call()
     if rank == 1:
         gathered.all_gather_single = lambda *_, **__: sys.stdin.read()  # until the other process has ended
     try:
-        call(deadline_s=0.5)
+        y.backward() if "backward" in sys.argv else call()
     except weft.errors.WeftError as error:
         print(type(error).__name__)
     if "destroy" in sys.argv:
@@ -341,12 +344,12 @@ LEAVES = """
 """
 
 
-@pytest.mark.parametrize("how", ["destroy", "as it is"])
+@pytest.mark.parametrize("how", ["destroy", "as it is", "backward destroy"])
 def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(LEAVES), str(rank), str(tmp_path), how],
+            [sys.executable, "-c", textwrap.dedent(LEAVES), str(rank), str(tmp_path), *how.split()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )
         for rank in range(2)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
-from weft.runtime.collectives import finish
+from weft.runtime.collectives import finish, leave
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_cpu_run import Named, calls_of
 from weft.symm import Domain
@@ -67,7 +67,7 @@ class Turn:
         except BaseException as error:  # the others have begun it
             domain.poison(f"{named.name}: {error!r}")
             raise
-        return Pending(work, domain, named.name, self._deadline_s, arguments)
+        return Pending(work, domain, group, named.name, self._deadline_s, arguments)
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
         """The same, done; on GPUs in stream order."""
@@ -108,14 +108,20 @@ class Pending:
     """A collective under way on CPU; it is waited for as torch's `Work` is."""
 
     def __init__(
-        self, work: dist.Work, domain: Domain, name: str, deadline_s: float, arguments: tuple[Any, ...]
-    ) -> None:
-        self._work, self._domain, self._name, self._deadline_s = work, domain, name, deadline_s
-        self._arguments = arguments
+        self, work: dist.Work, domain: Domain, group: dist.ProcessGroup, name: str, deadline_s: float, arguments: tuple[Any, ...]
+    ) -> None:  # fmt: skip
+        self._work, self._domain, self._group, self._name, self._deadline_s = work, domain, group, name, deadline_s
+        self._arguments, self._waited = arguments, False
 
     @opaque
     def wait(self) -> None:
+        self._waited = True
         finish(self._work, self._domain, self._name, self._deadline_s, self._arguments)
+
+    def __del__(self) -> None:
+        """An error came between, and nobody waits."""
+        if not self._waited and not self._work.is_completed():
+            leave(self._group, self._work, self._arguments)
 
 
 class Marks:

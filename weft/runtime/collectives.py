@@ -54,6 +54,10 @@ def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held:
     except BaseException as error:
         # Without effect if the group has failed before.
         domain.poison(str(error) if isinstance(error, WeftError) else f"{what}: {error!r}")
-        left: Any = (group, work, held)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))  # for ever
+        leave(group, work, held)
         raise
+
+
+def leave(*held: object) -> None:
+    """Keep these to the end of the process and beyond the interpreter's: the library's threads may use them for ever."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
