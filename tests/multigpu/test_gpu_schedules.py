@@ -61,6 +61,14 @@ def test_a_rank_that_never_calls(pair: Pool) -> None:
     assert other == "PoisonedGroupError"
 
 
+def test_a_call_that_raises_in_the_middle_of_a_run(pair: Pool) -> None:
+    """Peers have got a part of it: a second attempt would give them data of another call."""
+    p = AllGatherMatmul.even(256, 128, 256, 2)
+    with Pool(2, backend="nccl") as alone:
+        (first, then), (_, other) = alone.run(ranks.raises_in_the_middle, p, SHARD, timeout_s=60)
+    assert (first, then, other) == ("MemoryError", "PoisonedGroupError", "PoisonedGroupError")
+
+
 def test_ranks_with_different_schedules(pair: Pool) -> None:
     with Pool(2, backend="nccl") as alone:
         for text in alone.run(ranks.disagree, timeout_s=60):
