@@ -122,6 +122,7 @@ class _Prepared(Prepared):
         super().__init__(p, group, device, pinned)
         self.differentiated = any(wanted)
         self._shapes = [(p.m, n) for n in p.n]
+        self._gathered_shape = (p.m, p.k)
         self._copied = copied
 
     @opaque
@@ -136,19 +137,18 @@ class _Prepared(Prepared):
         capturing = self.capturing()
         if self.known_serial(capturing):
             return self._in_turn(x, Bs)
-        results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
+        results = [x.new_empty(shape) for shape in self._shapes]
         tensors = {"x_shard": x}
         for i, (B, y) in enumerate(zip(Bs, results, strict=True)):
             tensors[f"w{i}"] = B.contiguous() if i in self._copied else B
             tensors[f"y{i}"] = y
         if self.p.return_gathered:
-            gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
-            tensors["x"] = gathered
+            tensors["x"] = gathered = x.new_empty(self._gathered_shape)
             results = [gathered, *results]
         executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(x, Bs))
         if executor is None:
             return self._in_turn(x, Bs)
-        executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        self.run(executor, tensors, deadline_s, timeline)
         return results
 
     def _in_turn(self, x: torch.Tensor, Bs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

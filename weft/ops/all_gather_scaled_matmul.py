@@ -200,7 +200,7 @@ class _Prepared(Prepared):
         executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(tensors, results))
         if executor is None:
             return self._in_turn(tensors, results)
-        executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        self.run(executor, tensors, deadline_s, timeline)
         return [tensors["x"], *results] if call.return_x else results
 
     def _in_turn(self, tensors: dict[str, torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:

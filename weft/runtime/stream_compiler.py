@@ -480,7 +480,8 @@ class _Compiler:
         if (rows, cols) == (buffer.rows, buffer.cols):
             return lambda tensors: tensors[name]
         if cols == buffer.cols:
-            return lambda tensors: tensors[name].narrow(0, row, rows)
+            part = slice(row, row + rows)
+            return lambda tensors: tensors[name][part]  # sooner there than `narrow` is
         return lambda tensors: tensors[name][row : row + rows, col : col + cols]
 
     def _compute(self, step: Compute) -> Callable[[Tensors], None]:
