@@ -8,7 +8,7 @@ Backward is in `weft.ops.gathered`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,6 @@ def all_gather_matmul(
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
-    check_dimensions(A_shard, gather_dim)
     check_options(deadline_s, timeline)
     if isinstance(Bs, torch.Tensor):
         raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
@@ -93,6 +92,7 @@ def all_gather_matmul(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+        check_dimensions(A_shard, gather_dim)
         x = flattened(A_shard, gather_dim)
         name = group if isinstance(group, str) else group.group_name
         sizes = None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
@@ -209,8 +209,14 @@ def _prepared_for(
     sizes = None if rows is None else tuple(rows)
     key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes, wanted)
     prepared = _table.find(group, key)
-    if prepared is not None:
-        return prepared
+    return prepared or _prepare(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted, deadline_s, key)
+
+
+def _prepare(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
+    pinned: str | None, sizes: tuple[int, ...] | None, wanted: tuple[bool, bool], deadline_s: float | None, key: Hashable,
+) -> _Prepared:  # fmt: skip
+    check_dimensions(A_shard, gather_dim)
 
     def check() -> tuple[AllGatherMatmul, str]:
         p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
