@@ -183,7 +183,7 @@ class _Prepared(Prepared):
         self, tensors: dict[str, torch.Tensor], w: torch.Tensor, capturing: bool, deadline_s: float | None
     ) -> Any:
         """Chosen on tokens of the description's number, as many for each expert: the first call may have hardly any."""
-        if self._chosen is not None or capturing or self.pinned is not None:
+        if self._chosen is not None or capturing or self.pinned not in (None, plan.AUTOTUNE):
             return self.executor(tensors, capturing, deadline_s)
         p, device = self.p, self.device
         assert self.domain is not None
