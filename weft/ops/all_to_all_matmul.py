@@ -68,7 +68,8 @@ def all_to_all_matmul(
     return_received: also return how many rows came.
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
-    schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block).
+    schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile); the serial
