@@ -87,7 +87,7 @@ def choose(
     _choices[key] = model, choice  # holding the model keeps its id from being given to another
     others = any(row.us is not None and row.candidate.name != "serial" for row in choice.rows)
     if pinned is None and choice.candidate.name == "serial" and others:
-        warn_once(problem, mode, choice.reason)
+        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain says more")
     return choice
 
 
@@ -222,8 +222,8 @@ def warn_once(problem: Problem, mode: Mode, reason: str) -> None:
         return
     _warned = True
     warnings.warn(
-        f"weft runs {problem.name} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; WEFT_QUIET=1 "
-        "says nothing, weft.plan.explain everything",
+        f"weft runs {problem.name} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
+        "WEFT_QUIET=1 not at all",
         NoOverlapWarning,
         stacklevel=3,
     )
