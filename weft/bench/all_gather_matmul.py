@@ -114,7 +114,7 @@ class MatmulWorkload(Workload):
         model = choosing.machine_model(self.ranks.device, self.ranks.world_size)
         if model is None or self.ranks.world_size == 1:
             return {}
-        return {mode: plan.choose(self.problem, model, mode=mode) for mode in PLANNED_MODES}
+        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
 
     def floor_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""

@@ -66,7 +66,8 @@ def all_gather_matmul(
     gather_dim: any dimension but the last.
     group: a process group, or its name.
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...).
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60). The serial schedule waits as long as the
         process group does.

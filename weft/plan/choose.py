@@ -68,13 +68,14 @@ def choose(
 ) -> Choice:
     """How to do `problem` on `model`; remembered for this very model.
 
-    pinned: take the candidate of this name; by default the one that `weft.plan.use` names.
+    pinned: take the candidate of this name; by default the one that `weft.plan.use` names. "autotune" names none.
     measured: microseconds by candidate, serial among them: then the choice is between these.
 
     Warns (`NoOverlapWarning`), once in a process, when serial is taken though there are others. `ValueError` for a mode or
     name that is not known; `NotApplicableError`, which is one too, if the pinned one cannot do this.
     """
     pinned = pinned or pin.pinned()
+    pinned = None if pinned == pin.AUTOTUNE else pinned
     times = tuple(measured.items()) if measured else ()
     key = (problem, id(model), mode, pinned, times, builders_of(type(problem)))
     found = _choices.get(key)
@@ -84,8 +85,9 @@ def choose(
     if len(_choices) >= _KEPT:
         _choices.pop(next(iter(_choices)), None)
     _choices[key] = model, choice  # holding the model keeps its id from being given to another
-    if pinned is None:
-        _warn_once(choice)
+    others = any(row.us is not None and row.candidate.name != "serial" for row in choice.rows)
+    if pinned is None and choice.candidate.name == "serial" and others:
+        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain says more")
     return choice
 
 
@@ -212,16 +214,16 @@ def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
 _warned = False
 
 
-def _warn_once(choice: Choice) -> None:
+def warn_once(problem: Problem, mode: Mode, reason: str) -> None:
+    """`NoOverlapWarning`, once in a process: `problem` is done by the serial schedule though there are others. reason: why,
+    with times."""
     global _warned
-    others = [row for row in choice.rows if row.us is not None and row.candidate.name != "serial"]
-    if _warned or choice.candidate.name != "serial" or not others or env.quiet():
+    if _warned or env.quiet() or not problem.has_work:
         return
     _warned = True
-    p = choice.problem
     warnings.warn(
-        f"weft runs {p.name} without overlap, {p.text}, {choice.mode}: {choice.reason}. Said once in a process; WEFT_QUIET=1 "
-        "says nothing, weft.plan.explain everything",
+        f"weft runs {problem.name} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
+        "WEFT_QUIET=1 not at all",
         NoOverlapWarning,
         stacklevel=3,
     )
