@@ -148,6 +148,19 @@ def test_single_calls_pay_for_the_hosts_steps() -> None:
     assert queued < graph < queued + 100.0
 
 
+def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
+    """However fast the device would be: a loop of such calls is not faster than the host."""
+    problem = AllGatherMatmul.even(1024, 3072, 4096, 2)
+    ahead = decide(problem, replace(H200, host_call_us=0.0, host_step_us=0.0), mode="queued")
+    slow = replace(H200, host_call_us=(ahead.row("serial").us or 0.0) / 2 + 1, host_step_us=0.0)
+    name = ahead.candidate.name
+    assert ahead.row(name).gemms == 2
+    choice = decide(problem, slow, mode="queued")
+    assert choice.row(choice.candidate.name).gemms == 1
+    assert choice.row(name).why_not == f"a call keeps the host busy for {2 * slow.host_call_us:.0f} us"
+    assert decide(problem, slow, mode="graph").candidate.name == decide(problem, H200, mode="graph").candidate.name
+
+
 @pytest.mark.parametrize(
     ("name", "longer_us"),
     [

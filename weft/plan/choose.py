@@ -115,7 +115,8 @@ def decide(
     chosen, reason = _best(rows, mode, bool(measured))
     if mode == "graph" and chosen.reads_on_host:
         reason += "; no graph can capture it, nor any other: the host reads sizes"
-    rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, mode, bool(measured))) for row in rows]
+    serial = next((row for row in rows if row.candidate.name == "serial"), None)
+    rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
     return Choice(problem, mode, chosen.candidate, schedules[chosen.candidate.name], chosen.predicted_us,
@@ -142,6 +143,8 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     serial = next((row for row in timed if row.candidate.name == "serial"), None)
     capturable = [row for row in timed if not row.reads_on_host]
     timed = capturable if mode == "graph" and capturable else timed
+    if mode == "queued" and serial is not None and not measured:
+        timed = [row for row in timed if not _outlasts(row, serial)]
     fastest = min(timed, key=lambda row: row.us or 0.0)
     how = "measured" if measured else "predicted"
     assert fastest.us is not None
@@ -177,6 +180,12 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     )
 
 
+def _outlasts(row: Row, serial: Row) -> bool:
+    """Whether issuing a call takes the host longer than the device needs for it, and than serial does: a loop of such calls would
+    be slower than one of serial's, however fast the device is when the host is ahead."""
+    return row is not serial and not row.reads_on_host and row.host_us > max(serial.us or 0.0, row.us or 0.0)
+
+
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
     """Of those that a prediction cannot tell from the fastest one, and what it is among them."""
     if measured:
@@ -192,7 +201,7 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
     )
 
 
-def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
+def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bool) -> str:
     if row is chosen or row.us is None or chosen.us is None:
         return ""
     if measured and row.measured_us is None:
@@ -201,11 +210,12 @@ def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
         return "cannot be captured: the host reads sizes"
     if row.rough:
         return "rounds at every step, errs more"
+    if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
+        return f"a call keeps the host busy for {row.host_us:.0f} us"
     if row.us < chosen.us:
-        serial = chosen.candidate.name == "serial"
         return (
             "not clearly faster than serial"
-            if serial
+            if chosen is serial
             else f"{counted(row.gemms, 'GEMM')}, {counted(row.steps, 'step')}, not clearly faster"
         )
     return f"{row.us / chosen.us - 1:.1%} slower" if chosen.us else ""

@@ -85,6 +85,13 @@ class Row:
     def us(self) -> float | None:
         return self.predicted_us if self.measured_us is None else self.measured_us
 
+    @property
+    def host_us(self) -> float:
+        """About what the host needs to issue a run."""
+        return (
+            0.0 if self.model is None else self.gemms * self.model.host_call_us + self.steps * self.model.host_step_us
+        )
+
     @cached_property
     def losses(self) -> Inefficiencies | None:
         """Of a queued run: what decomposition and contention cost, and how much communication nothing hides."""
