@@ -1,7 +1,8 @@
-"""all-gather -> GEMM -> activation -> GEMM as one schedule, on CPU processes.
+"""all-gather -> GEMM -> activation -> GEMM as one schedule, on GPUs or CPU processes.
 
     python examples/gemm_chain.py                   # 2 ranks: prints the schedule, runs it, checks the result
     python examples/gemm_chain.py --trace chain/    # and draws what ran when
+    python examples/gemm_chain.py --device cuda --rows 4096 --width 4096 --hidden 8192
 
 The MLP of a transformer under tensor parallelism: each rank has some rows of x, its columns of w0 and its rows of w1, and
 computes y = silu(all ranks' x @ w0) @ w1, its part of a sum over ranks. Shards travel in chunks. The rows of a chunk go
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from weft import symm
 from weft.launch import run_ranks
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.ops.choosing import executor as executor_of
 from weft.schedule import RANK, Draft, Schedule
 from weft.schedule.operands import peer
 from weft.schedule.verify import verify
@@ -71,19 +72,23 @@ def chain(world: int, rows: int, width: int, hidden: int, chunks: int) -> Schedu
     return d.schedule()
 
 
-def on_a_rank(rank: int, world: int, schedule: Schedule) -> tuple[float, float, Timeline]:
+def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") -> tuple[float, float, Timeline]:
     """(error of the schedule's y against float64, error of torch's own y in fp32, what the last of three runs did when)."""
     group = dist.group.WORLD
     assert group is not None
-    with CpuSchedule(schedule, symm.domain(group, "cpu")) as executor:
-        given = {b.name: (int(b.rows), b.cols) for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")}
-        torch.manual_seed(rank)  # other weights and rows on every rank
-        tensors = {name: torch.randn(size) / size[1] ** 0.5 for name, size in given.items()}
-        for _ in range(3):
-            tensors["y"].fill_(torch.nan)
-            timeline = Timeline()
-            dist.barrier()  # for the picture's sake: ranks may begin when they like
-            executor.run(tensors, timeline=timeline)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    executor = executor_of(schedule, symm.domain(group, here))
+    given = {b.name: (int(b.rows), b.cols) for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")}
+    torch.manual_seed(rank)  # other weights and rows on every rank
+    tensors = {name: torch.randn(size, device=here) / size[1] ** 0.5 for name, size in given.items()}
+    for _ in range(3):
+        tensors["y"].fill_(torch.nan)
+        timeline = Timeline()
+        dist.barrier()  # for the picture's sake: ranks may begin when they like
+        executor.run(tensors, timeline=timeline)
+    executor.close()
     shards = [torch.empty_like(tensors["x"]) for _ in range(world)]
     dist.all_gather(shards, tensors["x"])
 
@@ -99,6 +104,9 @@ def on_a_rank(rank: int, world: int, schedule: Schedule) -> tuple[float, float, 
 def parser() -> argparse.ArgumentParser:
     about, _, why = (__doc__ or "").partition("\n\n")
     made = argparse.ArgumentParser(description=about, epilog=why, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a rank (default: %(default)s)"
+    )
     made.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: %(default)s)")
     made.add_argument("--rows", type=int, default=512, help="rows of x on each rank (default: %(default)s)")
     made.add_argument("--width", type=int, default=512, help="columns of x and of y (default: %(default)s)")
@@ -116,16 +124,16 @@ def main() -> None:
     verify(schedule)
     print(schedule, end="\n\n")
     timeline = Timeline()
-    for rank, (ours, usual, spans) in enumerate(run_ranks(arguments.ranks, on_a_rank, schedule)):
+    backend = "nccl" if arguments.device == "cuda" else "gloo"
+    found = run_ranks(arguments.ranks, on_a_rank, schedule, arguments.device, backend=backend)
+    for rank, (ours, usual, spans) in enumerate(found):
         print(f"rank {rank}: error {ours:.2e} against float64; torch, one step after the other: {usual:.2e}")
         if not ours <= 2 * usual:
             raise SystemExit(f"rank {rank}: the result is wrong")
         timeline.extend(spans)
     if arguments.trace:
         write_trace(arguments.trace / "gemm_chain.json", {"gemm chain": timeline})
-        title = (
-            f"all-gather, GEMM, silu, GEMM as one schedule: {arguments.ranks} CPU processes, {arguments.chunks} chunks"
-        )
+        title = f"all-gather, GEMM, silu, GEMM as one schedule: {arguments.ranks} ranks, {arguments.device}, {arguments.chunks} chunks"
         draw_overlap(arguments.trace / "gemm_chain.png", {"gemm chain": timeline}, title)
         print(f"{arguments.trace}/gemm_chain.png; gemm_chain.json is for https://ui.perfetto.dev")
 

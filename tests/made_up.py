@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-from weft.schedule import RANK, AllGatherMatmul, Index, NotApplicableError, Schedule, builder, lookup, unregister
+from weft.schedule import RANK, AllGatherMatmul, Index, NotApplicableError, Schedule, Wait, builder, lookup, unregister
 from weft.schedule.operands import all_gather_matmul_operands, peer, starts
 
 
@@ -51,11 +52,21 @@ def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
     return d.schedule()
 
 
+def hasty(p: AllGatherMatmul) -> Schedule:
+    """`ring`, in which nobody waits until the box has been read in the run before: a race."""
+    made = ring(p, by="dma")
+    lanes = [
+        replace(lane, steps=tuple(s for s in lane.steps if not (isinstance(s, Wait) and s.previous)))
+        for lane in made.lanes
+    ]
+    return replace(made, name="hasty", lanes=tuple(lanes))
+
+
 @contextmanager
-def registered() -> Iterator[None]:
+def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
     """What a user does for good, with `@builder(AllGatherMatmul, by=("dma", "kernel"))` above the function."""
-    builder(AllGatherMatmul, by=("dma", "kernel"))(ring)
+    builder(AllGatherMatmul, **(parameters or ({"by": ("dma", "kernel")} if function is ring else {})))(function)
     try:
         yield
     finally:
-        unregister(AllGatherMatmul, "ring")
+        unregister(AllGatherMatmul, function.__name__)

@@ -185,3 +185,34 @@ def disagree(group: dist.ProcessGroup) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def raises_in_the_middle(group: dist.ProcessGroup, p: AllGatherMatmul, name: str) -> tuple[str, str]:
+    """On rank 0 a library call of the second run raises: what each rank gets then, and from its next run."""
+    executor = executor_of(group, p, name)
+    case = Case(p, group.rank(), 1)
+    executor.run(case.tensors)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    first = "nothing"
+    if group.rank() == 0:
+        items = executor._programs[False].items
+        at = next(i for i, item in enumerate(items) if item.kind == 1)
+
+        def fail(tensors: object) -> None:
+            raise MemoryError("no room for a workspace")
+
+        items[at] = items[at]._replace(what=fail)
+    try:
+        executor.run(case.tensors, deadline_s=10.0)
+        torch.cuda.synchronize()
+    except Exception as error:
+        first = type(error).__name__
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        try:
+            executor.check()
+        except Exception as error:
+            return first, type(error).__name__
+        time.sleep(0.05)
+    return first, "nothing"

@@ -46,7 +46,7 @@ def test_layouts_that_cost_a_copy_are_warned_about_once(pair: Pool) -> None:
 
 
 def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
-    steps = ["all_gather x_shard: 384", "matmul y0: 0", "matmul y1: 0"]
+    steps = ["all_gather x_shard -> x: 384", "matmul y0: 0", "matmul y1: 0"]
     assert pair.run(ranks.serial_steps, timeout_s=60) == [steps * 2, []]
 
 

@@ -54,5 +54,5 @@ def test_what_ran_can_be_seen(pair: Pool, by: str) -> None:
 
 
 def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
-    steps = ["exchange splits", "exchange tokens", "permute", "grouped_matmul"]
+    steps = ["exchange splits -> received", "exchange tokens -> unordered", "permute", "library_grouped_matmul"]
     assert pair.run(expert_ranks.serial_steps, timeout_s=60) == [steps * 2, []]

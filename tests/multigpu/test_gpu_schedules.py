@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import gpu_ranks
 import pytest
 import schedule_ranks as ranks
 
 from weft.launch import Pool
-from weft.schedule import AllGatherMatmul
+from weft.schedule import AllGatherMatmul, candidates
+from weft.sim import NULL, simulate
 
 pytestmark = gpu_ranks.MARKS
 CASES = {
@@ -51,6 +55,33 @@ def test_a_chunk_of_columns_is_one_copy(pair: Pool) -> None:
         assert len({span.lane for span in spans}) == 2
 
 
+@pytest.mark.parametrize("name", [SHARD, TWO_D, "ficco_1d[start=uniform,gemms=fused,steps=2,by=dma]"])
+def test_what_runs_when_is_the_simulators_order(pair: Pool, name: str) -> None:
+    """But for signals: of neighbours streams make one operation."""
+    p = AllGatherMatmul.even(256, 128, 256, 2)
+    simulated = simulate(next(c for c in candidates(p) if c.name == name).build(), NULL).timeline
+    for rank, spans in enumerate(pair.run(ranks.spans, p, name, timeout_s=60)):
+        wanted = [(span.lane, span.name) for span in simulated if span.rank == rank]
+        for lane in {lane for lane, _ in wanted}:
+            steps = [text for of, text in wanted if of == lane and not text.startswith(("wait", "set"))]
+            found = sorted((span for span in spans if span.lane == lane), key=lambda span: span.start_us)
+            assert [span.name for span in found if not span.name.startswith(("wait", "set"))] == steps
+
+
+def test_a_chain_of_gemms_is_one_schedule() -> None:
+    """The example, with two computing lanes."""
+    example = Path(__file__).parents[2] / "examples" / "gemm_chain.py"
+    done = subprocess.run(
+        [sys.executable, example, "--device", "cuda", "--chunks", "4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("against float64") == 2
+
+
 def test_a_rank_that_never_calls(pair: Pool) -> None:
     p = AllGatherMatmul.even(256, 128, 256, 2)
     with Pool(2, backend="nccl") as alone:
@@ -59,6 +90,14 @@ def test_a_rank_that_never_calls(pair: Pool) -> None:
     assert "waited 2" in text
     assert "for signal arrived[2] of rank 1 on lane 'compute'" in text
     assert other == "PoisonedGroupError"
+
+
+def test_a_call_that_raises_in_the_middle_of_a_run(pair: Pool) -> None:
+    """Peers have got a part of it: a second attempt would give them data of another call."""
+    p = AllGatherMatmul.even(256, 128, 256, 2)
+    with Pool(2, backend="nccl") as alone:
+        (first, then), (_, other) = alone.run(ranks.raises_in_the_middle, p, SHARD, timeout_s=60)
+    assert (first, then, other) == ("MemoryError", "PoisonedGroupError", "PoisonedGroupError")
 
 
 def test_ranks_with_different_schedules(pair: Pool) -> None:

@@ -113,7 +113,7 @@ def test_the_librarys_calls_are_refused_too_when_the_group_has_failed() -> None:
 
 
 def test_timeline_of_the_librarys_calls(pool: Pool) -> None:
-    steps = ["all_gather x_shard: 384", "matmul y0: 0", "matmul y1: 0"]
+    steps = ["all_gather x_shard -> x: 384", "matmul y0: 0", "matmul y1: 0"]
     assert pool.run(ranks.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
 
 

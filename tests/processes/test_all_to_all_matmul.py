@@ -167,13 +167,18 @@ def test_a_rank_that_does_not_come(pool: Pool) -> None:
 
 def test_a_schedule_for_a_block_runs_there(pool: Pool) -> None:
     for ran in pool.run(ranks.pinned_by_a_block, ranks=3, timeout_s=60):
-        assert ran["serial"] == {"exchange splits", "exchange tokens", "permute", "grouped_matmul"}
+        assert ran["serial"] == {
+            "exchange splits -> received",
+            "exchange tokens -> unordered",
+            "permute",
+            "library_grouped_matmul",
+        }
         for name in ("dispatch[by=dma,rest=each]", "dispatch[by=kernel,rest=together]"):
             assert {"read counts", "grouped_matmul"} <= ran[name]
 
 
 def test_timeline_of_the_librarys_calls(pool: Pool) -> None:
-    steps = ["exchange splits", "exchange tokens", "permute", "grouped_matmul"]
+    steps = ["exchange splits -> received", "exchange tokens -> unordered", "permute", "library_grouped_matmul"]
     assert pool.run(ranks.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
 
 

@@ -62,6 +62,7 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
         ({"dtype": "fp8"}, "must be a positive multiple of 16, as fp8 GEMMs want it"),
         ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
         ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
+        ({"preset": "24x10x16-symmetric"}, "preset 24x10x16-symmetric: torch has symmetric memory on GPUs only"),
     ],
 )
 def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:

@@ -64,7 +64,7 @@ def test_experts_under_torchrun_with_the_librarys_calls() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["--shrink", "128", "--tokens", "32", "--repetitions", "1", "--schedule", "serial"]
     printed = run(*launcher, EXAMPLES / "moe.py", *small)
-    assert "    compute: exchange splits (" in printed
+    assert "    compute: exchange splits -> received (" in printed
     assert printed.count("against float64") == 5
 
 

@@ -38,9 +38,9 @@ LONG_S = 30.0
 K, N, EXPERTS = 16, 32, 2
 OPERATORS = ["all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul"]
 COLLECTIVE = {
-    "all_gather_matmul": "all_gather x_shard",
-    "all_gather_scaled_matmul": "all_gather x_shard",
-    "all_to_all_matmul": "exchange splits",
+    "all_gather_matmul": "all_gather x_shard -> x",
+    "all_gather_scaled_matmul": "all_gather x_shard -> x",
+    "all_to_all_matmul": "exchange splits -> received",
 }
 
 
@@ -287,12 +287,12 @@ def test_a_rank_that_comes_and_does_not_go_on(doing: str) -> None:
         answers = alone.run(stuck, doing)
     errors = [answers[rank][0] for rank in (0, 2)]
     if doing == "hang":
-        assert_deadline(errors, r"rank [02] waited 0.5 s for all_gather x_shard of all_gather_matmul")
+        assert_deadline(errors, r"rank [02] waited 0.5 s for all_gather x_shard -> x of all_gather_matmul")
     else:
         assert answers[BAD_RANK][0][0] == {"raise": "ArithmeticError", "interrupt": "KeyboardInterrupt"}[doing]
         for kind, text in errors:
             assert kind == "PoisonedGroupError"
-            assert "rank 1: all_gather x_shard of all_gather_matmul" in text
+            assert "rank 1: all_gather x_shard -> x of all_gather_matmul" in text
     assert_over([last for _, last in answers])
 
 
@@ -381,8 +381,8 @@ def timelines(group: dist.ProcessGroup, operator: str, everywhere: bool) -> dict
 
 
 STEPS: dict[str, Callable[[int], dict[str, int]]] = {
-    "all_gather_matmul": lambda world: {"all_gather x_shard": (world - 1) * 4 * K * 4, "matmul y0": 0},
-    "all_gather_scaled_matmul": lambda world: {"all_gather x_shard": (world - 1) * 4 * K, "scaled_matmul y0": 0},
+    "all_gather_matmul": lambda world: {"all_gather x_shard -> x": (world - 1) * 4 * K * 4, "matmul y0": 0},
+    "all_gather_scaled_matmul": lambda world: {"all_gather x_shard -> x": (world - 1) * 4 * K, "scaled_matmul y0": 0},
 }
 
 
@@ -396,15 +396,16 @@ def test_timelines(pool: Pool, operator: str, everywhere: bool) -> None:
 
 def test_timelines_of_one_rank(pool: Pool) -> None:
     assert pool.run(timelines, "all_gather_matmul", True, ranks=1) == [{"matmul y0": 0}]
-    assert pool.run(timelines, "all_to_all_matmul", True, ranks=1)[0].keys() == {"grouped_matmul"}
+    assert pool.run(timelines, "all_to_all_matmul", True, ranks=1)[0].keys() == {"library_grouped_matmul"}
 
 
 def test_timelines_of_experts(pool: Pool) -> None:
     """All tokens go to rank 0, which sends nothing but splits."""
-    sent = {"exchange splits": 2 * EXPERTS * 8, "exchange tokens": 0, "permute": 0, "grouped_matmul": 0}
+    tokens = "exchange tokens -> unordered"
+    sent = {"exchange splits -> received": 2 * EXPERTS * 8, tokens: 0, "permute": 0, "library_grouped_matmul": 0}
     first, second, _ = pool.run(timelines, "all_to_all_matmul", True, ranks=3)
     assert first == sent
-    assert second == {**sent, "exchange tokens": 4 * K * 4}
+    assert second == {**sent, tokens: 4 * K * 4}
 
 
 # --- torch.compile ---

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
+import made_up
 import pytest
 
 from weft.hw import load_machine
-from weft.plan import autotune, choose, promising
+from weft.plan import autotune, choose, known_times, promising
 from weft.plan import machine as here
-from weft.schedule import AllGatherMatmul, Candidate
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, Candidate, Schedule, candidates
 from weft.sim import model_of
 
 PROBLEM = AllGatherMatmul.even(4096, 4096, 8192, 2)
@@ -50,9 +52,19 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_promising_are_the_fastest_and_those_without_overlap() -> None:
     names = [candidate.name for candidate in CANDIDATES]
-    assert names[:3] == [row.candidate.name for row in CHOICE.rows[:3]]
+    usable = [row.candidate.name for row in CHOICE.rows if row.predicted_us is not None and not row.rough]
+    assert names[:3] == usable[:3]
     assert set(names[3:]) == {"serial", "gather[by=dma]", "gather[by=kernel]"}
-    assert len(promising(CHOICE, 1000)) == sum(row.predicted_us is not None for row in CHOICE.rows)
+    assert [candidate.name for candidate in promising(CHOICE, 1000)] == usable
+
+
+def test_of_graphs_those_are_promising_that_can_be_captured() -> None:
+    problem = replace(AllToAllMatmul.even(4096, 4096, 8192, 4, 2), exact=False)
+    choice = choose(problem, model_of(load_machine("h200"), 2), mode="graph")
+    assert any(row.reads_on_host and row.predicted_us is not None for row in choice.rows)
+    found = [choice.row(candidate.name) for candidate in promising(choice)]
+    assert {row.candidate.name for row in found if row.reads_on_host} == {"serial"}
+    assert len(found) > 1
 
 
 def test_candidates_take_turns_and_the_median_of_the_slowest_rank_counts() -> None:
@@ -103,6 +115,41 @@ def test_a_candidate_without_a_time_is_measured_with_the_others() -> None:
     autotune(PROBLEM, CANDIDATES[:2], rank.run, rank.agree, machine="toy", rounds=1)
     rank.tune(rounds=1)
     assert rank.runs == [c.name for c in CANDIDATES[:2]] + [c.name for c in CANDIDATES]
+
+
+def test_times_hold_for_the_schedules_of_builders_from_outside() -> None:
+    def ring(p: AllGatherMatmul, *, by: str) -> Schedule:  # as somebody's builder is changed
+        return made_up.ring(p, by="dma")
+
+    def tuned() -> int:
+        rank = Rank()
+        autotune(PROBLEM, candidates(PROBLEM, ("serial", "ring")), rank.run, rank.agree, machine="toy", rounds=1)
+        return len(rank.runs)
+
+    with made_up.registered():
+        assert (tuned(), tuned()) == (3, 0)
+        times = known_times(PROBLEM, "toy", "queued")
+        assert times is not None
+        assert set(times) == {"serial", "ring[by=dma]", "ring[by=kernel]"}
+    with made_up.registered(ring, by=("dma", "kernel")):
+        assert (tuned(), tuned()) == (3, 0)
+    assert known_times(PROBLEM, "toy", "queued") is None
+    with made_up.registered():
+        assert tuned() == 0
+
+
+def test_times_of_queued_calls_serve_graphs_where_none_were_timed() -> None:
+    times = Rank().tune()
+    assert known_times(PROBLEM, "toy", "graph") == times
+    assert known_times(PROBLEM, "toy", "single") is None
+    graphs = Rank().tune(mode="graph", rounds=1)
+    assert known_times(PROBLEM, "toy", "graph") == graphs != times
+
+
+def test_times_without_serial_choose_nothing() -> None:
+    rank = Rank()
+    autotune(PROBLEM, candidates(PROBLEM, ("gather",)), rank.run, rank.agree, machine="toy")
+    assert known_times(PROBLEM, "toy", "queued") is None
 
 
 def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

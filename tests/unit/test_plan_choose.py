@@ -6,6 +6,7 @@ import importlib
 import threading
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from weft.hw import load_machine
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, Mode, _built, _least_us, predict
 from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Schedule, builder, candidates, unregister
+from weft.schedule.gather import gather
 from weft.schedule.operands import all_gather_matmul_operands
-from weft.sim import Model, model_of
+from weft.sim import Model, model_of, simulate
 
 module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
 H200 = model_of(load_machine("h200"), 2)
@@ -144,6 +146,19 @@ def test_single_calls_pay_for_the_hosts_steps() -> None:
     assert plan.choose(LARGE, slow_host, mode="queued").candidate.name != "serial"
     graph, queued = (plan.choose(LARGE, slow_host, mode=mode).predicted_us for mode in ("graph", "queued"))
     assert queued < graph < queued + 100.0
+
+
+def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
+    """However fast the device would be: a loop of such calls is not faster than the host."""
+    problem = AllGatherMatmul.even(1024, 3072, 4096, 2)
+    ahead = decide(problem, replace(H200, host_call_us=0.0, host_step_us=0.0), mode="queued")
+    slow = replace(H200, host_call_us=(ahead.row("serial").us or 0.0) / 2 + 1, host_step_us=0.0)
+    name = ahead.candidate.name
+    assert ahead.row(name).gemms == 2
+    choice = decide(problem, slow, mode="queued")
+    assert choice.row(choice.candidate.name).gemms == 1
+    assert choice.row(name).why_not == f"a call keeps the host busy for {2 * slow.host_call_us:.0f} us"
+    assert decide(problem, slow, mode="graph").candidate.name == decide(problem, H200, mode="graph").candidate.name
 
 
 @pytest.mark.parametrize(
@@ -348,6 +363,41 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.choose(AllGatherMatmul.even(2 * rows, 8, 8, 2), H200, pinned="serial")
     assert len(module._choices) == 3
     assert plan.choose(AllGatherMatmul.even(12, 8, 8, 2), H200, pinned="serial").problem.m == 12
+
+
+def test_autotune_pins_nothing() -> None:
+    first = plan.choose(LARGE, H200)
+    with plan.use("autotune"):
+        assert plan.choose(LARGE, H200) is first
+    with plan.use("serial"):
+        assert plan.choose(LARGE, H200, pinned=plan.AUTOTUNE) is first
+
+
+def test_a_second_choice_builds_and_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+
+    def counted_builder(p: AllGatherMatmul) -> Schedule:
+        counted.append("built")
+        return gather(p, by="dma")
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        counted.append("simulated")
+        return simulate(*arguments, **options)
+
+    monkeypatch.setattr("weft.plan.predict.simulate", counting)
+    problem, measured = AllGatherMatmul.even(8192, 4096, 4096, 2), {"serial": 900.0, "gather[by=dma]": 700.0}
+    builder(AllGatherMatmul)(counted_builder)
+    try:
+        for options in ({}, {"mode": "graph"}, {"measured": measured}):
+            before = len(counted)
+            plan.choose(problem, H200, **options)  # type: ignore[arg-type]
+            after = len(counted)
+            assert after > before
+            plan.choose(AllGatherMatmul.even(8192, 4096, 4096, 2), H200, **options)  # type: ignore[arg-type]
+            assert len(counted) == after
+    finally:
+        unregister(AllGatherMatmul, "counted_builder")
+    assert {"built", "simulated"} == set(counted)
 
 
 def test_modes_are_named() -> None:

@@ -191,6 +191,14 @@ def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
         find_shapes(file, "8x0x2", "cpu")
 
 
+def test_shapes_with_inputs_in_symmetric_memory_are_others() -> None:
+    file = shapes_file("all_gather_matmul")
+    both = find_shapes(file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
+    assert [s.symmetric for s in both] == [False] * 8 + [True] * 9
+    assert (both[8].name, both[-1].name) == (f"{both[0].name}-symmetric", "8x4x2-symmetric")
+    assert both[8].sources == both[0].sources
+
+
 def test_layers_of_all_to_all_matmul_follow_from_the_models() -> None:
     file = shapes_file("all_to_all_matmul")
     models = {  # hidden, MLP of an expert, experts, of a token

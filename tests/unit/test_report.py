@@ -142,6 +142,27 @@ def test_a_later_run_replaces_an_earlier_one_whole() -> None:
     table = markdown([*_records("one"), *later])
     assert "put" not in table
     assert "| 20 |" in table
+    captured = [r | {"mode": "graph"} for r in later]
+    both = markdown([*_records("one"), *captured])
+    assert "**queued**" in both, "other modes of it may have been measured in another run"
+    assert "**graph**" in both
+
+
+def test_what_calls_cost_the_host_is_said_of_queued_ones() -> None:
+    base = {
+        "op": "all_gather_matmul",
+        "config": "64x1x1",
+        "dtype": "bf16",
+        "ranks": 2,
+        "machine": "m",
+        "run": "a",
+        "host_us": 80.0,
+    }
+    common = base | {"first_call_ms": 3.0, "versions": {}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
+    rows = [_shape("64x1x1", variant, 1.0) | common for variant in ("serial", "weft")]
+    said = "in the median: 80 us and 3 ms with serial, 80 us and 3 ms with weft."
+    assert said in markdown([r | {"mode": "queued"} for r in rows])
+    assert "in the median" not in markdown([r | {"mode": "graph"} for r in rows])
 
 
 def test_a_bar_in_a_name_does_not_break_the_table() -> None:

@@ -1,7 +1,8 @@
 """Benchmark of the all-gather that feeds a GEMM: shapes x variants.
 
-Inputs are ordinary tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. With fp8 the operators are
-the scaled ones, with a scale for each whole tensor, and results are bf16. Variants:
+Inputs are ordinary tensors (those of shapes named "-symmetric" lie in torch's symmetric memory), the weight lies as `nn.Linear`
+has it, outputs are new at each call. With fp8 the operators are the scaled ones, with a scale for each whole tensor, and results
+are bf16. Variants:
 
     serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
@@ -70,6 +71,8 @@ class MatmulWorkload(Workload):
         self.scaled = self.problem.scaled is not None
         self.dtype = torch.bfloat16 if self.scaled else dtype
         self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
+        if shape.symmetric:
+            self.x_shards = [_symmetric(x, ranks) for x in self.x_shards]
         generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
         w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device)
         # fp8 has no room for small numbers: there the scale makes w small.
@@ -111,7 +114,7 @@ class MatmulWorkload(Workload):
         model = choosing.machine_model(self.ranks.device, self.ranks.world_size)
         if model is None or self.ranks.world_size == 1:
             return {}
-        return {mode: plan.choose(self.problem, model, mode=mode) for mode in PLANNED_MODES}
+        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
 
     def floor_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
@@ -125,6 +128,15 @@ class MatmulWorkload(Workload):
         generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
         size = (self.problem.rows[rank], self.shape.k)
         return torch.randn(size, generator=generator, device=self.ranks.device).to(self.operands)
+
+
+def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The same in memory that torch's operators know to be symmetric. Collective."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
+    symm_mem.rendezvous(copy, ranks.group.group_name)
+    return copy.copy_(x)
 
 
 class Serial:
@@ -236,6 +248,8 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
         super().check_options(options)
         for shape in self.presets(options):
             _problem(shape, options.ranks, options.dtype)  # says which number of rows would do
+            if shape.symmetric and options.device != "cuda":
+                raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
         check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import ClassVar, TypeVar
 
 from weft.bench import records
@@ -56,10 +57,24 @@ class Tables(ABC):
             rows = [r for r in written if r["mode"] == mode]
             if rows:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
-                print_table(title, *self._lines(rows), self.said(rows), optional=self.optional)
+                print_table(title, *self._lines(rows), self.said(rows) + self._on_host(rows), optional=self.optional)
 
     def markdown(self, rows: Sequence[Record]) -> str:
-        return "\n\n".join([markdown_table(*self._lines(rows)), *self.said(rows)])
+        return "\n\n".join([markdown_table(*self._lines(rows)), *self.said(rows), *self._on_host(rows)])
+
+    def _on_host(self, rows: Sequence[Record]) -> list[str]:
+        """What calls cost the host beside the device's time."""
+        found = []
+        for variant in (*self.baselines, *self.compared):
+            busy = [r["host_us"] for r in rows if r["variant"] == variant and r.get("host_us")]
+            first = [r["first_call_ms"] for r in rows if r["variant"] == variant and r.get("first_call_ms")]
+            if busy and first and rows[0]["mode"] == "queued":
+                found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
+        if not found:
+            return []
+        return [
+            f"A call keeps the host busy or waiting for, and the first one of a shape takes, in the median: {', '.join(found)}."
+        ]
 
     def overs(self, rows: Sequence[Record], variant: str) -> list[str]:
         """Of the baselines with which `variant` is compared those that were measured."""

@@ -1,11 +1,14 @@
-"""Shapes of operators with a GEMM, from `benchmarks/shapes/OP.toml`, each with where it comes from; or as typed, MxNxK."""
+"""Shapes of operators with a GEMM, from `benchmarks/shapes/OP.toml`, each with where it comes from; or as typed, MxNxK.
+
+With "-symmetric" behind it a group or a shape has its input in symmetric memory already, which is a shape of its own.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +16,22 @@ import weft
 
 CPU_GROUP = "cpu"
 """The group that runs on CPUs by default; the others run on GPUs."""
+_SYMMETRIC = "-symmetric"
 
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """[m, k] @ [k, n], n on each rank."""
+    """[m, k] @ [k, n], n on each rank. symmetric: peers can read the input where it lies."""
 
     m: int
     n: int
     k: int
     sources: tuple[str, ...] = ()
+    symmetric: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
+        return f"{self.m}x{self.n}x{self.k}{_SYMMETRIC * self.symmetric}"
 
 
 def shapes_file(op: str) -> Path:
@@ -40,15 +45,17 @@ def find_shapes(file: Path, preset: str | None, device: str) -> tuple[MatmulShap
     """
     groups = _groups(file)
     found: list[MatmulShape] = []
-    for name in named_groups(tuple(groups), preset, device):
+    for given in named_groups(tuple(groups), preset, device):
+        name, symmetric = given.removesuffix(_SYMMETRIC), given.endswith(_SYMMETRIC)
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name)
         if name in groups:
-            found += groups[name]
+            found += [replace(shape, symmetric=symmetric) for shape in groups[name]]
         elif typed:
-            found.append(MatmulShape(int(typed[1]), int(typed[2]), int(typed[3])))
+            found.append(MatmulShape(int(typed[1]), int(typed[2]), int(typed[3]), symmetric=symmetric))
         else:
             raise ValueError(
-                f"no preset {name!r}: give one of {known_groups(tuple(groups), file)}, or a shape MxNxK such as 8192x4096x8192"
+                f"no preset {given!r}: give one of {known_groups(tuple(groups), file)}, or a shape MxNxK such as 8192x4096x8192; "
+                f"with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
             )
     return _merged(found)
 
@@ -67,10 +74,10 @@ def known_groups(groups: Sequence[str], file: Path) -> str:
 
 def _merged(shapes: list[MatmulShape]) -> tuple[MatmulShape, ...]:
     """Each shape once, with all its sources."""
-    sources: dict[tuple[int, int, int], list[str]] = {}
+    sources: dict[MatmulShape, list[str]] = {}
     for shape in shapes:
-        sources.setdefault((shape.m, shape.n, shape.k), []).extend(shape.sources)
-    return tuple(MatmulShape(*size, tuple(dict.fromkeys(found))) for size, found in sources.items())
+        sources.setdefault(replace(shape, sources=()), []).extend(shape.sources)
+    return tuple(replace(shape, sources=tuple(dict.fromkeys(found))) for shape, found in sources.items())
 
 
 def _groups(file: Path) -> dict[str, list[MatmulShape]]:

@@ -4,8 +4,8 @@
 
 rewrites, in place, what stands between `<!-- results:NAME -->` and `<!-- /results -->`, where NAME is a results file's
 name without ".jsonl"; a block stays empty until its results are recorded. For each operator, dtype and mode there is a
-table with a row per configuration: the operator knows its columns. A later run of a configuration replaces an earlier
-one; its arms are never mixed with another run's.
+table with a row per configuration: the operator knows its columns. A later run of a configuration in a mode replaces an
+earlier one; its arms are never mixed with another run's.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
-    """Of each (operator, configuration, dtype) the records of its last run, in the order of first appearance."""
+    """Of each (operator, configuration, dtype, mode) the records of its last run, in the order of first appearance."""
 
     def key(record: Record) -> tuple[str, ...]:
-        return record["op"], record["config"], record["dtype"]
+        return record["op"], record["config"], record["dtype"], record["mode"]
 
     last = {key(r): r["run"] for r in found}
     order = list(last)

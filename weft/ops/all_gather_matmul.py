@@ -9,7 +9,7 @@ Backward is in `weft.ops.gathered`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ def all_gather_matmul(
     gather_dim: any dimension but the last.
     group: a process group, or its name.
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
-    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...).
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
         collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
@@ -87,7 +88,6 @@ def all_gather_matmul(
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
-    check_dimensions(A_shard, gather_dim)
     check_options(deadline_s, timeline)
     if isinstance(Bs, torch.Tensor):
         raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
@@ -95,6 +95,7 @@ def all_gather_matmul(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+        check_dimensions(A_shard, gather_dim)
         x = flattened(A_shard, gather_dim)
         name = group if isinstance(group, str) else group.group_name
         sizes = None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
@@ -124,6 +125,7 @@ class _Prepared(Prepared):
         super().__init__(p, group, device, pinned)
         self.differentiated = any(wanted)
         self._shapes = [(p.m, n) for n in p.n]
+        self._gathered_shape = (p.m, p.k)
         self._copied = copied
 
     @opaque
@@ -138,19 +140,18 @@ class _Prepared(Prepared):
         capturing = self.capturing()
         if self.known_serial(capturing):
             return self._in_turn(x, Bs, deadline_s, timeline)
-        results = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in self._shapes]
+        results = [x.new_empty(shape) for shape in self._shapes]
         tensors = {"x_shard": x}
         for i, (B, y) in enumerate(zip(Bs, results, strict=True)):
             tensors[f"w{i}"] = B.contiguous() if i in self._copied else B
             tensors[f"y{i}"] = y
         if self.p.return_gathered:
-            gathered = torch.empty(self.p.m, self.p.k, dtype=x.dtype, device=x.device)
-            tensors["x"] = gathered
+            tensors["x"] = gathered = x.new_empty(self._gathered_shape)
             results = [gathered, *results]
         executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(x, Bs, deadline_s, None))
         if executor is None:
             return self._in_turn(x, Bs, deadline_s, timeline)
-        executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        self.run(executor, tensors, deadline_s, timeline)
         return results
 
     def _in_turn(
@@ -215,8 +216,14 @@ def _prepared_for(
     sizes = None if rows is None else tuple(rows)
     key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes, wanted)
     prepared = _table.find(group, key)
-    if prepared is not None:
-        return prepared
+    return prepared or _prepare(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted, deadline_s, key)
+
+
+def _prepare(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
+    pinned: str | None, sizes: tuple[int, ...] | None, wanted: tuple[bool, bool], deadline_s: float | None, key: Hashable,
+) -> _Prepared:  # fmt: skip
+    check_dimensions(A_shard, gather_dim)
 
     def check() -> tuple[AllGatherMatmul, str]:
         p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)

@@ -202,7 +202,7 @@ class _Prepared(Prepared):
         )
         if executor is None:
             return self._in_turn(tensors, results, deadline_s, timeline)
-        executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        self.run(executor, tensors, deadline_s, timeline)
         return [tensors["x"], *results] if call.return_x else results
 
     def _in_turn(
@@ -214,14 +214,15 @@ class _Prepared(Prepared):
         assert scaled is not None
         if self.domain is not None:
             x = gathered_by_library(x, self.p, self.group, turn)
-            scale = gathered_by_library(scale, self.p, self.group, turn, "x_scale") if scaled.by == "row" else scale
+            if scaled.by == "row":
+                scale = gathered_by_library(scale, self.p, self.group, turn, "all_gather x_scale -> gathered_scale")
         elif self.p.return_gathered:
             x = x.clone()
         for i, y in enumerate(results):
             w, w_scale, bias = tensors[f"w{i}"], tensors[f"w_scale{i}"], tensors.get(f"bias{i}")
             scaled_matmul(x, w, scale, w_scale, bias, fast=scaled.fast[i], out=y)
             if turn is not None:
-                turn.done(f"scaled_matmul y{i}", y)
+                turn.done(f"scaled_matmul{'_fast' * scaled.fast[i]} y{i}", y)
         if turn is not None:
             turn.end()
         return [x, *results] if self.p.return_gathered else results

@@ -70,7 +70,8 @@ def all_to_all_matmul(
     return_received: also return how many rows came.
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
-    schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block).
+    schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
         collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
         checks there that ranks call the same of the shapes that are known already.
@@ -185,7 +186,7 @@ class _Prepared(Prepared):
         self, tensors: dict[str, torch.Tensor], w: torch.Tensor, capturing: bool, deadline_s: float | None
     ) -> Any:
         """Chosen on tokens of the description's number, as many for each expert: the first call may have hardly any."""
-        if self._chosen is not None or capturing or self.pinned is not None:
+        if self._chosen is not None or capturing or self.pinned not in (None, plan.AUTOTUNE):
             return self.executor(tensors, capturing, deadline_s)
         p, device = self.p, self.device
         assert self.domain is not None

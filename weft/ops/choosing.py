@@ -1,8 +1,16 @@
-"""Which schedule a call takes: pinned, planned on a known machine, or measured on an unknown one.
+"""Which schedule a call takes: pinned, planned on a known machine, or measured: on an unknown one, or on demand ("autotune").
 
 On a known GPU the plan rests on the shape's own GEMMs, which are timed first (`weft.plan.gemms`); that is the only device work
-of planning, at most some 60 ms of it, at the first call of a shape. All ranks must take the same schedule: a pinned name is the
-same everywhere, a plan is the first rank's, measured times are the slowest rank's.
+of planning, at most some 60 ms of it, at the first call of a shape. On demand whole schedules are timed as well, and remembered
+times are what a plan rests on from then on, with or without the demand. All ranks must take the same schedule: a pinned name is
+the same everywhere, a plan is the first rank's, measured times are the slowest rank's.
+
+What is timed on demand on a known machine is `queued` calls: several in a row, on a GPU behind a sleep of the device that
+lets the host get ahead. That is what the planner predicts, so that the two can be told beside each other, and it serves graphs
+too, whose replays have no host in them either (what a graph adds, `graph.run` and `graph.collective` in a machine's file, is
+left out, in favour of serial where the file says that collectives lose more by it). Graphs are not captured to be timed: a
+library that was captured once may launch in another way for the rest of the process. On an unknown machine it is single
+calls, host included.
 """
 
 from __future__ import annotations
@@ -18,12 +26,15 @@ from typing import Any, TypeAlias
 import torch
 
 from weft import plan
+from weft.errors import ScheduleError
 from weft.hw import file_of, load_machine
 from weft.plan import gemms
+from weft.plan.choose import decide, warn_once
 from weft.plan.machine import machine_name
 from weft.plan.pin import named
 from weft.plan.predict import library_gemms
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates
+from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
@@ -32,6 +43,8 @@ Tensors: TypeAlias = dict[str, Any]
 """A call's, by buffer; for an output whose rows only the run knows a function from their number to a tensor."""
 
 _REPETITIONS = 5
+_IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
+_CYCLES_PER_US = 2000  # at least the clock of any present GPU
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = 0.07, {"cpu": 300.0}
 """Of the serial schedule's time, and by type of device: what another one must gain to be taken, a few runs of each telling.
@@ -39,8 +52,9 @@ Threads of lanes that have slept take longer to wake than in these runs."""
 
 
 def check_name(name: str, p: Problem) -> None:
-    """`ValueError` if there is no such schedule, or it cannot do `p`."""
-    named(p, name).build()
+    """`ValueError` if there is no such schedule, or it cannot do `p`. "autotune" names none, and always goes."""
+    if name != plan.AUTOTUNE:
+        named(p, name).build()
 
 
 @dataclass(frozen=True)
@@ -81,25 +95,52 @@ def choose(
 ) -> Chosen:
     """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up.
 
+    pinned: a schedule's name, or "autotune".
     serial: does it as the operator would by the library, where that is not an executor's work.
+
+    `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` is to run that `verify` finds faults of.
     """
-    if pinned is not None:
+    if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
     else:
         _measure_gemms(p, domain, tensors, deadline_s)
         model = machine_model(domain.device, p.world_size)
+        if pinned is not None:
+            _tune(p, domain, tensors, model, deadline_s, serial)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
-        mine = None if model is None else tuple(plan.choose(p, model, mode=mode).candidate.name for mode in _MODES)
+        mine = None
+        if model is not None:
+            mine = tuple(planned(p, model, domain.device, mode, pinned).candidate.name for mode in _MODES)
         names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             names = _fastest(p, domain, tensors, deadline_s, serial)
-    schedules = {name: named(p, name).build() for name in names if name != "serial"}
+    schedules = {name: _built(p, named(p, name)) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
     return chosen
+
+
+def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
+    """What a call takes that pins nothing, and `weft.plan.explain` shows: by remembered times of this machine if there are any."""
+    return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
+
+
+def _built(p: Problem, candidate: Candidate) -> Schedule:
+    schedule = candidate.build()
+    if plan.from_outside(p, candidate):
+        try:
+            _verify_once(schedule)
+        except ScheduleError as error:
+            raise ScheduleError(f"builder {candidate.name}, for {p.name} of {p.text}: {error}") from error
+    return schedule
+
+
+@lru_cache(maxsize=64)
+def _verify_once(schedule: Schedule) -> None:
+    verify(schedule)
 
 
 def executor(schedule: Schedule, domain: Domain) -> Any:
@@ -166,28 +207,40 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else machine_name()
 
 
+def _tune(
+    p: Problem,
+    domain: Domain,
+    tensors: Tensors,
+    model: Model | None,
+    deadline_s: float | None,
+    serial: Callable[[], object] | None,
+) -> None:
+    """Measure what is promising, unless it was before; where the first rank has a model. Collective."""
+    names: list[str] | None = None
+    if model is not None:
+        # What is promising rests on GEMMs that were measured in this process: in the next one it may be others.
+        names = list(plan.known_times(p, device_name(domain.device), "queued") or ())
+        if not names:
+            choices = [decide(p, model, mode=mode) for mode in _MODES]
+            names = list(dict.fromkeys(one.name for choice in choices for one in plan.promising(choice)))
+    names = domain.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
+    if names is not None:
+        schedules = {name: _built(p, named(p, name)) for name in names}
+        _measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
+
+
 def _fastest(
     p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
 ) -> tuple[str, str]:
-    """For calls, and for calls in graphs: the fastest of the usual ones on the tensors of the first call, or when `p` was measured
-    before; serial, if it is not clearly slower and can be captured. Times are kept on disk (`weft.plan.autotune`)."""
-
-    def run(candidate: Candidate) -> float:
-        if serial is not None and candidate.name == "serial":
-            return _time_us(serial, domain.device)
-        made = executor(candidate.build(), domain)
-        try:
-            return _time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain.device)
-        finally:
-            made.close()
-
-    def agree(mine: list[float]) -> list[float]:
-        times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
-        return [max(of_one) for of_one in zip(*times, strict=True)]
-
-    usual = [candidate for candidate in candidates(p) if p.worth_running(candidate) and _applies(candidate)]
+    """For calls, and for calls in graphs: the fastest of the usual ones, and of those by builders from outside, on the tensors of
+    the first call, or when `p` was measured before; serial, if it is not clearly slower and can be captured."""
+    schedules = {}
+    for candidate in candidates(p):
+        if p.worth_running(candidate) or plan.from_outside(p, candidate):
+            with contextlib.suppress(NotApplicableError):
+                schedules[candidate.name] = _built(p, candidate)
     # Each is run by itself, a few times: only one holds memory.
-    times = plan.autotune(p, usual, run, agree, machine=device_name(domain.device), mode="single", rounds=2)
+    times = _measured(p, schedules, domain, tensors, deadline_s, serial, "single", 2)
 
     def best(names: list[str]) -> str:
         fastest = min(names, key=lambda name: times[name])
@@ -196,16 +249,46 @@ def _fastest(
         needed_us = max(_CLEARLY * times["serial"], _CLEARLY_US.get(domain.device.type, 0.0))
         return "serial" if times["serial"] - times[fastest] <= needed_us else fastest
 
-    capturable = [candidate.name for candidate in usual if not candidate.build().reads_on_host]
-    return best(list(times)), best(capturable or list(times))
+    capturable = [name for name, schedule in schedules.items() if not schedule.reads_on_host]
+    usual, others = best(list(times)), [name for name in times if name != "serial"]
+    if usual == "serial" and others and domain.rank == 0:  # times are the same on all ranks
+        other, us = min(others, key=lambda name: times[name]), times["serial"]
+        clearly = "clearly " if times[other] < us else ""
+        text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not {clearly}faster"
+        warn_once(p, "single", text)
+    return usual, best(capturable or list(times))
 
 
-def _applies(candidate: Candidate) -> bool:
-    try:
-        candidate.build()
-    except NotApplicableError:
-        return False
-    return True
+def _measured(
+    p: Problem,
+    schedules: dict[str, Schedule],
+    domain: Domain,
+    tensors: Tensors,
+    deadline_s: float | None,
+    serial: Callable[[], object] | None,
+    mode: plan.Mode,
+    rounds: int,
+) -> dict[str, float]:
+    """Microseconds by name, the slowest rank's, from now or before: they are kept on disk (`weft.plan.autotune`)."""
+
+    def time_us(call: Callable[[], object]) -> float:
+        return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
+
+    def run(candidate: Candidate) -> float:
+        if serial is not None and candidate.name == "serial":
+            return time_us(serial)
+        made = executor(schedules[candidate.name], domain)
+        try:
+            return time_us(lambda: made.run(tensors, deadline_s=deadline_s))
+        finally:
+            made.close()
+
+    def agree(mine: list[float]) -> list[float]:
+        times = domain.all_gather(mine, what=f"times of schedules for {p}", deadline_s=deadline_s)
+        return [max(of_one) for of_one in zip(*times, strict=True)]
+
+    found = [named(p, name) for name in schedules]
+    return plan.autotune(p, found, run, agree, machine=device_name(domain.device), mode=mode, rounds=rounds)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
@@ -218,3 +301,35 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append((time.perf_counter() - start) * 1e6)
     return min(times[1:])
+
+
+def _queued_us(call: Callable[[], object], domain: Domain, deadline_s: float | None) -> float:
+    """Of each of several calls in a row. On a GPU the device sleeps until they are all enqueued. Collective."""
+    device = domain.device
+    on_gpu = device.type == "cuda"
+    call()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    host_us = (time.perf_counter() - start) * 1e6
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    mine = (host_us, (time.perf_counter() - start) * 1e6)
+    every = domain.all_gather(mine, what="how long a call takes", deadline_s=deadline_s)
+    host_us, us = (max(of_ranks) for of_ranks in zip(*every, strict=True))
+    calls = max(3, min(_MOST_IN_A_ROW, int(_IN_A_ROW_US / us)))
+    if not on_gpu:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) * 1e6 / calls
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(int(_CYCLES_PER_US * 1.5 * host_us * (1 + calls)))
+    call()  # in which ranks wait for each other's sleep to end
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls

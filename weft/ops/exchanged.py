@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from weft.ops.in_turn import Turn, begun
+from weft.schedule.dispatch import LIBRARY_GEMMS
 
+_SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # as executors call them
 _ALIGNMENT = 16  # bytes: of addresses and strides, for torch's grouped GEMM
 
 
@@ -82,8 +84,8 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn |
     if turn is None:
         dist.all_to_all_single(received, splits.view(world, -1), group=group)
         return received
-    turn.run("exchange splits", dist.all_to_all_single, received, splits.view(world, -1), group=group)
-    return turn.done("exchange splits", received, splits.nbytes // world * (world - 1))
+    turn.run(_SPLITS, dist.all_to_all_single, received, splits.view(world, -1), group=group)
+    return turn.done(_SPLITS, received, splits.nbytes // world * (world - 1))
 
 
 def multiplied_by_library(
@@ -94,7 +96,7 @@ def multiplied_by_library(
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
     y = _grouped_matmul(_dispatched(tokens, sizes, group, rows, turn), w, sizes, cut=rows < came)
-    return y if turn is None else turn.done("grouped_matmul", y)
+    return y if turn is None else turn.done(LIBRARY_GEMMS, y)
 
 
 def gradients(
@@ -119,7 +121,7 @@ def gradients(
     order = None if world == 1 or w.shape[0] == 1 else _expert_order(sizes.received, came)
     if world > 1 and wanted[1]:
         x = tokens.new_empty(came, tokens.shape[1])
-        arriving = _send(tokens, x, sizes.host.sent, sizes.host.came, group, turn, "tokens again")
+        arriving = _send(tokens, x, sizes.host.sent, sizes.host.came, group, turn, "exchange tokens again")
     if wanted[0]:
         grad_x = _grouped_matmul(grad_y, w.transpose(1, 2), sizes)
         if order is not None:
@@ -127,7 +129,9 @@ def gradients(
         grad_tokens = grad_x
         if world > 1:
             grad_tokens = torch.empty_like(tokens)
-            returning = _send(grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "gradients of tokens")
+            returning = _send(
+                grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "exchange gradients of tokens"
+            )
     grad_w = None
     if wanted[1]:
         if arriving is not None:
@@ -139,10 +143,10 @@ def gradients(
 
 
 def _send(
-    rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn | None, what: str
+    rows: torch.Tensor, out: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> Any:  # fmt: skip
     """What to wait for before reading `out`."""
-    return begun(turn, f"exchange {what}", dist.all_to_all_single, out, rows, came, sent, group=group)
+    return begun(turn, name, dist.all_to_all_single, out, rows, came, sent, group=group)
 
 
 def _dispatched(
@@ -158,14 +162,14 @@ def _dispatched(
         return padded
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = tokens.new_empty(came if experts > 1 else max(rows, came), k)
-    exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, "tokens")
+    exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, _TOKENS)
     order = None
     if experts > 1:
         order = _expert_order(sizes.received, came)[:rows]  # on the device while tokens are under way
     exchange.wait()
     if turn is not None:
         kept = sizes.host.sent[group.rank()]
-        turn.done("exchange tokens", arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)
+        turn.done(_TOKENS, arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)
     if order is None:
         return arrived[:rows]
     x = tokens.new_empty(rows, k)

@@ -19,18 +19,20 @@ from weft.ops.in_turn import Turn, begun
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.schedule import AllGatherMatmul
 
+_AGAIN = "all_gather x_shard again"
+
 
 def gathered_by_library(
-    x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup, turn: Turn | None = None, what: str = "x_shard"
+    x: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup, turn: Turn | None = None, name: str = ""
 ) -> torch.Tensor:
     """[sum(rows), columns of x] on every rank, by torch.distributed. x: [rows[rank], columns]. turn: what it goes through, if not
-    straight there, as `what`."""
+    straight there, and under which name."""
     gathered = torch.empty(p.m, x.shape[1], dtype=x.dtype, device=x.device)
     whole, x = sendable(gathered), sendable(x)
     if turn is None and len(set(p.rows)) == 1:
         all_gather_single(whole, x, group=group)
         return gathered
-    turn, name = turn or Turn(None, None), f"all_gather {what}"
+    turn, name = turn or Turn(None, None), name or f"all_gather x_shard -> {'x' if p.return_gathered else 'gathered'}"
     if len(set(p.rows)) == 1:
         turn.run(name, all_gather_single, whole, x, group=group)
     elif x.device.type == "cuda":
@@ -63,11 +65,9 @@ def gradients(
     if regather:
         if len(set(p.rows)) == 1:
             whole = saved.new_empty(p.m, p.k)
-            gathering = begun(
-                turn, "all_gather x_shard again", all_gather_single, whole, saved.contiguous(), group=group
-            )
+            gathering = begun(turn, _AGAIN, all_gather_single, whole, saved.contiguous(), group=group)
         else:
-            whole = gathered_by_library(saved.contiguous(), p, group, turn, "x_shard again")
+            whole = gathered_by_library(saved.contiguous(), p, group, turn, _AGAIN)
     grad_x = scattering = None
     if wanted[0]:
         partial = grads[0] @ Bs[0].t() if grad_gathered is None else torch.addmm(grad_gathered, grads[0], Bs[0].t())

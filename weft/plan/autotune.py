@@ -1,16 +1,18 @@
 """Autotuning: the few most promising candidates are run, and the slowest rank's times decide.
 
 Candidates take turns, so that a GPU that warms up slows all of them; of each the median counts. Times are kept in memory
-and on disk with the versions and the machine they hold for. What one rank finds there counts only if all ranks do: they must
-run the same, or nothing.
+and on disk with what they hold for: the machine, the versions, and the schedules of builders from outside the house, which
+change without a version. What one rank finds there counts only if all ranks do: they must run the same, or nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +21,8 @@ from weft.plan import store
 from weft.plan.choose import Choice
 from weft.plan.machine import versions
 from weft.plan.predict import Mode
-from weft.schedule import Candidate, Problem
+from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, candidates
+from weft.schedule.text import to_json
 
 _ALWAYS = ("serial", "gather")
 """Builders whose schedules are measured in any case: nothing overlaps in them, and they are what the others must beat."""
@@ -28,12 +31,12 @@ _known: dict[str, dict[str, float]] = {}
 
 
 def promising(choice: Choice, count: int = 6) -> list[Candidate]:
-    """The `count` candidates that `choice` predicts to be the fastest, and serial and gather."""
-    timed = sorted(
-        (row for row in choice.rows if row.predicted_us is not None), key=lambda row: row.predicted_us or 0.0
-    )
-    chosen = timed[:count] + [row for row in timed[count:] if row.candidate.builder in _ALWAYS]
-    return [row.candidate for row in chosen]
+    """The `count` candidates that `choice` predicts to be the fastest of those that it could take, and serial and gather."""
+    timed = [row for row in choice.rows if row.predicted_us is not None]
+    usable = [row for row in timed if not row.rough and not (choice.mode == "graph" and row.reads_on_host)]
+    fastest = sorted(usable, key=lambda row: row.predicted_us or 0.0)[:count]
+    others = [row for row in timed if row.candidate.builder in _ALWAYS and row not in fastest]
+    return [row.candidate for row in fastest + others]
 
 
 def autotune(
@@ -84,9 +87,47 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
     return _known[str(key)]
 
 
+def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
+    """What is remembered, as `choose(..., measured=...)` takes it: of candidates that there are, if serial was measured too.
+    For "graph", where no graphs were timed, times of "queued" calls: the same work, with no host to wait for either."""
+    names = {candidate.name for candidate in candidates(problem)}
+    modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
+    for one in modes:
+        found = {name: us for name, us in remembered(problem, machine, one).items() if name in names}
+        if "serial" in found:
+            return found
+    return None
+
+
+def from_outside(problem: Problem, candidate: Candidate) -> bool:
+    """Whether its builder is none of `weft.schedule`: those are proved by the house's tests, and change with its version."""
+    return not dict(builders_of(type(problem)))[candidate.builder].__module__.startswith("weft.schedule.")
+
+
 def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
-    return {"problem": f"{problem.name} {asdict(problem)}", "mode": mode, "machine": machine, "versions": versions()}
+    return {
+        "problem": f"{problem.name} {asdict(problem)}",
+        "mode": mode,
+        "machine": machine,
+        "versions": versions(),
+        "from_outside": _made_outside(problem, builders_of(type(problem))),
+    }
+
+
+@lru_cache(maxsize=256)
+def _made_outside(problem: Problem, builders: tuple[tuple[str, Callable[..., Schedule]], ...]) -> str:
+    """Stands for the schedules of builders from outside the house; empty if there are none."""
+    made = []
+    for candidate in candidates(problem):
+        if from_outside(problem, candidate):
+            with contextlib.suppress(NotApplicableError):
+                made.append(candidate.name + to_json(candidate.build()))
+    return _digest("".join(made)) if made else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _path(key: dict[str, Any]) -> Path:
-    return store.path_of("autotune", hashlib.sha256(str(key).encode()).hexdigest()[:16])
+    return store.path_of("autotune", _digest(str(key)))

@@ -68,13 +68,14 @@ def choose(
 ) -> Choice:
     """How to do `problem` on `model`; remembered for this very model.
 
-    pinned: take the candidate of this name; by default the one that `weft.plan.use` names.
+    pinned: take the candidate of this name; by default the one that `weft.plan.use` names. "autotune" names none.
     measured: microseconds by candidate, serial among them: then the choice is between these.
 
     Warns (`NoOverlapWarning`), once in a process, when serial is taken though there are others. `ValueError` for a mode or
     name that is not known; `NotApplicableError`, which is one too, if the pinned one cannot do this.
     """
     pinned = pinned or pin.pinned()
+    pinned = None if pinned == pin.AUTOTUNE else pinned
     times = tuple(measured.items()) if measured else ()
     key = (problem, id(model), mode, pinned, times, builders_of(type(problem)))
     found = _choices.get(key)
@@ -84,8 +85,9 @@ def choose(
     if len(_choices) >= _KEPT:
         _choices.pop(next(iter(_choices)), None)
     _choices[key] = model, choice  # holding the model keeps its id from being given to another
-    if pinned is None:
-        _warn_once(choice)
+    others = any(row.us is not None and row.candidate.name != "serial" for row in choice.rows)
+    if pinned is None and choice.candidate.name == "serial" and others:
+        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain says more")
     return choice
 
 
@@ -113,7 +115,8 @@ def decide(
     chosen, reason = _best(rows, mode, bool(measured))
     if mode == "graph" and chosen.reads_on_host:
         reason += "; no graph can capture it, nor any other: the host reads sizes"
-    rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, mode, bool(measured))) for row in rows]
+    serial = next((row for row in rows if row.candidate.name == "serial"), None)
+    rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
     return Choice(problem, mode, chosen.candidate, schedules[chosen.candidate.name], chosen.predicted_us,
@@ -140,6 +143,8 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     serial = next((row for row in timed if row.candidate.name == "serial"), None)
     capturable = [row for row in timed if not row.reads_on_host]
     timed = capturable if mode == "graph" and capturable else timed
+    if mode == "queued" and serial is not None and not measured:
+        timed = [row for row in timed if not _outlasts(row, serial)]
     fastest = min(timed, key=lambda row: row.us or 0.0)
     how = "measured" if measured else "predicted"
     assert fastest.us is not None
@@ -175,6 +180,12 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
     )
 
 
+def _outlasts(row: Row, serial: Row) -> bool:
+    """Whether issuing a call takes the host longer than the device needs for it, and than serial does: a loop of such calls would
+    be slower than one of serial's, however fast the device is when the host is ahead."""
+    return row is not serial and not row.reads_on_host and row.host_us > max(serial.us or 0.0, row.us or 0.0)
+
+
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
     """Of those that a prediction cannot tell from the fastest one, and what it is among them."""
     if measured:
@@ -190,7 +201,7 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
     )
 
 
-def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
+def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bool) -> str:
     if row is chosen or row.us is None or chosen.us is None:
         return ""
     if measured and row.measured_us is None:
@@ -199,11 +210,12 @@ def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
         return "cannot be captured: the host reads sizes"
     if row.rough:
         return "rounds at every step, errs more"
+    if row.us < chosen.us and mode == "queued" and serial is not None and _outlasts(row, serial):
+        return f"a call keeps the host busy for {row.host_us:.0f} us"
     if row.us < chosen.us:
-        serial = chosen.candidate.name == "serial"
         return (
             "not clearly faster than serial"
-            if serial
+            if chosen is serial
             else f"{counted(row.gemms, 'GEMM')}, {counted(row.steps, 'step')}, not clearly faster"
         )
     return f"{row.us / chosen.us - 1:.1%} slower" if chosen.us else ""
@@ -212,16 +224,16 @@ def _why_not(row: Row, chosen: Row, mode: Mode, measured: bool) -> str:
 _warned = False
 
 
-def _warn_once(choice: Choice) -> None:
+def warn_once(problem: Problem, mode: Mode, reason: str) -> None:
+    """`NoOverlapWarning`, once in a process: `problem` is done by the serial schedule though there are others. reason: why,
+    with times."""
     global _warned
-    others = [row for row in choice.rows if row.us is not None and row.candidate.name != "serial"]
-    if _warned or choice.candidate.name != "serial" or not others or env.quiet():
+    if _warned or env.quiet() or not problem.has_work:
         return
     _warned = True
-    p = choice.problem
     warnings.warn(
-        f"weft runs {p.name} without overlap, {p.text}, {choice.mode}: {choice.reason}. Said once in a process; WEFT_QUIET=1 "
-        "says nothing, weft.plan.explain everything",
+        f"weft runs {problem.name} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
+        "WEFT_QUIET=1 not at all",
         NoOverlapWarning,
         stacklevel=3,
     )

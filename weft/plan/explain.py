@@ -13,13 +13,13 @@ from typing import Any
 
 from weft.hw import Machine, load_machine
 from weft.plan import gemms
-from weft.plan.autotune import remembered
+from weft.plan.autotune import known_times
 from weft.plan.calibration import calibrated
 from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
 from weft.plan.predict import AT_LEAST, Mode, Progress, Row
-from weft.schedule import AllToAllMatmul, candidates, described
+from weft.schedule import AllToAllMatmul, described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 
@@ -39,6 +39,7 @@ LEGEND = (
     "factors, 1 is none"
 )
 HERE = "measured here: all GEMMs of that candidate, by this process; its time is predicted from theirs"
+IN_A_ROW = "measured us: of calls in a row, the host ahead, unless graphs themselves were timed"
 _SHOWN = 10
 
 
@@ -69,7 +70,9 @@ class Explanation:
 
     def legend(self) -> list[str]:
         """What the table's words mean, a line each."""
-        return [LEGEND, *([HERE] if any(map(self._is_here, self.choice.rows)) else [])]
+        of_calls = self.choice.mode == "graph" and any(row.measured_us is not None for row in self.choice.rows)
+        here = any(map(self._is_here, self.choice.rows))
+        return [LEGEND, *([HERE] if here else []), *([IN_A_ROW] if of_calls else [])]
 
     def left_out(self, shown: int | None = _SHOWN) -> list[str]:
         """Sentences about candidates that are not in the table."""
@@ -193,9 +196,8 @@ def explanation(
             f"mode='graph': no graph can capture {op} that returns exactly the rows that arrive, since the host reads how many; "
             f"plan it with --bounded (in Python bounded=True), and call it with max_rows"
         )
-    known = {candidate.name for candidate in candidates(problem)}
-    measured = {name: us for name, us in remembered(problem, machine.name, mode).items() if name in known}
-    choice = decide(problem, model, mode=mode, measured=measured if "serial" in measured else None, progress=progress)
+    measured = known_times(problem, machine.name, mode)
+    choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
     here = frozenset(gemms.measured_here(machine.name))
     return Explanation(choice, machine, notes, static_pick(problem, machine), here)
 

@@ -4,7 +4,7 @@
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
 Holds in this thread (or task) until the block ends; autograd's backward runs in threads of its own. All ranks must pin the
-same. Names are those that `weft.plan.explain` lists.
+same. Names are those that `weft.plan.explain` lists, or "autotune": none is pinned, and what is promising is measured.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from contextvars import ContextVar
 
 from weft.schedule import Candidate, Problem, candidates
 
+AUTOTUNE = "autotune"
+"""In place of a schedule's name: measure at the first call of a shape (`weft.ops.choosing`), and remember."""
+
 _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 
 
 @contextmanager
 def use(schedule: str) -> Iterator[None]:
-    """Take `schedule` wherever a schedule is chosen. `ValueError` at the operator, if it has none of that name."""
+    """Take `schedule` wherever a schedule is chosen, or with "autotune" the one that is measured to be the fastest.
+    `ValueError` at the operator, if it has none of that name."""
     token = _pinned.set(schedule)
     try:
         yield

@@ -1,7 +1,8 @@
 """What each candidate takes on the model of a machine: every schedule is built, and simulated unless it is hopeless.
 
 A prediction is the time of a run that follows another one ("queued"; "graph", where collectives and the run's end take
-longer), or of a run that begins on idle devices, with the host's time for each step ("single").
+longer), or of a run that begins on idle devices, with the host's time for each step ("single"). Where the host reads sizes in
+every run, a run takes at least as long as it needs to issue one.
 
 A run cannot be shorter than the steps of one lane, each alone, and a single one not than the host needs to issue its steps.
 So schedules are simulated by rising bounds, and those not at all of which the bound is `HOPELESS` times the best so far: what
@@ -35,7 +36,7 @@ from weft.schedule import (
     builders_of,
     candidates,
 )
-from weft.schedule.steps import put_in
+from weft.schedule.steps import put_in, variables_of
 from weft.sim import Inefficiencies, Model, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
@@ -84,6 +85,13 @@ class Row:
     def us(self) -> float | None:
         return self.predicted_us if self.measured_us is None else self.measured_us
 
+    @property
+    def host_us(self) -> float:
+        """About what the host needs to issue a run."""
+        return (
+            0.0 if self.model is None else self.gemms * self.model.host_call_us + self.steps * self.model.host_step_us
+        )
+
     @cached_property
     def losses(self) -> Inefficiencies | None:
         """Of a queued run: what decomposition and contention cost, and how much communication nothing hides."""
@@ -117,7 +125,17 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
     else:
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
     us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
+    if schedule.reads_on_host:
+        us = max(us, _host_us(schedule, model))
     return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
+
+
+def _host_us(schedule: Schedule, model: Model) -> float:
+    """What the host needs to issue a run. Where it waits in every run it cannot be far ahead of the device, which would hide it."""
+    held = {contents.buffer for contents in schedule.contents}
+    steps = list(_steps(schedule))
+    late = sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
+    return late * model.host_late_us + len(steps) * model.host_step_us
 
 
 def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:

@@ -47,6 +47,7 @@ from weft.schedule import (
 from weft.schedule.expr import Held
 from weft.schedule.fits import accesses, unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.schedule.order import sets_per_run
+from weft.schedule.spans import span_name
 from weft.schedule.steps import put_in, variables_of
 from weft.schedule.text import describe
 from weft.symm import Domain
@@ -417,27 +418,3 @@ def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumula
 
 def _add_to(out: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
     out.add_(call())
-
-
-def span_name(step: Step, rank: int) -> str:
-    """A step of `rank` in a timeline, as the simulator names it: "copy x_shard -> box@1", "matmul y0", "wait arrived[0]"."""
-
-    def at(where: Index) -> str:
-        return "" if where == rank else f"@{where}"
-
-    match step:
-        case Copy(src, dst):
-            return f"copy {src.buffer}{at(src.at)} -> {dst.buffer}{at(dst.at)}"
-        case Compute(op, out):
-            return f"{op} {out.buffer}{at(out.at)}"
-        case Collective(op, src, dst):
-            return f"{op} {src.buffer} -> {dst.buffer}"
-        case Set(signal, index, where):
-            return f"set {signal}{at(where)}[{index}]"
-        case Tiles(kernel):
-            return kernel
-        case Read(region):
-            return f"read {region.buffer}"
-        case Wait(signal, index, _, previous):
-            return f"wait {signal}[{index}]{' of the previous run' if previous else ''}"
-    return describe(step)

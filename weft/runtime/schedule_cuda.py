@@ -47,7 +47,8 @@ class CudaSchedule:
 
     def __init__(self, schedule: Schedule, domain: Domain) -> None:
         agree_on_schedule(schedule, domain)
-        self.schedule, self.domain, self.deadline_s = schedule, domain, env.deadline_s()
+        self.schedule, self.domain = schedule, domain
+        self.deadline_s = self._usual_deadline_s = env.deadline_s()
         self.rank, self.device = domain.rank, domain.device
         self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(self.rank, expected=False)}
         self.given = [b for b in self.buffers.values() if b.role in ("input", "output")]
@@ -86,17 +87,28 @@ class CudaSchedule:
         domain._holders.add(self)
         watch.add(self)
 
-    def run(self, tensors: Tensors, *, deadline_s: float | None = None, timeline: Timeline | None = None) -> Tensors:
+    def run(
+        self,
+        tensors: Tensors,
+        *,
+        deadline_s: float | None = None,
+        timeline: Timeline | None = None,
+        like_before: bool = False,
+    ) -> Tensors:
         """Enqueue one run on the current stream. `tensors`: every input and output buffer by name, as `buffers` says; weights
         that lie below each other may also come as [how many, rows, columns]. An output whose rows only the run knows is a
         function from that number to a tensor, or a tensor with at least as many rows. Returns those that were functions, by
         name; where the host reads meanwhile, the first rows of what such a function gave, of up to an eighth more.
 
+        deadline_s: default: what `WEFT_DEADLINE_S` said when this was made. like_before: the caller knows that the tensors are as
+        those of an earlier run but for where they lie, and they are not looked at.
+
         With `timeline` it waits for the device and appends what ran when. Raises what befell the group since the last run.
         """
         self.check()
-        self._look_at(tensors)
-        self.deadline_s = deadline_s or env.deadline_s()
+        if not like_before:
+            self._look_at(tensors)
+        self.deadline_s = deadline_s or self._usual_deadline_s
         capturing = torch.cuda.is_current_stream_capturing()
         if self.schedule.contents:
             if capturing and self._reads_on_host:
@@ -107,14 +119,8 @@ class CudaSchedule:
             tensors = dict(tensors)  # outputs are put in when their size is known
             self.known.clear()
             self.made = {}
-        layout = tuple([t.stride() for b in self.given if not callable(t := tensors[b.name])])
-        if layout not in self._warm:
-            if capturing:
-                raise ValueError(
-                    "call the operator once with these shapes and layouts before capturing it in a CUDA graph"
-                )
-            self._get_ready(tensors)
-            self._warm.add(layout)
+        if not like_before:
+            self._warm_up(tensors, capturing)
         self._captured = self._captured or capturing
         program = self._program(timeline is not None)
         try:
@@ -194,11 +200,17 @@ class CudaSchedule:
                     f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
                 )
 
-    def _get_ready(self, tensors: Tensors) -> None:
-        """Load every kernel that a run needs: loading one while a stream waits can hang the device."""
+    def _warm_up(self, tensors: Tensors, capturing: bool) -> None:
+        """Load every kernel that a run with such tensors needs: loading one while a stream waits can hang the device."""
+        layout = tuple([t.stride() for b in self.given if not callable(t := tensors[b.name])])
+        if layout in self._warm:
+            return
+        if capturing:
+            raise ValueError("call the operator once with these shapes and layouts before capturing it in a CUDA graph")
         torch.cuda.synchronize(self.device)
         self._program(False).warm_up(tensors)
         torch.cuda.synchronize(self.device)
+        self._warm.add(layout)
 
     def _program(self, timed: bool) -> StreamItems:
         program = self._programs.get(timed)

@@ -44,7 +44,7 @@ from weft.schedule import (
     Tiles,
     Wait,
 )
-from weft.schedule.text import describe
+from weft.schedule.spans import span_name
 from weft.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class _Compiler:
             rank = self.owner.rank
             crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_late(c)]
             sent = sum(_bytes(c.dst, self.owner.buffers) for c in crossing)
-            text = "; ".join(describe(s, rank) for s in group.steps)
+            text = "; ".join(span_name(s, rank) for s in group.steps)
             self.result.spans.append((self.owner.lanes[group.lane], text, sent))
             self._stamp(group.lane, 2 * first + 1)
 
@@ -480,7 +480,8 @@ class _Compiler:
         if (rows, cols) == (buffer.rows, buffer.cols):
             return lambda tensors: tensors[name]
         if cols == buffer.cols:
-            return lambda tensors: tensors[name].narrow(0, row, rows)
+            part = slice(row, row + rows)
+            return lambda tensors: tensors[name][part]  # sooner there than `narrow` is
         return lambda tensors: tensors[name][row : row + rows, col : col + cols]
 
     def _compute(self, step: Compute) -> Callable[[Tensors], None]:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
-from weft.schedule import Collective, Compute, Copy, For, Read, Region, Schedule, Set, Tiles, Wait, value
+from weft.schedule import Collective, Compute, Copy, For, Read, Schedule, Set, Tiles, Wait
 from weft.schedule.dispatch import LIBRARY_GEMMS
+from weft.schedule.spans import span_name
 from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles
 from weft.sim.fair import Load
 from weft.sim.model import Model
@@ -68,7 +69,10 @@ class Program:
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
         """What a task is called in a timeline; of `rank`, where the lane stands for several."""
-        return _name(lane.origins[task], lane.rank if rank is None else rank)
+        origin, whose = lane.origins[task], lane.rank if rank is None else rank
+        return span_name(
+            origin.step, whose, {**dict(origin.turn), "rank": whose}
+        )  # no name depends on what a buffer holds
 
 
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> Program:
@@ -195,22 +199,3 @@ class _Lowering:
             by_how[how][number] = by_how[how].get(number, 0.0) + amount
         load = Load(*(tuple(sorted(amounts.items())) for amounts in by_how.values()))
         return self._load_ids.setdefault(load, len(self._load_ids))
-
-
-def _name(origin: Origin, rank: int) -> str:
-    step, numbers = origin.step, {**dict(origin.turn), "rank": rank}  # no name depends on what a buffer holds
-
-    def of(region: Region) -> str:
-        at = value(region.at, **numbers)
-        return region.buffer if at == rank else f"{region.buffer}@{at}"
-
-    if isinstance(step, Compute):
-        return f"{step.op} {of(step.out)}"
-    if isinstance(step, Wait):
-        return f"wait {step.signal}[{value(step.index, **numbers)}]" + (" of the previous run" if step.previous else "")
-    if isinstance(step, Tiles):
-        return step.kernel
-    if isinstance(step, Read):
-        return f"read {step.region.buffer}"
-    assert isinstance(step, Copy | Collective)
-    return f"{'copy' if isinstance(step, Copy) else step.op} {of(step.src)} -> {of(step.dst)}"

@@ -17,7 +17,7 @@ nothing.
     does small ones in another way: bytes a second, and what the other way takes longer to start)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
-    signal.local, .remote, .kernel, host.step, host.read
+    signal.local, .remote, .kernel, host.step, host.call, host.read, host.late
     graph.run, .collective                  what runs of several lanes, and collectives, take longer in captured graphs
 """
 
@@ -105,6 +105,8 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         grouped_efficiency=number("compute.grouped_matmul"),
         library_grouped=(number("compute.library_grouped_matmul"), number("memory.library_grouped_matmul")),
         host_read_us=us("host.read"),
+        host_call_us=us("host.call"),
+        host_late_us=us("host.late"),
         kernel_copy_beside_us=us("kernel_copy.beside"),
         sustained=number("compute.sustained"),
         graph_run_us=us("graph.run"),

@@ -94,6 +94,10 @@ class Model:
     """What the library's kernel for many experts reaches of the rate of matmuls, and of the memory's."""
     host_read_us: float = 20.0
     """From the end of a kernel to the start of what the host launches once it has read what the kernel wrote."""
+    host_call_us: float = 0.0
+    """What the host needs to issue a GEMM of the library."""
+    host_late_us: float = 0.0
+    """What the host needs to issue a step whose size only the run knows."""
     grouped_efficiency: float = 1.0
     """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather

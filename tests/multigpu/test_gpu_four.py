@@ -1,0 +1,70 @@
+"""Schedules on three and four GPUs, where machines have them: with two there is one peer, and no order among peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import dispatch_ranks
+import gpu_ranks
+import matmul_ranks
+import pytest
+import schedule_ranks
+import torch
+
+from weft.launch import Pool
+from weft.schedule import AllGatherMatmul, AllToAllMatmul
+
+FOUR = 4
+pytestmark = [
+    *gpu_ranks.MARKS,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < FOUR, reason=f"torch sees {torch.cuda.device_count()} GPUs, {FOUR} are needed"
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=[3, 4], ids=["3 ranks", "4 ranks"])
+def ranks(request: pytest.FixtureRequest, deadline: None) -> Iterator[Pool]:
+    with Pool(request.param, backend="nccl") as workers:
+        yield workers
+
+
+GATHERED = {
+    "even": lambda world: AllGatherMatmul.even(192 * world, 128, 256, world),
+    "uneven, the gathered input wanted": lambda world: AllGatherMatmul(
+        world, tuple(40 * rank for rank in range(world)), (64, 32), 72, "fp16", True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_every_schedule_that_gathers(ranks: Pool, name: str) -> None:
+    counts = ranks.run(schedule_ranks.every_candidate, GATHERED[name](ranks.world_size), True, timeout_s=180)
+    assert min(counts) >= 4
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exactly the rows that come", "room to spare"])
+def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
+    rows = tuple(100 * rank + 7 for rank in range(ranks.world_size))
+    p = AllToAllMatmul(ranks.world_size, 4, rows, 128, 192, "bf16", most=max(rows), exact=exact)
+    counts = ranks.run(dispatch_ranks.every_candidate, p, False, timeout_s=120)
+    assert min(counts) >= 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard[chunks=2,send=in_turn,by=dma]",
+        "shard[chunks=1,send=at_once,by=kernel]",
+        "ficco_2d[start=hetero,gemms=unfused,steps=2,by=dma]",
+        "gather[by=kernel]",
+    ],
+)
+def test_stragglers_and_graphs(ranks: Pool, name: str) -> None:
+    p = AllGatherMatmul.even(192 * ranks.world_size, 128, 256, ranks.world_size)
+    ranks.run(schedule_ranks.stragglers, p, [name], timeout_s=60)
+    ranks.run(schedule_ranks.replays, p, name, 100, 10, timeout_s=60)
+
+
+def test_the_operator(ranks: Pool) -> None:
+    ranks.run(matmul_ranks.forward, (256, 512), 0, [384], None, torch.bfloat16, False, None, 3, timeout_s=90)

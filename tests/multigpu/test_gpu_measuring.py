@@ -1,0 +1,37 @@
+"""Choices that are measured on two GPUs, on demand: calls in a row, graphs beside them; the functions are those of the CPU
+tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpu_ranks
+import measuring_ranks as ranks
+import pytest
+
+from weft.launch import Pool
+
+pytestmark = gpu_ranks.MARKS
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """Of its own: workers know the folder of measured times from when they start."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("WEFT_QUIET", "1")
+    with Pool(2, backend="nccl") as workers:
+        yield workers
+
+
+def test_on_demand(pool: Pool) -> None:
+    """All in one, since a pool takes seconds to start."""
+    for timed in pool.run(ranks.on_demand_everywhere, timeout_s=200):
+        assert {"serial", "gather[by=dma]", "gather[by=kernel]"} < set(timed)
+    found = pool.run(ranks.on_demand_with_a_model, False, timeout_s=100)
+    assert found[0] == found[1]
+    assert found[0]["timed"] == found[0]["promising"]
+    assert found[0]["later"] == 0
+    assert set(found[0]["taken"]) == {found[0]["explained"]}
+    for told in pool.run(ranks.on_demand_and_captured, timeout_s=100):
+        assert "before capturing it" in told

@@ -1,0 +1,57 @@
+"""Choices that are measured: what is said of them, on demand, remembered, and of builders from outside the house."""
+
+from __future__ import annotations
+
+import re
+
+import measuring_ranks as ranks
+import pytest
+
+from weft.launch import Pool
+
+
+def test_it_is_said_once_and_with_times_that_nothing_overlaps(pool: Pool) -> None:
+    of_first, *of_others = pool.run(ranks.warnings_of, ranks=3, timeout_s=60)
+    (text,) = of_first
+    assert re.search(
+        r"all_gather_matmul without overlap, \[39, 24\] gathered from 3 ranks @ \[24, 20\] on each, fp32, single: "
+        r"serial \d+ us measured, the best other one \S+ \d+ us: not (clearly )?faster\. Said once",
+        text,
+    )
+    assert of_others == [[], []]  # times are agreed: one rank speaks for all
+
+
+def test_on_demand_goes_without_a_model(pool: Pool) -> None:
+    for timed in pool.run(ranks.on_demand_everywhere, ranks=2, timeout_s=100):
+        assert {name.split("[")[0] for name in timed} == {"serial", "gather", "shard"}
+
+
+@pytest.mark.parametrize("use", [False, True], ids=["pinned", "block"])
+def test_on_demand_the_promising_are_timed_once_and_decide(pool: Pool, use: bool) -> None:
+    found = pool.run(ranks.on_demand_with_a_model, use, ranks=2, timeout_s=100)
+    assert found[0] == found[1]
+    assert {"serial", "gather[by=dma]"} < set(found[0]["timed"])
+    assert found[0]["timed"] == found[0]["promising"]
+    assert found[0]["first"] == 3 * len(found[0]["timed"])
+    assert found[0]["later"] == 0
+    assert set(found[0]["taken"]) == {found[0]["explained"]}
+    assert found[0]["measured"]
+
+
+def test_remembered_times_decide_calls_as_they_do_for_explain(pool: Pool) -> None:
+    found = pool.run(ranks.remembered_times_decide, ranks=2, timeout_s=60)
+    ((before, after, said),) = set(found)
+    assert before != after == said
+
+
+def test_a_made_up_builder_is_among_those_measured(pool: Pool) -> None:
+    for timed, verified in pool.run(ranks.made_up_is_measured, ranks=2, timeout_s=60):
+        assert {"serial", "ring[by=dma]", "ring[by=kernel]"} < set(timed)
+        assert verified == 2  # each once, in all calls
+
+
+def test_a_builder_from_outside_that_races_is_named_on_every_rank(pool: Pool) -> None:
+    for found in pool.run(ranks.hasty_is_refused, ranks=2, timeout_s=60):
+        for how, text in found.items():
+            assert text.startswith("ScheduleError: builder hasty, for all_gather_matmul of [42, 24]"), (how, text)
+            assert "race on box" in text
