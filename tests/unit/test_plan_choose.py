@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import threading
 import warnings
 from dataclasses import replace
@@ -308,9 +309,34 @@ def test_a_pin_holds_in_its_own_thread() -> None:
 
 def test_unknown_names_give_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,send=in_turn,by=dma\]"):
-        plan.choose(LARGE, H200, pinned="shard[chunks=3,send=in_turn,by=dma]")
+        plan.choose(LARGE, H200, pinned="shard[chunk=2,send=in_turn,by=dma]")
     with plan.use("sereal"), pytest.raises(ValueError, match="nearest are serial"):
         plan.choose(LARGE, H200)
+
+
+@pytest.mark.parametrize("chunks", ["3", "1:2:1"])
+def test_numbers_that_are_not_tried_can_be_pinned_and_measured(chunks: str) -> None:
+    name = f"shard[chunks={chunks},send=in_turn,by=dma]"
+    choice = plan.choose(LARGE, H200, pinned=name)
+    assert choice.candidate.name == name
+    assert next(s.count for s in choice.schedule.signals if s.name == "arrived") == LARGE.world_size * 3
+    assert name not in {row.candidate.name for row in plan.choose(LARGE, H200).rows}
+    assert plan.choose(LARGE, H200, measured={"serial": 900.0, name: 100.0}).candidate.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shard[chunks=0,send=in_turn,by=dma]", "chunks is a number from 1 or a proportion such as 2:1:1, and not '0'"),
+        ("shard[chunks=03,send=in_turn,by=dma]", "and not '03'"),
+        ("shard[chunks=1:0,send=in_turn,by=dma]", "and not '1:0'"),
+        ("shard[chunks=2,send=late,by=dma]", "send is in_turn or at_once, and not 'late'"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is a number from 0, and not '1:2'"),
+    ],
+)
+def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.choose(LARGE, H200, pinned=name)
 
 
 def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:

@@ -9,7 +9,9 @@ then run, simulated, verified, traced and weighed by the planner like the others
 
 from __future__ import annotations
 
+import difflib
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -337,6 +339,7 @@ class _Builder:
 
 
 _builders: dict[type, dict[str, _Builder]] = {}
+_NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})+")
 
 
 def builder(
@@ -384,6 +387,42 @@ def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] |
             chosen = dict(zip(entry.parameters, values, strict=True))
             found.append(Candidate(name, tuple(chosen.items()), _bind(entry.function, problem, chosen)))
     return found
+
+
+def named(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
+    """The candidate of that name. Beside those of `candidates`, which are the ones that are tried: with any number from the
+    least listed one on, where a builder's parameter is a number, and with any proportion, where one is listed.
+
+    `ValueError` with what is wrong in it, or the nearest names.
+    """
+    listed = {candidate.name: candidate for candidate in candidates(problem)}
+    if name in listed:
+        return listed[name]
+    head, _, rest = name.partition("[")
+    entry = _builders.get(type(problem), {}).get(head)
+    given = [word.partition("=")[::2] for word in rest.removesuffix("]").split(",")]
+    if entry is None or not rest.endswith("]") or [key for key, _ in given] != list(entry.parameters):
+        near = difflib.get_close_matches(name, listed, n=3, cutoff=0.0)
+        raise ValueError(f"no schedule {name!r} for {problem.name}; the nearest are {', '.join(near)}")
+    chosen = {key: _value(f"no schedule {name!r}: {key}", text, entry.parameters[key]) for key, text in given}
+    return Candidate(head, tuple(chosen.items()), _bind(entry.function, problem, chosen))
+
+
+def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
+    """What `text` says for a parameter with these values."""
+    for value in listed:
+        if text == str(value):
+            return value
+    numbers = [value for value in listed if isinstance(value, int)]
+    proportions = [value for value in listed if isinstance(value, str) and _PROPORTION.fullmatch(value)]
+    if numbers and _NUMBER.fullmatch(text) and int(text) >= min(numbers):
+        return int(text)
+    if proportions and _PROPORTION.fullmatch(text):
+        return text
+    known = [str(value) for value in listed if value not in numbers and value not in proportions]
+    known += [f"a number from {min(numbers)}"] if numbers else []
+    known += [f"a proportion such as {proportions[-1]}"] if proportions else []
+    raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
 
 
 def _bind(
