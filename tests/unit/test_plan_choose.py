@@ -14,7 +14,16 @@ from weft import plan
 from weft.hw import load_machine
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, Mode, _built, _least_us, predict
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Schedule, builder, candidates, unregister
+from weft.schedule import (
+    AllGatherMatmul,
+    AllToAllMatmul,
+    NotApplicableError,
+    Schedule,
+    builder,
+    candidates,
+    named,
+    unregister,
+)
 from weft.schedule.operands import all_gather_matmul_operands
 from weft.sim import Model, model_of
 
@@ -322,6 +331,18 @@ def test_numbers_that_are_not_tried_can_be_pinned_and_measured(chunks: str) -> N
     assert next(s.count for s in choice.schedule.signals if s.name == "arrived") == LARGE.world_size * 3
     assert name not in {row.candidate.name for row in plan.choose(LARGE, H200).rows}
     assert plan.choose(LARGE, H200, measured={"serial": 900.0, name: 100.0}).candidate.name == name
+
+
+def test_what_a_builder_does_by_default_is_not_in_names() -> None:
+    p = AllToAllMatmul.even(64, 8, 8, 3, 4)
+    assert [candidate.name for candidate in candidates(p, ("dispatch",))][:4] == [
+        "dispatch[by=dma,rest=each]",
+        "dispatch[by=dma,rest=each,send=at_once]",
+        "dispatch[by=dma,rest=together]",
+        "dispatch[by=dma,rest=together,send=at_once]",
+    ]
+    assert named(p, "dispatch[by=dma,rest=each,send=in_turn]").name == "dispatch[by=dma,rest=each]"
+    assert named(p, "dispatch_by_expert[by=dma,chunks=3,send=at_once]").build().lanes[-1].name == "to +3"
 
 
 @pytest.mark.parametrize(
