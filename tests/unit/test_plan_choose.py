@@ -360,6 +360,20 @@ def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) 
         plan.choose(LARGE, H200, pinned=name)
 
 
+@pytest.mark.parametrize(
+    ("rows", "gathered", "remedy"),
+    [
+        ((3, 4), False, "shards of (3, 4) rows have no common chunks: give every rank 3 or 4, or take shard or gather"),
+        ((3, 5), False, "give every rank 4, or take shard or gather"),
+        ((4, 4), True, "chunks do not lie in its order: call with return_A=False, or take shard or gather"),
+    ],
+)
+def test_what_ficco_cannot_do_is_said_with_the_remedy(rows: tuple[int, int], gathered: bool, remedy: str) -> None:
+    p = AllGatherMatmul(2, rows, (8,), 8, "bf16", return_gathered=gathered)
+    with pytest.raises(NotApplicableError, match=re.escape(remedy)):
+        plan.choose(p, H200, pinned="ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]")
+
+
 def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:
     ragged = AllGatherMatmul(2, (5, 3), (8,), 8, "bf16")
     with pytest.raises(NotApplicableError, match=r"shard\[chunks=2.* cannot do .*rows=\(5, 3\).*sent whole"):

@@ -152,9 +152,14 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
     if p.world_size == 1:
         raise NotApplicableError("one rank has nothing to gather")
     if len(set(p.rows)) > 1:
-        raise NotApplicableError(f"shards of {p.rows} rows have no common chunks")
+        nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
+        raise NotApplicableError(
+            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or take shard or gather"
+        )
     if p.return_gathered:
-        raise NotApplicableError("the gathered input is wanted, and chunks do not lie in its order")
+        raise NotApplicableError(
+            "the gathered input is wanted, and chunks do not lie in its order: call with return_A=False, or take shard or gather"
+        )
     return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
 
 

@@ -35,7 +35,7 @@ def shard(
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
     if len(set(p.rows)) > 1 and chunks != 1:
-        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts")
+        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts: take chunks=1")
     if send == "at_once" and world == 2:
         raise NotApplicableError("there is one peer to send to")
     o = Operands("shard", p)
