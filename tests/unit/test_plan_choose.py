@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import threading
 import warnings
 from dataclasses import replace
@@ -14,7 +15,16 @@ from weft import plan
 from weft.hw import load_machine
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
 from weft.plan.predict import AT_LEAST, HOPELESS, Mode, _built, _least_us, predict
-from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Schedule, builder, candidates, unregister
+from weft.schedule import (
+    AllGatherMatmul,
+    AllToAllMatmul,
+    NotApplicableError,
+    Schedule,
+    builder,
+    candidates,
+    named,
+    unregister,
+)
 from weft.schedule.gather import gather
 from weft.schedule.operands import all_gather_matmul_operands
 from weft.sim import Model, model_of, simulate
@@ -77,7 +87,7 @@ def test_no_prediction_is_faster_than_the_gemm_whole() -> None:
 def test_what_rounds_at_every_step_is_not_taken() -> None:
     choice = plan.choose(LARGE, H200)
     rough = [row for row in choice.rows if row.rough]
-    assert {row.candidate.builder for row in rough} == {"ficco_2d"}
+    assert {row.candidate.builder for row in rough} == {"ficco_2d", "ficco_2d_collective"}
     assert all(row.why_not == "rounds at every step, errs more" for row in rough if row.us is not None)
     exact = plan.choose(
         AllGatherMatmul.even(LARGE.m, 8192, 4096, 2, "fp32"), replace(H200, matmul_flops_per_us={"fp32": 1e8})
@@ -323,9 +333,60 @@ def test_a_pin_holds_in_its_own_thread() -> None:
 
 def test_unknown_names_give_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,send=in_turn,by=dma\]"):
-        plan.choose(LARGE, H200, pinned="shard[chunks=3,send=in_turn,by=dma]")
+        plan.choose(LARGE, H200, pinned="shard[chunk=2,send=in_turn,by=dma]")
     with plan.use("sereal"), pytest.raises(ValueError, match="nearest are serial"):
         plan.choose(LARGE, H200)
+
+
+@pytest.mark.parametrize("chunks", ["3", "1:2:1"])
+def test_numbers_that_are_not_tried_can_be_pinned_and_measured(chunks: str) -> None:
+    name = f"shard[chunks={chunks},send=in_turn,by=dma]"
+    choice = plan.choose(LARGE, H200, pinned=name)
+    assert choice.candidate.name == name
+    assert next(s.count for s in choice.schedule.signals if s.name == "arrived") == LARGE.world_size * 3
+    assert name not in {row.candidate.name for row in plan.choose(LARGE, H200).rows}
+    assert plan.choose(LARGE, H200, measured={"serial": 900.0, name: 100.0}).candidate.name == name
+
+
+def test_what_a_builder_does_by_default_is_not_in_names() -> None:
+    p = AllToAllMatmul.even(64, 8, 8, 3, 4)
+    assert [candidate.name for candidate in candidates(p, ("dispatch",))][:4] == [
+        "dispatch[by=dma,rest=each]",
+        "dispatch[by=dma,rest=each,send=at_once]",
+        "dispatch[by=dma,rest=together]",
+        "dispatch[by=dma,rest=together,send=at_once]",
+    ]
+    assert named(p, "dispatch[by=dma,rest=each,send=in_turn]").name == "dispatch[by=dma,rest=each]"
+    assert named(p, "dispatch_by_expert[by=dma,chunks=3,send=at_once]").build().lanes[-1].name == "to +3"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shard[chunks=0,send=in_turn,by=dma]", "chunks is a number from 1 or a proportion such as 2:1:1, and not '0'"),
+        ("shard[chunks=03,send=in_turn,by=dma]", "and not '03'"),
+        ("shard[chunks=1:0,send=in_turn,by=dma]", "and not '1:0'"),
+        ("shard[chunks=2,send=late,by=dma]", "send is in_turn or at_once, and not 'late'"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is a number from 0, and not '1:2'"),
+    ],
+)
+def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.choose(LARGE, H200, pinned=name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "gathered", "remedy"),
+    [
+        ((3, 4), False, "shards of (3, 4) rows have no common chunks: give every rank 3 or 4, or take shard or gather"),
+        ((3, 5), False, "give every rank 4, or take shard or gather"),
+        ((4, 4), True, "chunks do not lie in its order: call with return_A=False, or take shard or gather"),
+    ],
+)
+def test_what_ficco_cannot_do_is_said_with_the_remedy(rows: tuple[int, int], gathered: bool, remedy: str) -> None:
+    p = AllGatherMatmul(2, rows, (8,), 8, "bf16", return_gathered=gathered)
+    with pytest.raises(NotApplicableError, match=re.escape(remedy)):
+        plan.choose(p, H200, pinned="ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]")
 
 
 def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:

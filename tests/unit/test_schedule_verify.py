@@ -6,6 +6,7 @@ The faults that a run may or may not show (races, early reuse) are also planted 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 
@@ -16,12 +17,14 @@ from weft.errors import ScheduleError
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
+    AllToAllMatmul,
     Buffer,
     Collective,
     Copy,
     Draft,
     Expr,
     Lane,
+    NotApplicableError,
     Region,
     Schedule,
     Set,
@@ -30,6 +33,10 @@ from weft.schedule import (
     Wait,
     candidates,
 )
+from weft.schedule.happens import Happened
+from weft.schedule.polling import held_up
+from weft.schedule.steps import CopyBy
+from weft.schedule.tiles import forked
 from weft.schedule.verify import verify
 
 
@@ -245,6 +252,48 @@ def test_the_first_ten_of_many_faults() -> None:
     text = faults(with_steps(*[Set("departed")] * 40))
     assert text.startswith("schedule push has 40 faults:\n")
     assert len(text.splitlines()) == 11
+
+
+def polling(lanes: int, by: CopyBy = "kernel") -> Schedule:
+    """Each of two ranks computes, and has that many lanes which copy when the other one has computed."""
+    d, peer = Draft("polling", 2), 1 - RANK
+    x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
+    box, z = (d.buffer(name, 4 * lanes, 8, "fp32", role) for name, role in (("box", "symmetric"), ("z", "output")))
+    ready, arrived = d.signals("ready", lanes), d.signals("arrived", lanes)
+    compute = d.lane("compute").compute("silu", y.part(), x.part())
+    for i in range(lanes):
+        compute.set(ready, i, at=peer)
+        sender = d.lane(f"to {i}", "copy").wait(ready, i)
+        sender.copy(x.part(), box.part(rows=(4 * i, 4), at=peer), by).set(arrived, i, at=peer)
+    for i in range(lanes):
+        compute.wait(arrived, i)
+    compute.copy(box.part(), z.part(), "kernel")
+    return d.schedule()
+
+
+def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
+    text = faults(polling(3))
+    assert "rank 0, lane compute, step 1: silu y[0:+4, 0:+8] = x[0:+4, 0:+8]" in text
+    assert "it may never get a compute unit: all 132 may be held by lanes that poll (to 0, to 1, to 2)" in text
+    verify(polling(2))
+    verify(polling(3), compute_units=304)
+    verify(polling(3, "dma"), compute_units=1)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_no_schedule_of_the_house_polls_for_what_it_keeps_from_coming(world: int) -> None:
+    """On whatever GPU: most wait, while they poll, for the run before, and a launch that polls for its own run does so by one
+    program, beside copies by kernel that need another."""
+    rows, polls = world * max(4, world), 0
+    for p in (AllGatherMatmul.even(rows, 2, 8, world), AllToAllMatmul.even(8, 2, 2, 2, world)):
+        for candidate in candidates(p):
+            if ("by", "dma") in candidate.parameters or ("steps", 4) in candidate.parameters:
+                continue
+            with contextlib.suppress(NotApplicableError):
+                happened = Happened(forked(candidate.build(), 8)[1], 3)
+                assert held_up(happened, 2) == {}, candidate.name
+                polls += bool(held_up(happened, 1))
+    assert polls, "with one unit fused GEMMs of FiCCO's stand still"
 
 
 REAL = [

@@ -275,7 +275,7 @@ def test_ranks_that_do_the_same_may_be_represented_by_one(world: int) -> None:
     for name, schedule in all_schedules(problem).items():
         one = simulate(schedule, model, runs=2)
         each = _Engine(lower(schedule, model, alike=False), [0.0] * world, None, 2).run()
-        assert one.program.symmetric, name
+        assert one.program.symmetric != ("collective[start=hetero,gemms=fused" in name), name
         assert not each.program.symmetric, name
         spans = [
             sorted((s.rank, s.lane, round(s.start_us, 5), s.name, round(s.end_us, 5), s.bytes) for s in result.timeline)

@@ -73,8 +73,9 @@ def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode)
     for name, schedule in _schedules(world).items():
         one = simulate(schedule, model, runs=2, mode=mode)
         alike += one.program.symmetric
-        # Ranks that send in the order of their numbers do not do the same.
-        assert one.program.symmetric == ("order=natural" not in name), name
+        # Ranks that send in the order of their numbers, or compute what lies before and behind their own, do not do the same.
+        differ = "order=natural" in name or "collective[start=hetero,gemms=fused" in name
+        assert one.program.symmetric != differ, name
         if one.program.symmetric:
             assert _numbers(one) == pytest.approx(_numbers(_every_rank(schedule, model, mode)), rel=SAME), name
     assert alike > 20

@@ -77,8 +77,8 @@ class Memory:
         return WORDS * (1 + rank)
 
 
-def compiled(schedule: Schedule, rank: int) -> list[tuple]:
-    """(name, stream, ...) of what the host issues on a rank in a run; words as (rank, number)."""
+def owner_of(schedule: Schedule, rank: int) -> SimpleNamespace:
+    """In place of a `CudaSchedule`."""
     tokens, lanes = tokens_of(schedule), [lane.name for lane in schedule.lanes]
     first = next(lane.name for lane in schedule.lanes if lane.resource == "compute")
     lanes.insert(0, lanes.pop(lanes.index(first)))
@@ -89,15 +89,21 @@ def compiled(schedule: Schedule, rank: int) -> list[tuple]:
         if b.role in ("symmetric", "scratch")
     }
     given = [b for b in buffers.values() if b.role in ("input", "output")]
-    owner = SimpleNamespace(
+    return SimpleNamespace(
         schedule=schedule, rank=rank, device=torch.device("cpu"), lanes=lanes, buffers=buffers, given=given, own=own,
         domain=SimpleNamespace(world_size=schedule.world_size, group=None), order=issue_order(schedule)[rank],
         layout=layout_of(schedule), tokens=tokens, region=Memory(), words=Memory(),
         standing_word=max(map(len, tokens)), begun_word=torch.zeros(1), monitor=SimpleNamespace(cuda_stream=0),
         side=[SimpleNamespace(cuda_stream=0)] * (len(lanes) - 1),
     )  # fmt: skip
+
+
+def compiled(schedule: Schedule, rank: int) -> list[tuple]:
+    """(name, stream, ...) of what the host issues on a rank in a run; words as (rank, number)."""
+    owner = owner_of(schedule, rank)
     operations = stream_compiler.compile_streams(owner, False).program.operations  # type: ignore[arg-type]
-    first_words = len(given) + sum(b.role == "scratch" for b in buffers.values()) + schedule.world_size
+    scratch = sum(b.role == "scratch" for b in owner.buffers.values())
+    first_words = len(owner.given) + scratch + schedule.world_size
     found = []
     for name, stream, *what in operations:
         if name == "signal":

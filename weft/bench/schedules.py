@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from weft import plan
 from weft.bench.harness import Ranks
-from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates
+from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates, named
 
 WEFT, OWN_SERIAL = "weft", "weft-serial"
 """Variants: what the operator chooses, and its serial schedule when pinned."""
@@ -29,7 +30,7 @@ def wanted_schedules(p: Any, wanted: Sequence[str], fixed: Sequence[str], suffix
     """Of all that can do `p`, those whose variant begins like one of `wanted` that is not `fixed`, or all; of equal schedules
     under several names the first. A variant is the schedule's name and `suffix`."""
     found: dict[Schedule, Pinned] = {}
-    for candidate in candidates(p):
+    for candidate in (*candidates(p), *_with_other_numbers(p, wanted)):
         variant = (OWN_SERIAL if candidate.name == "serial" else candidate.name) + suffix
         if not any(v == ALL or (v not in fixed and variant.startswith(v)) for v in wanted):
             continue
@@ -41,13 +42,23 @@ def wanted_schedules(p: Any, wanted: Sequence[str], fixed: Sequence[str], suffix
     return list(found.values())
 
 
+def _with_other_numbers(p: Any, wanted: Sequence[str]) -> list[Candidate]:
+    """Those of `wanted` that are names of schedules which the planner does not try."""
+    found = []
+    for name in wanted:
+        with contextlib.suppress(ValueError):
+            found.append(named(p, name))
+    return found
+
+
 def check_variants(variants: Sequence[str], p: Any, fixed: Sequence[str], suffixes: Sequence[str] = ("",)) -> None:
     """Raise ValueError for one that is neither `fixed`, nor "all", nor how the variant of a schedule begins."""
     names = [c.name for c in candidates(p)]
     for variant in variants:
         if variant in (*fixed, OWN_SERIAL, ALL):
             continue
-        if not any((name + suffix).startswith(variant) for name in (*names, OWN_SERIAL) for suffix in suffixes):
+        begins = any((name + suffix).startswith(variant) for name in (*names, OWN_SERIAL) for suffix in suffixes)
+        if not (begins or _with_other_numbers(p, [variant])):
             builders = ", ".join(dict.fromkeys(name.split("[")[0] for name in names if "[" in name))
             raise ValueError(
                 f"no variant {variant!r}: give {', '.join((*fixed, OWN_SERIAL, ALL))}, or how names of schedules begin: "

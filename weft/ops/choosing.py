@@ -31,9 +31,8 @@ from weft.hw import file_of, load_machine
 from weft.plan import gemms
 from weft.plan.choose import decide, warn_once
 from weft.plan.machine import machine_name
-from weft.plan.pin import named
 from weft.plan.predict import library_gemms
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates
+from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates, named
 from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -114,7 +113,7 @@ def choose(
         names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             names = _fastest(p, domain, tensors, deadline_s, serial)
-    schedules = {name: _built(p, named(p, name)) for name in names if name != "serial"}
+    schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
@@ -128,19 +127,22 @@ def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pin
     return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
 
 
-def _built(p: Problem, candidate: Candidate) -> Schedule:
+def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
     schedule = candidate.build()
     if plan.from_outside(p, candidate):
         try:
-            _verify_once(schedule)
+            _verify_once(schedule, domain.device)
         except ScheduleError as error:
             raise ScheduleError(f"builder {candidate.name}, for {p.name} of {p.text}: {error}") from error
     return schedule
 
 
 @lru_cache(maxsize=64)
-def _verify_once(schedule: Schedule) -> None:
-    verify(schedule)
+def _verify_once(schedule: Schedule, device: torch.device) -> None:
+    if device.type == "cuda":
+        verify(schedule, compute_units=torch.cuda.get_device_properties(device).multi_processor_count)
+    else:
+        verify(schedule)
 
 
 def executor(schedule: Schedule, domain: Domain) -> Any:
@@ -225,7 +227,7 @@ def _tune(
             names = list(dict.fromkeys(one.name for choice in choices for one in plan.promising(choice)))
     names = domain.all_gather(names, what=f"candidates for {p}", deadline_s=deadline_s)[0]
     if names is not None:
-        schedules = {name: _built(p, named(p, name)) for name in names}
+        schedules = {name: _built(p, named(p, name), domain) for name in names}
         _measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
 
 
@@ -238,7 +240,7 @@ def _fastest(
     for candidate in candidates(p):
         if p.worth_running(candidate) or plan.from_outside(p, candidate):
             with contextlib.suppress(NotApplicableError):
-                schedules[candidate.name] = _built(p, candidate)
+                schedules[candidate.name] = _built(p, candidate, domain)
     # Each is run by itself, a few times: only one holds memory.
     times = _measured(p, schedules, domain, tensors, deadline_s, serial, "single", 2)
 

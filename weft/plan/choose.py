@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from weft import env
 from weft.plan import pin
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
-from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of
+from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, named
 from weft.sim import Model
 from weft.words import counted
 
@@ -105,9 +105,9 @@ def decide(
         raise ValueError(f"mode={mode!r} is not known; use one of {', '.join(MODES)}")
     measured = measured or {}
     for name in measured:
-        pin.named(problem, name)
+        named(problem, name)
     if pinned is not None:
-        return _pinned_choice(problem, model, mode, pin.named(problem, pinned), measured)
+        return _pinned_choice(problem, model, mode, named(problem, pinned), measured)
     if measured and "serial" not in measured:
         raise ValueError(f"measured={dict(measured)}: measure serial too, it is what the others are compared with")
     rows, schedules = predicted_rows(problem, model, mode, frozenset(measured) | {"serial"}, progress)

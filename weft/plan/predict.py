@@ -35,6 +35,7 @@ from weft.schedule import (
     Tiles,
     builders_of,
     candidates,
+    named,
 )
 from weft.schedule.steps import put_in, variables_of
 from weft.sim import Inefficiencies, Model, inefficiencies, simulate
@@ -160,7 +161,7 @@ def predicted_rows(
     problem: Problem, model: Model, mode: Mode, needed: frozenset[str], progress: Progress
 ) -> tuple[list[Row], dict[str, Schedule]]:
     """A row for each candidate, and the schedules by name. needed: those that are simulated in any case."""
-    built = _built(problem, progress)
+    built = _built(problem, progress, needed)
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
@@ -175,14 +176,15 @@ def predicted_rows(
 _kept: dict[tuple, list[_Built]] = {}
 
 
-def _built(problem: Problem, progress: Progress) -> list[_Built]:
-    """All candidates, those with the same schedule after the first one without it."""
-    key = (problem, builders_of(type(problem)))
+def _built(problem: Problem, progress: Progress, needed: frozenset[str] = frozenset()) -> list[_Built]:
+    """All candidates, and `needed` others; those with the same schedule after the first one without it."""
+    known = candidates(problem)
+    known += [named(problem, name) for name in sorted(needed - {candidate.name for candidate in known})]
+    key = (problem, builders_of(type(problem)), tuple(candidate.name for candidate in known))
     if (kept := _kept.get(key)) is not None:
         return kept
     found: list[_Built] = []
     first: dict[Schedule, str] = {}
-    known = candidates(problem)
     for candidate in known:
         progress(f"building {candidate.name}", 0.5 / len(known))
         try:
@@ -200,7 +202,7 @@ def _built(problem: Problem, progress: Progress) -> list[_Built]:
 
 
 def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
-    kept = _kept.get((problem, builders_of(type(problem))), [])
+    kept = [one for key, built in _kept.items() if key[:2] == (problem, builders_of(type(problem))) for one in built]
     found = next((one.schedule for one in kept if one.row.candidate.name == candidate.name), None)
     return found or candidate.build()
 

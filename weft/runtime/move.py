@@ -14,11 +14,12 @@ import triton.language as tl
 from weft import _core
 from weft.kernels import move as device_code
 from weft.runtime.kernel_call import Base, kernel_call, loaded
+from weft.schedule.steps import COPY_UNITS
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ALIGNMENT = 16  # the widest access, in bytes
 _BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
-MAX_PROGRAMS = 64  # of a copy, and so of the compute units that it takes away
+MAX_PROGRAMS = COPY_UNITS  # of a copy, and so of the compute units that it takes away
 _COPY_WARPS = 8
 
 

@@ -55,7 +55,8 @@ Part: TypeAlias = tuple[bool, int, int, int]
 """Of a signal of `_core.StreamProgram`."""
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
 LATE_PROGRAMS = 16
-"""Of a copy by kernel beside GEMMs that fill the GPU: enough for four fifths of a link's rate, and few to wait for."""
+"""Of copies by kernel beside GEMMs that fill the GPU, on all lanes together: enough for four fifths of a port's rate, and few to
+wait for."""
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
@@ -146,6 +147,7 @@ class _Compiler:
         self._event_of: dict[Key, int] = {}
         self._ahead: dict[int, ReadAhead] = {}  # by lane
         self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
+        self._late_lanes = len({lane for lane, step in owner.order if isinstance(step, Copy) and is_late(step)})
         given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
         self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
         self._regions = given + len(own)
@@ -375,8 +377,8 @@ class _Compiler:
         most, width = self.owner.buffers[copy.dst.buffer].rows, int(copy.src.cols) * self._item_bytes(copy.src)
         assert isinstance(most, int)
         move = Move(
-            self.owner.device, shape=Shape(most, width, pitch, to_pitch), sizes=self._sizes[id(copy)], programs=LATE_PROGRAMS,
-            **signals,
+            self.owner.device, shape=Shape(most, width, pitch, to_pitch), sizes=self._sizes[id(copy)],
+            programs=max(1, LATE_PROGRAMS // self._late_lanes), **signals,
         )  # fmt: skip
         name = copy.src.buffer
 

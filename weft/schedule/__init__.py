@@ -14,6 +14,7 @@ from weft.schedule.problem import (
     builders_of,
     candidates,
     described,
+    named,
     unregister,
 )
 from weft.schedule.schedule import Draft, Schedule
@@ -42,5 +43,5 @@ __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
     "Lane", "NotApplicableError", "Problem", "Read", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles",
-    "Wait", "builder", "builders_of", "candidates", "described", "lookup", "total", "unregister", "value",
+    "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total", "unregister", "value",
 ]  # fmt: skip

@@ -4,7 +4,7 @@
     counts   the splits of all ranks, [ranks, experts of all ranks]: everybody puts his own into everybody's
     inbox    a slot for each other rank, with room for what it may send
 
-    to peers: read splits; to each peer its tokens, in one piece, into the slot there; raise `arrived`
+    to peers: read counts; to each peer its tokens, in one piece, into the slot there; raise `arrived`
     compute:  exchange splits; read counts; the own tokens, in place; then, as they arrive, those of the others
 
 The GEMMs of many (source, expert) segments are one kernel. It puts rows where they belong in the result: by expert, and for
@@ -35,6 +35,8 @@ from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, Region
 
 Transport: TypeAlias = Literal["dma", "kernel"]
+Send: TypeAlias = Literal["in_turn", "at_once"]
+"""To one peer after the other, which behind a switch brings the first tokens soonest; or to all, over the links of a mesh."""
 _TILE = "t"
 LIBRARY_GEMMS = "library_grouped_matmul"
 """The kernel of the serial schedule's GEMMs."""
@@ -64,12 +66,14 @@ def serial(p: AllToAllMatmul) -> Schedule:
     return d.schedule()
 
 
-@builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"))
-def dispatch(p: AllToAllMatmul, *, by: Transport, rest: Literal["each", "together"]) -> Schedule:
+@builder(AllToAllMatmul, by=("dma", "kernel"), rest=("each", "together"), send=("in_turn", "at_once"))
+def dispatch(
+    p: AllToAllMatmul, *, by: Transport, rest: Literal["each", "together"], send: Send = "in_turn"
+) -> Schedule:
     """rest: a launch for the tokens of each other rank when they are there, or one when all are."""
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError("the rest comes from one rank")
-    d, world, experts = _Sending("dispatch", p, by), p.world_size, p.experts
+    d, world, experts = _Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
     d.multiply([0], 0, experts)
     for distance in range(1, world):
@@ -81,11 +85,11 @@ def dispatch(p: AllToAllMatmul, *, by: Transport, rest: Literal["each", "togethe
     return d.done()
 
 
-@builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8))
-def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int) -> Schedule:
+@builder(AllToAllMatmul, by=("dma", "kernel"), chunks=(1, 2, 4, 8), send=("in_turn", "at_once"))
+def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int, send: Send = "in_turn") -> Schedule:
     """chunks: in how many parts the experts are taken. 1: everything arrives, then everything is multiplied at once."""
     pieces = cut(p.experts, chunks, what="experts of a rank")
-    d, world = _Sending("dispatch_by_expert", p, by, chunks), p.world_size
+    d, world = _Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
         d.send(*piece, c)
     for c, piece in enumerate(pieces):
@@ -159,20 +163,26 @@ class _Dispatch(Draft):
 
 
 class _Sending(_Dispatch):
-    """Two lanes: sizes are exchanged, and tokens sent to the inbox of others, in `chunks` parts with a signal each."""
+    """Sizes are exchanged on the computing lane, and tokens sent to the inbox of others on one more, or on one for each peer, in
+    `chunks` parts with a signal each."""
 
-    def __init__(self, name: str, p: AllToAllMatmul, by: Transport, chunks: int = 1) -> None:
+    def __init__(self, name: str, p: AllToAllMatmul, by: Transport, send: Send, chunks: int = 1) -> None:
         super().__init__(name, p, "symmetric")
         world = p.world_size
         if world == 1:
             raise NotApplicableError("one rank has nobody to send to")
         if by == "dma" and not p.exact:
             raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
+        if send == "at_once" and world == 2:
+            raise NotApplicableError("there is one peer to send to")
         self._by, self._chunks = by, chunks
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
         known, self._free = self.signals("known", world), self.signals("free", world)
         self._arrived = self.signals("arrived", world * chunks)
-        self.compute, self._sender = self.lane("compute"), self.lane("to peers", "copy")
+        self.compute = self.lane("compute")
+        names = [f"to +{distance}" if send == "at_once" else "to peers" for distance in range(1, world)]
+        self._senders = [self.lane(name, "copy") for name in names]
+        self._taken = self.signals("taken", world) if send == "at_once" else None
         told, own_row = self.signals("told", 1), (RANK, 1)
         for distance in range(1, world):
             to = peer(world, distance)
@@ -185,7 +195,10 @@ class _Sending(_Dispatch):
         self.compute.set(told)
         self.tell(self.compute)
         self.compute.read(self.counts, "device" if not p.exact else "host" if by == "dma" else "meanwhile")
-        self._sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
+        for i, sender in enumerate(dict.fromkeys(self._senders)):
+            sender.wait(told).read(self.counts, "host" if by == "dma" else "device")
+            if self._taken:
+                sender.set(self._taken, i)
 
     def send(self, first: int, count: int, chunk: int = 0) -> None:
         """To every other rank the tokens of so many of its experts."""
@@ -195,8 +208,8 @@ class _Sending(_Dispatch):
             rows = self._between(RANK, begin + first, begin + first + count)
             mine = self.tokens.part(rows=(self._between(RANK, 0, begin + first), rows))
             slot = self._slot(distance) + self._between(RANK, begin, begin + first)
-            self._sender.copy(mine, self._inbox.part(rows=(slot, rows), at=to), self._by)
-            self._sender.set(self._arrived, RANK * self._chunks + chunk, at=to)
+            sender = self._senders[distance - 1].copy(mine, self._inbox.part(rows=(slot, rows), at=to), self._by)
+            sender.set(self._arrived, RANK * self._chunks + chunk, at=to)
 
     def wait_for(self, distance: int, chunk: int = 0) -> None:
         self.compute.wait(self._arrived, peer(self.world_size, -distance) * self._chunks + chunk)
@@ -207,6 +220,11 @@ class _Sending(_Dispatch):
         self.compute.tiles("grouped_matmul", _TILE, count, *(self._segment(d, expert) for d in distances))
 
     def done(self) -> Schedule:
+        """What was read and multiplied may be written again. Whoever gets tokens knows that they were sent after the lane had read
+        counts, but nothing of other lanes."""
+        if self._taken:
+            for i in range(len(self._senders)):
+                self.compute.wait(self._taken, i)
         for distance in range(1, self.world_size):
             self.compute.set(self._free, RANK, at=peer(self.world_size, -distance))
         return self.schedule()

@@ -12,8 +12,8 @@ Rows that a fused GEMM computes are neighbours in y only in uniform 2D; elsewher
 Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
 
 The chunks of a step may also come by one all-gather of the library (the paper's variant by RCCL), which wants them in one
-piece: rows, so 1D. It gives them in the order of ranks, the own one among them; a fused GEMM would compute that again where
-the start is hetero, so there is no such schedule.
+piece: columns are packed first. It gives them in the order of ranks, the own one among them, which a hetero start has
+computed: there a fused GEMM is two, of the ranks before and those behind.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-A and figure 11.
 """
@@ -119,8 +119,6 @@ def ficco_2d(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int, by: 
 def ficco_1d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int) -> Schedule:
     world, m, pieces = _pieces(p, p.rows[0], steps)
     uniform, fused = start == "uniform", gemms == "fused"
-    if fused and not uniform:
-        raise NotApplicableError("a fused GEMM on what the library gathers computes the own rows again")
     o = Operands(f"{start}-{gemms}-1D-collective", p)
     d, gathered = o.d, o.rows("gathered", p.m, "scratch")
     rows = o.results(world * pieces[0][1]) if fused else []
@@ -134,17 +132,52 @@ def ficco_1d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps
     for s, (first, count) in enumerate(pieces):
         lane.wait(came, s)
         for i, out in enumerate(rows):
-            o.multiply(lane, gathered.part((world * first, world * count)), i, out.part(rows=(0, world * count)))
-        for place in range(0 if uniform else 1, world):
-            source = place if uniform else peer(world, -place)
+            for begin, n in _blocks(world, count, start, "fused"):
+                o.multiply(lane, gathered.part((world * first + begin, n)), i, out.part(rows=(begin, n)))
+        for source in _sources(world, start):
             part = (world * first + source * count, count)
             for i, y in enumerate(o.ys):
                 target = y.part(rows=(source * m + first, count))
                 if fused:
-                    lane.copy(rows[i].part(rows=(place * count, count)), target, "kernel")
+                    lane.copy(rows[i].part(rows=(source * count, count)), target, "kernel")
                 else:
                     o.multiply(lane, gathered.part(part), i, target)
     return d.schedule()
+
+
+@builder(AllGatherMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,))
+def ficco_2d_collective(p: AllGatherMatmul, *, start: Start, gemms: Gemms, steps: int) -> Schedule:
+    world, m, pieces = _pieces(p, p.k, steps)
+    d, x, ws, ys, _ = all_gather_matmul_operands(f"{start}-{gemms}-2D-collective", p)
+    came, library, lane = d.signals("came", len(pieces)), d.lane("library"), d.lane("compute")
+    if start == "hetero":
+        for w, y in zip(ws, ys, strict=True):
+            lane.matmul(y.part(rows=(RANK * m, m)), x.part(), w.part())
+    for s, chunk in enumerate(pieces):
+        packed = d.buffer(f"packed{s}", m, chunk[1], p.dtype, "scratch")
+        gathered = d.buffer(f"gathered{s}", p.m, chunk[1], p.dtype, "scratch")
+        library.copy(x.part(cols=chunk), packed.part(), "kernel").all_gather(packed.part(), gathered.part()).set(
+            came, s
+        )
+        lane.wait(came, s)
+        for block in _blocks(world, m, start, gemms):
+            for w, y in zip(ws, ys, strict=True):
+                lane.matmul(y.part(rows=block), gathered.part(rows=block), w.part(rows=chunk), s > 0)
+    return d.schedule()
+
+
+def _sources(world: int, start: Start) -> list[Index]:
+    """Whose chunks of a step are computed when they have been gathered."""
+    return list(range(world)) if start == "uniform" else [peer(world, -distance) for distance in range(1, world)]
+
+
+def _blocks(world: int, rows: int, start: Start, gemms: Gemms) -> list[tuple[Index, Index]]:
+    """(first, count) of what each GEMM takes of all ranks' chunks, which have so many rows and lie in the order of ranks."""
+    if gemms == "unfused":
+        return [(source * rows, rows) for source in _sources(world, start)]
+    if start == "uniform":
+        return [(0, world * rows)]
+    return [(0, RANK * rows), ((RANK + 1) * rows, (world - 1 - RANK) * rows)]
 
 
 def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list[Piece]]:
@@ -152,9 +185,14 @@ def _pieces(p: AllGatherMatmul, extent: int, steps: int) -> tuple[int, int, list
     if p.world_size == 1:
         raise NotApplicableError("one rank has nothing to gather")
     if len(set(p.rows)) > 1:
-        raise NotApplicableError(f"shards of {p.rows} rows have no common chunks")
+        nearest = " or ".join(map(str, dict.fromkeys((p.m // p.world_size, -(-p.m // p.world_size)))))
+        raise NotApplicableError(
+            f"shards of {p.rows} rows have no common chunks: give every rank {nearest}, or take shard or gather"
+        )
     if p.return_gathered:
-        raise NotApplicableError("the gathered input is wanted, and chunks do not lie in its order")
+        raise NotApplicableError(
+            "the gathered input is wanted, and chunks do not lie in its order: call with return_A=False, or take shard or gather"
+        )
     return p.world_size, p.rows[0], cut(extent, steps or p.world_size, what="a shard")
 
 

@@ -47,6 +47,10 @@ class Happened:
     def step(self, event: Event) -> Step:
         return self.ranks[event.rank][event.lane].steps[event.step]
 
+    def past(self, number: int) -> int:
+        """Of the event of that number, the bit set of all that are certain to come before it, and itself."""
+        return self._past[number]
+
     def before(self, first: int, second: int) -> bool:
         """Whether event number `first` is certain to be before event number `second`."""
         return first != second and bool(self._past[second] >> first & 1)

@@ -11,8 +11,12 @@ from weft.schedule.problem import AllGatherMatmul, NotApplicableError
 from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Region, Role
 
+Pieces: TypeAlias = int | str
+"""How something is cut: into so many pieces, nearly equal, or in a proportion such as "2:1:1"."""
 Part: TypeAlias = tuple[Region, ...]
 """Rows of x, and then, if each has a scale of its own, their scales."""
+WHOLE_TILES = 128
+"""Rows, or columns, of the larger tiles of GEMMs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,21 @@ def all_gather_matmul_operands(
     return found.d, found.x.data, found.ws, found.ys, found.gathered
 
 
-def cut(extent: int, pieces: int, *, what: str) -> list[tuple[int, int]]:
-    """(first, count) of `pieces` nearly equal pieces; the larger ones first."""
-    if not 1 <= pieces <= max(1, extent):
-        raise NotApplicableError(f"{what}: {extent} cannot be cut into {pieces} pieces")
-    small, more = divmod(extent, pieces)
-    ends = [i * small + min(i, more) for i in range(pieces + 1)]
+def cut(extent: int, pieces: Pieces, *, what: str) -> list[tuple[int, int]]:
+    """(first, count) of each piece; of nearly equal ones the larger first. In a proportion, pieces that are large enough end at
+    multiples of WHOLE_TILES: a GEMM of some rows more would take another wave of tiles for them."""
+    if isinstance(pieces, str):
+        parts = [*itertools.accumulate(map(int, pieces.split(":")), initial=0)]
+        unit = WHOLE_TILES if extent >= WHOLE_TILES * parts[-1] else 1
+        ends = [extent * part // (parts[-1] * unit) * unit for part in parts[:-1]] + [extent]
+        possible = all(a < b for a, b in itertools.pairwise(ends))
+    else:
+        small, more = divmod(extent, max(1, pieces))
+        ends = [i * small + min(i, more) for i in range(pieces + 1)]
+        possible = 1 <= pieces <= max(1, extent)
+    if not possible:
+        how = f"as {pieces}" if isinstance(pieces, str) else f"into {pieces} pieces"
+        raise NotApplicableError(f"{what}: {extent} cannot be cut {how}")
     return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 

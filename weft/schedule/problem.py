@@ -9,7 +9,10 @@ then run, simulated, verified, traced and weighed by the planner like the others
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -285,7 +288,8 @@ class AllToAllMatmul(Problem):
         return sum(self.rows) > 0 and self.k > 0 and self.n > 0
 
     def worth_running(self, candidate: Candidate) -> bool:
-        return dict(candidate.parameters).get("chunks", 1) <= 4
+        given = dict(candidate.parameters)
+        return given.get("chunks", 1) <= 4 and given.get("send", "in_turn") == "in_turn"
 
 
 def described(
@@ -318,7 +322,7 @@ def described(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to do a described operator: a builder with its parameters."""
+    """One way to do a described operator: a builder with its parameters, those left out that have their defaults."""
 
     builder: str
     parameters: tuple[tuple[str, Any], ...]
@@ -334,15 +338,22 @@ class Candidate:
 class _Builder:
     function: Callable[..., Schedule]
     parameters: dict[str, tuple[Any, ...]]
+    defaults: dict[str, Any]
+
+    def candidate(self, problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]) -> Candidate:
+        given = ((key, value) for key, value in chosen.items() if self.defaults.get(key) != value)
+        return Candidate(self.function.__name__, tuple(given), _bind(self.function, problem, chosen))
 
 
 _builders: dict[type, dict[str, _Builder]] = {}
+_NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})+")
 
 
 def builder(
     problem: type, **parameters: tuple[Any, ...]
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values.
+    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values. A value
+    that is the function's default is not in a candidate's name, so that names stay what they were when a parameter is added.
 
     A function of the same name and module takes the place of the one before it (a notebook's cell run again); of another
     module it is a `ValueError`.
@@ -354,7 +365,9 @@ def builder(
             raise ValueError(
                 f"{problem.__name__} has a builder {function.__name__!r} from {known.function.__module__}: name yours differently"
             )
-        _builders.setdefault(problem, {})[function.__name__] = _Builder(function, parameters)
+        signature = inspect.signature(function).parameters
+        defaults = {key: signature[key].default for key in parameters if key in signature}
+        _builders.setdefault(problem, {})[function.__name__] = _Builder(function, parameters, defaults)
         return function
 
     return register
@@ -381,9 +394,48 @@ def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] |
     for name in builders or sorted(known, key=lambda name: name != "serial"):
         entry = known[name]
         for values in itertools.product(*entry.parameters.values()):
-            chosen = dict(zip(entry.parameters, values, strict=True))
-            found.append(Candidate(name, tuple(chosen.items()), _bind(entry.function, problem, chosen)))
+            found.append(entry.candidate(problem, dict(zip(entry.parameters, values, strict=True))))
     return found
+
+
+def named(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
+    """The candidate of that name. Beside those of `candidates`, which are the ones that are tried: with any number from the
+    least listed one on, where a builder's parameter is a number, and with any proportion, where one is listed.
+
+    `ValueError` with what is wrong in it, or the nearest names.
+    """
+    known = {candidate.name: candidate for candidate in candidates(problem)}
+    if name in known:
+        return known[name]
+    head, _, rest = name.partition("[")
+    entry = _builders.get(type(problem), {}).get(head)
+    given = dict(word.partition("=")[::2] for word in rest.removesuffix("]").split(","))
+    optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
+    if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        raise ValueError(f"no schedule {name!r} for {problem.name}; the nearest are {', '.join(near)}")
+    chosen = {
+        key: _value(f"no schedule {name!r}: {key}", given[key], listed) if key in given else entry.defaults[key]
+        for key, listed in entry.parameters.items()
+    }
+    return entry.candidate(problem, chosen)
+
+
+def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
+    """What `text` says for a parameter with these values."""
+    for value in listed:
+        if text == str(value):
+            return value
+    numbers = [value for value in listed if isinstance(value, int)]
+    proportions = [value for value in listed if isinstance(value, str) and _PROPORTION.fullmatch(value)]
+    if numbers and _NUMBER.fullmatch(text) and int(text) >= min(numbers):
+        return int(text)
+    if proportions and _PROPORTION.fullmatch(text):
+        return text
+    known = [str(value) for value in listed if value not in numbers and value not in proportions]
+    known += [f"a number from {min(numbers)}"] if numbers else []
+    known += [f"a proportion such as {proportions[-1]}"] if proportions else []
+    raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
 
 
 def _bind(

@@ -7,6 +7,10 @@ Shards are put, not fetched: a put starts from the caller's own tensor, so that 
 first, and it needs no word from the owner that the shard is ready. Everybody first sends to the right neighbour, so that
 no two send to one.
 
+Where sending takes longer than the own rows, what is left when the last chunk arrives is its GEMM: that chunk should be
+small ("3:1"), yet small GEMMs use a GPU badly, so that most of the rest stays whole ("2:1:1"). The first chunk need not be
+small, since the own rows are there to begin with.
+
 Sources: torch's asynchronous tensor parallelism and distributed GEMM fetch shards this way; "Design Space Exploration of DMA
 based Finer-Grain Compute Communication Overlap", II-B, calls it shard-based overlap.
 """
@@ -15,23 +19,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.schedule.expr import RANK, lookup
-from weft.schedule.operands import Operands, carry, cut, peer, starts
+from weft.schedule.expr import RANK, Index, lookup
+from weft.schedule.operands import Operands, Pieces, carry, cut, peer, starts
 from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
 from weft.schedule.schedule import Schedule
 
 
-@builder(AllGatherMatmul, chunks=(1, 2), send=("in_turn", "at_once"), by=("dma", "kernel"))
+@builder(AllGatherMatmul, chunks=(1, 2, "3:1", "2:1:1"), send=("in_turn", "at_once"), by=("dma", "kernel"))
 def shard(
-    p: AllGatherMatmul, *, chunks: int, send: Literal["in_turn", "at_once"], by: Literal["dma", "kernel"]
+    p: AllGatherMatmul, *, chunks: Pieces, send: Literal["in_turn", "at_once"], by: Literal["dma", "kernel"]
 ) -> Schedule:
-    """chunks: parts of a shard with a signal each. send in_turn: to one peer after the other, which behind a switch brings
-    the first shard soonest; at_once: over all links of a mesh."""
+    """chunks: parts of a shard with a signal each, how many or in which proportion. send in_turn: to one peer after
+    the other, which behind a switch brings the first shard soonest; at_once: over all links of a mesh."""
     world = p.world_size
     if world == 1:
         raise NotApplicableError("one rank has nothing to gather")
-    if len(set(p.rows)) > 1 and chunks > 1:
-        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts")
+    if len(set(p.rows)) > 1 and chunks != 1:
+        raise NotApplicableError(f"shards of {p.rows} rows are sent whole, not in {chunks} parts: take chunks=1")
     if send == "at_once" and world == 2:
         raise NotApplicableError("there is one peer to send to")
     o = Operands("shard", p)
@@ -40,7 +44,9 @@ def shard(
     own = (lookup(begin, RANK), lookup(p.rows, RANK))
     compute = d.lane("compute")
     readers = [compute, d.lane("copy out", "copy")] if gathered else [compute]
-    arrived = d.signals("arrived", world * chunks)
+    whole: list[tuple[int, Index]] = [(0, lookup(p.rows, RANK))]
+    pieces = whole if chunks == 1 else cut(p.rows[0], chunks, what="rows of a shard")
+    arrived = d.signals("arrived", world * len(pieces))
     free = d.signals("free", world * len(readers))
 
     o.multiply_all(compute, x.part(), own)
@@ -48,18 +54,18 @@ def shard(
         readers[-1].copy(x.data.part(), gathered.part(rows=own))
     for distance in range(1, world):
         to, source = peer(world, distance), peer(world, -distance)
-        pieces = cut(p.rows[0], chunks, what="rows of a shard") if chunks > 1 else [(0, lookup(p.rows, RANK))]
         sender = d.lane(f"to +{distance}" if send == "at_once" else "to peers", "copy")
         for i in range(len(readers)):
             sender.wait(free, to * len(readers) + i, previous=True)
         for c, (first, count) in enumerate(pieces):
             target = box.part((lookup(begin, RANK) + first, count), at=to)
-            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * chunks + c, at=to)
-            rows = (lookup(begin, source) + first, count if chunks > 1 else lookup(p.rows, source))
-            compute.wait(arrived, source * chunks + c)
+            carry(sender, x.part((first, count)), target, by).set(arrived, RANK * len(pieces) + c, at=to)
+            rows = (lookup(begin, source) + first, lookup(p.rows, source) if chunks == 1 else count)
+            came = source * len(pieces) + c
+            compute.wait(arrived, came)
             o.multiply_all(compute, box.part(rows), rows)
             if gathered:
-                readers[-1].wait(arrived, source * chunks + c).copy(box.data.part(rows=rows), gathered.part(rows=rows))
+                readers[-1].wait(arrived, came).copy(box.data.part(rows=rows), gathered.part(rows=rows))
         for i, reader in enumerate(readers):
             reader.set(free, RANK * len(readers) + i, at=source)
     return d.schedule()

@@ -17,6 +17,8 @@ Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
 Resource: TypeAlias = Literal["compute", "copy"]
 CopyBy: TypeAlias = Literal["dma", "kernel"]
 ReadBy: TypeAlias = Literal["device", "meanwhile", "host"]
+COPY_UNITS = 64
+"""Compute units that a copy by kernel takes at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Signals:
 class Copy:
     """dst = src. A put if `dst` is a peer's, a get if `src` is, a gather or scatter if both are this rank's.
 
-    by "dma": a copy engine. by "kernel": loads and stores of the compute units.
+    by "dma": a copy engine. by "kernel": loads and stores of the compute units, at most COPY_UNITS of them.
     """
 
     src: Region

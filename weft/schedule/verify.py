@@ -4,7 +4,8 @@
 that is a run ahead. It finds
 
     what does not fit    regions outside their buffer, shapes, dtypes, indices, writes to inputs, peers' private memory
-    hangs                waits for more than is set in a run; waits for what comes only after them (`weft.schedule.order`)
+    hangs                waits for more than is set in a run; waits for what comes only after them (`weft.schedule.order`);
+                         lanes that poll on all compute units for what needs one (`weft.schedule.polling`)
     races                two accesses to one place, of which one writes, and neither is certain to be before the other
                          (`weft.schedule.happens`)
     reads of nothing     what no step of the same run has written
@@ -40,6 +41,7 @@ from weft.schedule.fits import (
 )
 from weft.schedule.happens import Happened
 from weft.schedule.order import Event, Lanes, explain, play, sets_per_run
+from weft.schedule.polling import held_up
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Wait
 from weft.schedule.text import describe
@@ -50,8 +52,11 @@ SHOWN = 10
 SAMPLE = 64
 
 
-def verify(schedule: Schedule) -> None:
-    """`ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and what is wrong; or nothing."""
+def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
+    """`ScheduleError` with the first ten faults of `schedule`: rank, lane, step, region and what is wrong; or nothing.
+
+    compute_units: of each GPU that it may run on, the fewest.
+    """
     if schedule.world_size < 1:
         raise ScheduleError(f"schedule {schedule.name}: world_size={schedule.world_size} must be at least 1")
     original = schedule
@@ -72,7 +77,9 @@ def verify(schedule: Schedule) -> None:
     _, stuck = play(ranks)
     if stuck:
         raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
-    _check_memory(faults, buffers, sampled)
+    happened = Happened(ranks, RUNS)
+    _check_polling(faults, happened, compute_units)
+    _check_memory(faults, happened, buffers, sampled)
     faults.raise_any()
 
 
@@ -131,9 +138,16 @@ class _Accesses:
     writes: list[bool] = field(default_factory=list)
 
 
-def _check_memory(faults: _Faults, buffers: Buffers, sampled: set[str]) -> None:
+def _check_polling(faults: _Faults, happened: Happened, compute_units: int) -> None:
+    for number, lanes in held_up(happened, compute_units).items():
+        event = happened.events[number]
+        names = ", ".join(happened.ranks[event.rank][lane].name for lane in lanes)
+        text = f"it may never get a compute unit: all {compute_units} may be held by lanes that poll ({names}) for what needs one"
+        faults.add("polling", f"{text}: have copy engines copy there, or let the copies wait for less", event)
+
+
+def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled: set[str]) -> None:
     """sampled: buffers that are written by more tiles than are here."""
-    happened = Happened(faults.ranks, RUNS)
     # The caller's tensors are new in every run: an instance is (rank, buffer, run), with run 0 for what persists.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
     for number, event in enumerate(happened.events):

@@ -1,0 +1,67 @@
+"""Schedules of experts, for whatever splits: each verifies, keeps its value in JSON, and can be issued from one thread. That
+they compute what they should is tested on CPU processes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_schedule_candidates import check_order
+
+from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, candidates
+from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
+
+
+def problem(splits: list[list[int]], experts: int, exact: bool) -> AllToAllMatmul:
+    """splits: of each rank, tokens for each expert of all ranks."""
+    world, rows = len(splits), tuple(map(sum, splits))
+    return AllToAllMatmul(
+        world, experts, rows, 3, 2, "fp32", most=max(1, *rows), exact=exact, splits=tuple(map(tuple, splits))
+    )
+
+
+def applicable(p: AllToAllMatmul) -> dict[str, Schedule]:
+    found = {}
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            found[candidate.name] = candidate.build()
+    return found
+
+
+def check(schedule: Schedule) -> None:
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    check_order(schedule)
+
+
+RAGGED = {
+    "one rank": ([[3, 0]], 2),
+    "two": ([[0, 2, 5, 1], [4, 0, 0, 0]], 2),
+    "three, one without tokens": ([[1, 0, 7], [0, 0, 0], [2, 2, 0]], 1),
+    "nobody has any": ([[0] * 6] * 3, 2),
+    "four, all to one": ([[0, 0, 0, 0, 0, 9, 0, 0]] * 4, 2),
+}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", RAGGED)
+def test_every_candidate_verifies(name: str, exact: bool) -> None:
+    splits, experts = RAGGED[name]
+    found = applicable(problem(splits, experts, exact))
+    at_once = [name for name in found if "send=at_once" in name]
+    assert bool(at_once) == (len(splits) > 2)
+    for schedule in found.values():
+        check(schedule)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_splits(data: st.DataObject) -> None:
+    world, experts = data.draw(st.integers(1, 4), label="world_size"), data.draw(st.integers(1, 3), label="experts")
+    of_rank = st.lists(st.integers(0, 9), min_size=world * experts, max_size=world * experts)
+    splits = data.draw(st.lists(of_rank, min_size=world, max_size=world), label="splits")
+    found = applicable(problem(splits, experts, data.draw(st.booleans(), label="exact")))
+    check(found[data.draw(st.sampled_from(sorted(found)), label="candidate")])

@@ -1,0 +1,116 @@
+"""Whether lanes that poll may hold all compute units of a rank while what they wait for needs one.
+
+On GPUs most waits are the streams', and hold nothing. But a copy by kernel takes the waits for other ranks next to it into its
+own launch (`weft.runtime.stream_groups`): for those before it all its programs poll, on up to COPY_UNITS compute units, and for
+those behind it, and behind its sets, the last program does. The library's collectives poll until all ranks have come. Such a
+launch is open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by
+kernel, or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.
+
+Steps Y stand still for ever if each y of them finds all units held by launches that may be open when y is to begin, and that
+all wait for some of Y:
+
+    open    in y's run on its rank, on other lanes; not certain to begin after y, nor to have ended before it
+    waits   for a step that is certain to come before the waits end, and not certain to have come before the launch begins
+
+The largest such Y is found from above: begin with all steps that need a unit, and take out those that get one, until nothing
+changes. If it is empty, nothing stands still. Launches that are never open together are taken to be, which errs to the safe
+side.
+
+Waits for the previous run do no harm, however many lanes poll: what they wait for in run e is of run e - 1, and so on down to
+the first run, which waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from weft.schedule.happens import Happened
+from weft.schedule.order import Event, Lanes
+from weft.schedule.steps import COPY_UNITS, Collective, Compute, Copy, Set, Step, Wait
+
+
+class _Launch(NamedTuple):
+    """begun, wanted: bit sets of events, those before it begins, and those that it waits for. last: number of its last event."""
+
+    lane: int
+    units: int
+    begun: int
+    wanted: int
+    last: int
+
+
+def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
+    """By number of event, steps that may never get a compute unit, and the lanes of their rank that then hold all."""
+    polling = _launches(happened)
+    standing = {n: list[int]() for n, event in enumerate(happened.events) if _needs_unit(happened.step(event))}
+    while True:
+        left: dict[int, list[int]] = {}
+        mask = sum(1 << n for n in standing)
+        for n in standing:
+            event, units = happened.events[n], defaultdict[int, int](int)
+            for one in polling[event.run, event.rank]:
+                may_be_open = not (one.begun >> n & 1 or happened.past(n) >> one.last & 1)
+                if one.lane != event.lane and may_be_open and one.wanted & mask:
+                    units[one.lane] = max(units[one.lane], one.units)
+            if sum(units.values()) >= compute_units:
+                left[n] = sorted(units)
+        if len(left) == len(standing):
+            return left
+        standing = left
+
+
+def _needs_unit(step: Step) -> bool:
+    return isinstance(step, Compute | Collective) or (isinstance(step, Copy) and step.by == "kernel")
+
+
+def _launches(happened: Happened) -> dict[tuple[int, int], list[_Launch]]:
+    """By run and rank, the launches that poll."""
+    numbers = {event: n for n, event in enumerate(happened.events)}
+    found: dict[tuple[int, int], list[_Launch]] = defaultdict(list)
+    crossing = _crossing(happened.ranks)
+    for run in {event.run for event in happened.events}:
+        for rank, lanes in enumerate(happened.ranks):
+            for i, lane in enumerate(lanes):
+                for units, first, last in _polled(lane.steps, crossing[rank]):
+                    begun = happened.past(numbers[Event(run, rank, i, first - 1)]) if first else 0
+                    end = numbers[Event(run, rank, i, last)]
+                    found[run, rank].append(_Launch(i, units, begun, happened.past(end) & ~(begun | 1 << end), end))
+    return found
+
+
+def _crossing(ranks: Sequence[Lanes]) -> list[set[tuple]]:
+    """Of each rank, its signals that another one sets."""
+    found: list[set[tuple]] = [set() for _ in ranks]
+    for rank, lanes in enumerate(ranks):
+        for step in (step for lane in lanes for step in lane.steps):
+            if isinstance(step, Set) and step.at != rank:
+                found[int(step.at)].add((step.signal, step.index))
+    return found
+
+
+def _polled(steps: Sequence[Step], crossing: set[tuple]) -> Iterator[tuple[int, int, int]]:
+    """(units, first step, last one that polls) of each launch of a lane that does."""
+
+    def polls(at: int) -> bool:
+        return at < len(steps) and isinstance(step := steps[at], Wait) and (step.signal, step.index) in crossing
+
+    for at, step in enumerate(steps):
+        if isinstance(step, Collective):
+            yield COPY_UNITS, at, at
+        if not (isinstance(step, Copy) and step.by == "kernel"):
+            continue
+        first = at
+        while first and polls(first - 1):
+            first -= 1
+        if first < at:
+            yield COPY_UNITS, first, at
+        behind = at + 1
+        while behind < len(steps) and isinstance(steps[behind], Set):
+            behind += 1
+        last = behind
+        while polls(last):
+            last += 1
+        if last > behind:
+            yield 1, behind, last - 1
