@@ -133,7 +133,8 @@ def main() -> None:
         timeline.extend(spans)
     if arguments.trace:
         write_trace(arguments.trace / "gemm_chain.json", {"gemm chain": timeline})
-        title = f"all-gather, GEMM, silu, GEMM as one schedule: {arguments.ranks} ranks, {arguments.device}, {arguments.chunks} chunks"
+        where = f"{arguments.ranks} ranks, {arguments.device}, {arguments.chunks} chunks"
+        title = f"all-gather, GEMM, silu, GEMM as one schedule: {where}"
         draw_overlap(arguments.trace / "gemm_chain.png", {"gemm chain": timeline}, title)
         print(f"{arguments.trace}/gemm_chain.png; gemm_chain.json is for https://ui.perfetto.dev")
 

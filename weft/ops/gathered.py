@@ -27,13 +27,14 @@ def gathered_by_library(
 ) -> torch.Tensor:
     """[sum(rows), columns of x] on every rank, by torch.distributed. x: [rows[rank], columns]. turn: what it goes through, if not
     straight there, and under which name."""
-    gathered = torch.empty(p.m, x.shape[1], dtype=x.dtype, device=x.device)
+    gathered = x.new_empty(p.m, x.shape[1])
     whole, x = sendable(gathered), sendable(x)
-    if turn is None and len(set(p.rows)) == 1:
+    even = p.rows.count(p.rows[0]) == len(p.rows)
+    if turn is None and even:
         all_gather_single(whole, x, group=group)
         return gathered
     turn, name = turn or Turn(None, None), name or f"all_gather x_shard -> {'x' if p.return_gathered else 'gathered'}"
-    if len(set(p.rows)) == 1:
+    if even:
         turn.run(name, all_gather_single, whole, x, group=group)
     elif x.device.type == "cuda":
         turn.run(name, dist.all_gather, list(whole.split(p.rows)), x, group=group)

@@ -26,7 +26,7 @@ _LOOK_S = 0.1  # how long a wait for the library lasts before it looks at the st
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every library moves: gloo and older NCCLs know no fp8."""
-    return x.view(torch.uint8) if x.dtype.is_floating_point and x.itemsize == 1 else x
+    return x.view(torch.uint8) if x.itemsize == 1 and x.dtype.is_floating_point else x
 
 
 def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held: object) -> None:
