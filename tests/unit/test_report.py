@@ -165,6 +165,25 @@ def test_what_calls_cost_the_host_is_said_of_queued_ones() -> None:
     assert "in the median" not in markdown([r | {"mode": "graph"} for r in rows])
 
 
+def test_the_fastest_of_each_kind_is_told_where_there_are_many() -> None:
+    common = {
+        "op": "all_gather_matmul",
+        "config": "64x1x1",
+        "dtype": "bf16",
+        "ranks": 2,
+        "machine": "m",
+        "run": "a",
+        "mode": "queued",
+    }
+    common |= {"versions": {}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
+    measured = {"serial": 9.0, "weft": 3.0, "gather[by=dma]": 4.0, "shard[chunks=1]": 2.0, "shard[chunks=2]": 3.0}
+    few = [_shape("64x1x1", variant, ms) | common for variant, ms in measured.items()]
+    assert "of each kind" not in markdown(few)
+    many = markdown([*few, _shape("64x1x1", "ficco_1d[steps=0]", 5.0) | common])
+    assert "| M x N x K | gather (1) | shard (2) | ficco_1d (1) |" in many
+    assert "| 64x1x1 | 4 | 2 | 5 |" in many
+
+
 def test_a_bar_in_a_name_does_not_break_the_table() -> None:
     assert "| fused-inter/256\\|64 |" in markdown(_records("fused-inter/256|64"))
 

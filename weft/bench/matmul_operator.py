@@ -26,6 +26,9 @@ from weft.words import counted
 
 P = TypeVar("P", bound=Preset)
 
+_MANY_KINDS = 3
+_BY_KIND = "the fastest of each kind of schedule, and of how many"
+
 
 class Tables(ABC):
     """Records of one mode as a table with a row for each shape, and sentences about all of them."""
@@ -58,9 +61,28 @@ class Tables(ABC):
             if rows:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
                 print_table(title, *self._lines(rows), self.said(rows) + self._on_host(rows), optional=self.optional)
+                if by_kind := self._by_kind(rows):
+                    print_table(f"{title}: {_BY_KIND}", *by_kind)
 
     def markdown(self, rows: Sequence[Record]) -> str:
-        return "\n\n".join([markdown_table(*self._lines(rows)), *self.said(rows), *self._on_host(rows)])
+        parts = [markdown_table(*self._lines(rows)), *self.said(rows), *self._on_host(rows)]
+        if by_kind := self._by_kind(rows):
+            parts += [f"{_BY_KIND.capitalize()}:", markdown_table(*by_kind)]
+        return "\n\n".join(parts)
+
+    def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
+        """(header, cells), where schedules of several kinds were pinned."""
+        pinned = [r for r in rows if r["variant"] not in (*self.baselines, *self.compared)]
+        kinds = list(dict.fromkeys(r["variant"].partition("[")[0] for r in pinned))
+        if len(kinds) < _MANY_KINDS:
+            return None
+        count = {kind: len({r["variant"] for r in pinned if r["variant"].partition("[")[0] == kind}) for kind in kinds}
+        lines = []
+        for config in dict.fromkeys(r["config"] for r in pinned):
+            here = [r for r in pinned if r["config"] == config]
+            times_of = [[r["p50_ms"] for r in here if r["variant"].partition("[")[0] == kind] for kind in kinds]
+            lines.append([config, *(milliseconds(min(of_kind, default=None)) for of_kind in times_of)])
+        return [self.head[0], *(f"{kind} ({count[kind]})" for kind in kinds)], lines
 
     def _on_host(self, rows: Sequence[Record]) -> list[str]:
         """What calls cost the host beside the device's time."""
