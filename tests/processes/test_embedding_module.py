@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.errors import DisagreementError, RefusedError
+from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 from weft.nn.input_dist import InputDist
@@ -261,6 +261,33 @@ def try_forward(group, options: dict, parts: list, good: list) -> tuple[str, str
         caught = error
     seconds = time.monotonic() - begin
     return type(caught).__name__, str(caught), seconds, module(good[group.rank()]).values().clone()
+
+
+def without_one(group, parts: list) -> list[str]:
+    """What a forward and the next one raise where rank 1 does not come to the first."""
+    apart = dist.new_group(list(range(group.size())))
+    module = ShardedEmbeddingBagCollection(TABLES, group=apart, deadline_s=2.0)
+    module.load_full_weights(full_weights())
+    module(parts[group.rank()])
+    found = []
+    for call in range(2):
+        if call == 0 and group.rank() == 1:
+            time.sleep(3.0)
+            continue
+        try:
+            module(parts[group.rank()])
+        except WeftError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_a_rank_that_does_not_come_is_missed_while_ids_are_distributed(pool):
+    parts = [local_batch(rank, 3) for rank in range(3)]
+    (first, *_), *others = pool.run(without_one, parts, ranks=3, timeout_s=60)
+    assert "waited 2 s for all-to-all 0 of numbers of the input distribution" in first
+    assert "from rank 1" in first or "PoisonedGroupError" in first  # whoever is the first to miss it
+    assert all(text.startswith(("DeadlineError", "PoisonedGroupError")) for texts in others for text in texts)
+    assert [len(texts) for texts in others] == [1, 2]
 
 
 def changed(part: KeyedJaggedTensor, what: str) -> object:

@@ -61,7 +61,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         is_weighted: the features carry one float32 weight per id. If False, weights in the features are passed over,
             as in TorchRec.
         transport, order, slice_size, bounds_check, hash, outputs, deadline_s: as `weft.embedding_all_to_all`. The
-            distribution of a local batch goes by the process group's own timeout, not by `deadline_s`.
+            distribution of a local batch goes by `deadline_s` on CPU, and on GPUs by the process group's own timeout.
     """
 
     def __init__(
@@ -226,7 +226,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.sharding, self.device = sharding, device
         # Ranks with tables on meta still take part, to say that they refuse.
         speaks_on = _device_for(self.group, None) if device.type == "meta" else device
-        self._input_dist = InputDist(sharding, self.group, speaks_on, is_weighted=self._is_weighted)
+        self._input_dist = InputDist(
+            sharding, self.group, speaks_on, is_weighted=self._is_weighted, deadline_s=self.deadline_s
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`nn.Module`'s way to convert and to move parameters: `half()`, `to(...)`, `cuda()` and others end here."""

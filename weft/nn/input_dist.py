@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft import symm
 from weft.errors import DisagreementError, RefusedError
+from weft.ops.in_turn import begun, turn_on
 from weft.sparse.check import INDEX_DTYPES, missing_feature
 from weft.sparse.jagged import JaggedInput, check_keyed, offsets_of
 from weft.sparse.tables import EmbeddingSharding
@@ -50,12 +52,22 @@ class _LocalBatch:
 
 
 class InputDist:
-    """The input distribution of one sharding over one group and device. Every call is collective."""
+    """The input distribution of one sharding over one group and device. Every call is collective.
+
+    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs it is the process group's wait.
+    """
 
     def __init__(
-        self, sharding: EmbeddingSharding, group: dist.ProcessGroup, device: torch.device, *, is_weighted: bool
+        self,
+        sharding: EmbeddingSharding,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        is_weighted: bool,
+        deadline_s: float | None = None,
     ) -> None:
         self.sharding, self.group, self.device, self.is_weighted = sharding, group, device, is_weighted
+        self.deadline_s = deadline_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         # A feature travels to a rank once, however many tables there use it.
         self.features_of_rank = tuple(
@@ -162,7 +174,7 @@ class InputDist:
             refused = (local.lengths < 0).any() | wrong
             own = torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin])
             send = own[local.layout.header_index]
-        received = self._all_to_all([send], [words], [[mine] * self.world_size])[0]
+        received = self._all_to_all("numbers", [send], [words], [[mine] * self.world_size])[0]
         host = torch.cat([received, own]).tolist()  # the one wait for the device
         return [host[s * mine : (s + 1) * mine] for s in range(self.world_size)], host[self.world_size * mine :]
 
@@ -184,7 +196,7 @@ class InputDist:
         bags_out = [len(names) * batch_size for names in self.features_of_rank]
         bags_in = [len(features) * head[2] for head in heads]
         out, into = [bags_out, ids_out, ids_out], [bags_in, ids_in, ids_in]
-        received = self._all_to_all(send, out[: len(send)], into[: len(send)])
+        received = self._all_to_all("features", send, out[: len(send)], into[: len(send)])
 
         # What came is [source][feature]; what is wanted is [feature][source].
         order = [source * len(features) + f for f in range(len(features)) for source in range(self.world_size)]
@@ -200,15 +212,16 @@ class InputDist:
         )
 
     def _all_to_all(
-        self, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
+        self, what: str, send: Sequence[torch.Tensor], out: Sequence[list[int]], into: Sequence[list[int]]
     ) -> list[torch.Tensor]:
         """Several all-to-alls under way at once; `out[i]` and `into[i]` are elements per rank of `send[i]`."""
         if self.world_size == 1:
             return list(send)
         received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
+        turn = turn_on(self.group, self.device, "the input distribution", self.deadline_s)
         works = [
-            dist.all_to_all_single(received[i], send[i], into[i], out[i], group=self.group, async_op=True)
-            for i in range(len(send))
+            begun(turn, f"all-to-all {i} of {what}", dist.all_to_all_single, *parts, group=self.group)
+            for i, parts in enumerate(zip(received, send, into, out, strict=True))
         ]
         for work in works:
             work.wait()
@@ -242,7 +255,12 @@ class InputDist:
     def _raise_refusals(self, refusal: Exception | None) -> None:
         """Collective: raise what the refusing ranks have to say, on every rank."""
         texts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(texts, None if refusal is None else str(refusal), group=self.group)
+        mine = None if refusal is None else str(refusal)
+        if self.device.type == "cpu":
+            domain = symm.domain(self.group, self.device, deadline_s=self.deadline_s)
+            texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
+        else:
+            dist.all_gather_object(texts, mine, group=self.group)
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RefusedError(f"input refused by {reasons}") from refusal
 
