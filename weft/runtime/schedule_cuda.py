@@ -27,7 +27,8 @@ from weft import env
 from weft.errors import DeadlineError, ScheduleError
 from weft.kernels.signals import POISONED, TOKEN
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
-from weft.runtime.stream_compiler import StreamItems, compile_streams
+from weft.runtime.stream_compiler import compile_streams
+from weft.runtime.stream_items import StreamItems
 from weft.runtime.stream_tokens import missing, tokens_of
 from weft.runtime.stream_watch import watch
 from weft.schedule import Schedule

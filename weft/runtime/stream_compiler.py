@@ -9,127 +9,37 @@ run begins when the one before has ended on its rank.
 What compute lanes set is written by another stream, the monitor: kernels need not wait for a write to a peer, which takes
 microseconds. For the watchdog a run also says in memory that it has begun.
 
-A `_Item` is (kind, what, where): native operations [what, where); a call of the library on the stream of lane `where`; a
-launch there; or what knows its sizes only then (`weft.runtime.stream_late`).
+What is no native operation stands between these in one list (`weft.runtime.stream_items`): calls of the library
+(`weft.runtime.stream_calls`), and what knows its sizes only in a run (`weft.runtime.stream_late`). All find memory by
+`weft.runtime.stream_regions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.kernel_call import Base
-from weft.runtime.move import Move, Shape, Stamps
-from weft.runtime.scaled_matmul import scaled_matmul
+from weft.runtime.move import Move, Shape
+from weft.runtime.stream_calls import collective_call, compute_call
 from weft.runtime.stream_groups import Group, Grouping
+from weft.runtime.stream_items import StreamItems
 from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late, segments_of
+from weft.runtime.stream_regions import Regions, Tensors
 from weft.runtime.stream_tokens import AWAITED, TOKEN, Key, Token, words_for
-from weft.schedule import (
-    ITEM_BYTES,
-    SCALED_MATMULS,
-    Collective,
-    Compute,
-    Copy,
-    Read,
-    Region,
-    Schedule,
-    Set,
-    Tiles,
-    Wait,
-)
+from weft.schedule import Collective, Compute, Copy, Read, Region, Set, Tiles, Wait
 from weft.schedule.spans import span_name
-from weft.timeline import Timeline
 
 if TYPE_CHECKING:
     from weft.runtime.schedule_cuda import CudaSchedule
 
-Tensors: TypeAlias = dict[str, torch.Tensor]
 Part: TypeAlias = tuple[bool, int, int, int]
 """Of a signal of `_core.StreamProgram`."""
-_NATIVE, _CALL, _LAUNCH, _LATE = range(4)
 LATE_PROGRAMS = 16
 """Of copies by kernel beside GEMMs that fill the GPU, on all lanes together: enough for four fifths of a port's rate, and few to
 wait for."""
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
-    "silu": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
-}
-
-
-class _Item(NamedTuple):
-    kind: int
-    what: Any
-    where: int
-
-
-class StreamItems:
-    """What `issue` does, once for every run. Made by `compile_streams`."""
-
-    def __init__(self, owner: CudaSchedule) -> None:
-        self.owner = owner
-        self.items: list[_Item] = []
-        self.calls: list[tuple[int, Callable[[Tensors], None]]] = []  # of the library, for warming up
-        self.prepares: list[Callable[[Tensors], None]] = []  # which load kernels
-        self.names = [b.name for b in owner.given]
-        self.streams = [0, *(s.cuda_stream for s in owner.side), owner.monitor.cuda_stream]
-        self.spans: list[tuple[str, str, int]] = []
-        self.stamps: Stamps | None = None
-        self.program: Any = None
-        self.kept: list[Any] = []  # whose memory the program's operations use
-        self.bases: list[int] = []
-        self.joining = (0, 0)  # operations by which a capture has the monitor in it to its end
-        self.leaves_main = False  # whether calls go to other streams than the caller's
-
-    def issue(self, tensors: Tensors, capturing: bool) -> None:
-        owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
-        for i, name in enumerate(self.names):
-            tensor = tensors[name]
-            bases[i] = 0 if callable(tensor) else tensor.data_ptr()  # 0: made when its size is known
-        streams[0] = torch._C._cuda_getCurrentRawStream(owner.device.index)
-        main: Any = torch.cuda.current_stream(owner.device) if self.leaves_main else None
-        for kind, what, where in self.items:
-            if kind == _NATIVE:
-                program.run(what, where, bases, streams)
-                continue
-            if kind == _LAUNCH:
-                what(bases, streams[where])
-                continue
-            if where:
-                torch.cuda.set_stream(owner.side[where - 1])
-            if kind == _CALL:
-                what(tensors)
-            else:
-                what(tensors, bases)
-            if where:
-                torch.cuda.set_stream(main)
-        if capturing:
-            program.run(*self.joining, bases, streams)
-
-    def warm_up(self, tensors: Tensors) -> None:
-        """Load what will be launched, and every library call once, on its stream, on whatever the memory holds."""
-        main = torch.cuda.current_stream(self.owner.device)
-        for prepare in self.prepares:
-            prepare(tensors)
-        for where, call in self.calls:
-            with torch.cuda.stream(self.owner.side[where - 1] if where else main):
-                call(tensors)
-            torch.cuda.synchronize(self.owner.device)
-
-    def read(self, timeline: Timeline, rank: int) -> None:
-        """Append what the stamps of the last run say. The device must have finished it."""
-        assert self.stamps is not None
-        times = self.stamps.times.tolist()
-        for i, (lane, name, sent) in enumerate(self.spans):
-            timeline.add(rank, lane, name, times[2 * i] / 1e3, max(times[2 * i : 2 * i + 2]) / 1e3, sent)
 
 
 def compile_streams(owner: CudaSchedule, timed: bool) -> StreamItems:
@@ -140,30 +50,19 @@ def compile_streams(owner: CudaSchedule, timed: bool) -> StreamItems:
 class _Compiler:
     def __init__(self, owner: CudaSchedule, timed: bool) -> None:
         self.owner = owner
-        self.world = owner.domain.world_size
-        self.result = StreamItems(owner)
+        self._regions = regions = Regions(owner)
+        self._place, self._words, self._begun = regions.place, regions.words, regions.begun
         self._events = 0
-        self._native_from = 0
         self._event_of: dict[Key, int] = {}
         self._ahead: dict[int, ReadAhead] = {}  # by lane
         self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
         self._late_lanes = len({lane for lane, step in owner.order if isinstance(step, Copy) and is_late(step)})
-        given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
-        self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
-        self._regions = given + len(own)
-        self._words = self._regions + self.world
-        fixed = [owner.own[name].data_ptr() for name in own]
-        fixed += [owner.region.address(r) for r in range(self.world)] + [
-            owner.words.address(r) for r in range(self.world)
-        ]
-        self._begun = given + len(fixed)
-        self.result.bases = [0] * given + fixed + [owner.begun_word.data_ptr()]
         lanes = len(owner.lanes)
         resources = {lane.name: lane.resource for lane in owner.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in owner.lanes]
         self._tokens = owner.tokens[owner.rank]
         self._words_of = [words_for(tokens) for tokens in owner.tokens]
-        grouping = Grouping(owner.rank, owner.lanes, owner.order, self._tokens, self._fixed_pitch)
+        grouping = Grouping(owner.rank, owner.lanes, owner.order, self._tokens, regions.fixed_pitch)
         self._crosses, self._groups = grouping.crosses, grouping.groups()
         # Of each lane: the places of signals that its stream makes, and what it waits for. Launches take their tokens themselves,
         # and compute lanes at once: their sets go aside, where taking would come too late for their own next wait.
@@ -174,12 +73,9 @@ class _Compiler:
                 self._carriers[owner.lanes[group.lane]] |= set(range(group.first, group.last + 1))
                 self._of_stream[owner.lanes[group.lane]] += self._tokens_in(group)
         self._has_aside = False
-        self.program = self.result.program = _core.StreamProgram(
-            len(self.result.bases), lanes + 1, 2 * lanes + len(owner.order) + 4
-        )
+        self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(owner.order) + 4)
+        self.items = StreamItems(owner, self.program, regions.bases, timed)
         self._monitor = lanes
-        if timed:
-            self.result.stamps = Stamps(owner.device, 2 * len(owner.order) + 2)
 
     def compile(self) -> StreamItems:
         program, lanes = self.program, len(self.owner.lanes)
@@ -204,18 +100,21 @@ class _Compiler:
                 program.wait_event(0, joints[lane])
         if monitored:
             self._signal_aside(0, [self._note(self.owner.standing_word, 0)])
-        self._flush()
+        self.items.flush()
         if self._has_aside:
             joint = self._event()
-            self.result.joining = (program.record(self._monitor, joint), program.wait_event(0, joint) + 1)
-        self.result.leaves_main = any(item.kind in (_CALL, _LATE) and item.where for item in self.result.items)
-        return self.result
+            self.items.joining = (program.record(self._monitor, joint), program.wait_event(0, joint) + 1)
+        return self.items
 
     def _fork(self, others: list[int]) -> None:
         fork = self._event()
         self.program.record(0, fork)
         for stream in others:
             self.program.wait_event(stream, fork)
+
+    def _event(self) -> int:
+        self._events += 1
+        return self._events - 1
 
     def _tells(self, group: Group) -> bool:
         """Whether the group is a copy lane's first, and waits for a token of the previous run that nothing but copies keeps from
@@ -236,9 +135,9 @@ class _Compiler:
     # --- emitting ---
 
     def _emit(self, group: Group) -> None:
-        stamps, first = self.result.stamps, len(self.result.spans)
+        stamps, first = self.items.stamps, len(self.items.spans)
         if stamps is not None:
-            self._stamp(group.lane, 2 * first)
+            self.items.stamp(group.lane, 2 * first)
         copies = [step for step in group.steps if isinstance(step, Copy)]
         step = group.steps[0]
         if group.moves:
@@ -248,9 +147,9 @@ class _Compiler:
         elif isinstance(step, Set | Wait):
             self._signals(group) if self._crosses(step) else self._local(group.lane, step)
         elif isinstance(step, Compute):
-            self._call(group.lane, self._compute(step))
+            self.items.call(group.lane, compute_call(step, self._regions))
         elif isinstance(step, Collective):
-            self._call(group.lane, self._collective(step))
+            self.items.call(group.lane, collective_call(step, self._regions, self.owner))
         elif isinstance(step, Read):
             self._read(group.lane, step)
         elif isinstance(step, Tiles):
@@ -260,18 +159,18 @@ class _Compiler:
         if stamps is not None:
             rank = self.owner.rank
             crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_late(c)]
-            sent = sum(_bytes(c.dst, self.owner.buffers) for c in crossing)
+            sent = sum(int(c.dst.rows) * self._regions.row_bytes(c.dst) for c in crossing)
             text = "; ".join(span_name(s, rank) for s in group.steps)
-            self.result.spans.append((self.owner.lanes[group.lane], text, sent))
-            self._stamp(group.lane, 2 * first + 1)
+            self.items.spans.append((self.owner.lanes[group.lane], text, sent))
+            self.items.stamp(group.lane, 2 * first + 1)
 
     def _copy(self, lane: int, step: Copy) -> None:
         if is_late(step):
             (dst, _, to_pitch), (src, _, pitch) = self._place(_whole(step.dst)), self._place(_whole(step.src))
-            self._late(lane, LateCopy(self.owner, step, (src, pitch), (dst, to_pitch)))
+            self.items.late(lane, LateCopy(self.owner, step, (src, pitch), (dst, to_pitch)))
             return
         (dst, to, to_pitch), (src, at, pitch) = self._place(step.dst), self._place(step.src)
-        width = int(step.src.cols) * self._item_bytes(step.src)
+        width = self._regions.row_bytes(step.src)
         self.program.copy(lane, dst, to, to_pitch, src, at, pitch, width, int(step.src.rows))
 
     def _local(self, lane: int, step: Set | Wait) -> None:
@@ -355,26 +254,25 @@ class _Compiler:
             self._launch_late(group.lane, copies[0], signals)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
-        width = int(copies[0].src.cols) * self._item_bytes(copies[0].src)
+        width = self._regions.row_bytes(copies[0].src)
         shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
         if source[2] == target[2] == width:  # one long row: a kernel takes each row in blocks of its own
             shape = Shape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
-        targets = [self.result.bases[base] + offset for base, offset, _ in places]
+        targets = [self._regions.bases[base] + offset for base, offset, _ in places]
         move = Move(owner.device, shape=shape, targets=targets, **signals)
-        self.result.kept.append(move)
+        self.items.kept.append(move)
         if move.record(self.program, group.lane, Base(*source[:2]), Base(*target[:2])):
             return
 
         def launch(bases: list[int], stream: int) -> None:
             move.launch(bases[source[0]] + source[1], bases[target[0]] + target[1], stream=stream)
 
-        self._flush()
-        self.result.items.append(_Item(_LAUNCH, launch, group.lane))
+        self.items.launch(group.lane, launch)
 
     def _launch_late(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
-        most, width = self.owner.buffers[copy.dst.buffer].rows, int(copy.src.cols) * self._item_bytes(copy.src)
+        most, width = self.owner.buffers[copy.dst.buffer].rows, self._regions.row_bytes(copy.src)
         assert isinstance(most, int)
         move = Move(
             self.owner.device, shape=Shape(most, width, pitch, to_pitch), sizes=self._sizes[id(copy)],
@@ -385,7 +283,7 @@ class _Compiler:
         def launch(tensors: Tensors, bases: list[int]) -> None:
             move.launch(bases[src] + at, bases[dst] + to, tensors[name].shape[0])
 
-        self._late(lane, launch)
+        self.items.late(lane, launch)
 
     def _read(self, lane: int, step: Read) -> None:
         """By the device: the numbers of the lane's copies by kernel. Those of the host come with it."""
@@ -395,10 +293,10 @@ class _Compiler:
                 f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first"
             )
         if step.by == "host":
-            self._late(lane, HostRead(self.owner, buffer))
+            self.items.late(lane, HostRead(self.owner, buffer))
         if step.by == "meanwhile":
             self._ahead[lane] = ReadAhead(self.owner, buffer)
-            self._late(lane, self._ahead[lane].begin)
+            self.items.late(lane, self._ahead[lane].begin)
         name = self.owner.lanes[lane]
         copies = [s for lane_of, s in self.owner.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
         copies = [copy for copy in copies if is_late(copy) and id(copy) not in self._sizes]
@@ -408,10 +306,9 @@ class _Compiler:
             self.owner.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)]
         )
         self._sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
-        self.result.kept.append(totals)
+        self.items.kept.append(totals)
         if not totals.record(self.program, lane):
-            self._flush()
-            self.result.items.append(_Item(_LAUNCH, lambda bases, stream: totals.launch(stream), lane))
+            self.items.launch(lane, lambda bases, stream: totals.launch(stream))
 
     def _tiles(self, lane: int, step: Tiles) -> None:
         owner = self.owner
@@ -423,109 +320,14 @@ class _Compiler:
         last = [s for at, s in owner.order if at == name and isinstance(s, Tiles)][-1]
         spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
         call = Gemms(owner, segments, sum(expected) / max(1, len(expected)), spare)
-        self.result.prepares.append(call.prepare)
-        self._late(lane, call)
+        self.items.prepares.append(call.prepare)
+        self.items.late(lane, call)
         if ahead := self._ahead.get(lane):
             ahead.gemms.append(call)
             if step is last:
-                self._late(lane, ahead.settle)
-
-    def _late(self, lane: int, what: Callable[[Tensors, list[int]], None]) -> None:
-        self._flush()
-        self.result.items.append(_Item(_LATE, what, lane))
-
-    def _stamp(self, lane: int, index: int) -> None:
-        stamps = self.result.stamps
-        assert stamps is not None
-        self._flush()
-        self.result.items.append(_Item(_LAUNCH, lambda bases, stream: stamps.launch(index, stream), lane))
-
-    def _call(self, lane: int, call: Callable[[Tensors], None]) -> None:
-        self._flush()
-        self.result.items.append(_Item(_CALL, call, lane))
-        self.result.calls.append((lane, call))
-
-    def _flush(self) -> None:
-        """Native operations recorded since the last item are issued here."""
-        if len(self.program) > self._native_from:
-            self.result.items.append(_Item(_NATIVE, self._native_from, len(self.program)))
-            self._native_from = len(self.program)
-
-    # --- what regions and steps are on this rank ---
-
-    def _event(self) -> int:
-        self._events += 1
-        return self._events - 1
-
-    def _item_bytes(self, region: Region) -> int:
-        return ITEM_BYTES[self.owner.buffers[region.buffer].dtype]
-
-    def _fixed_pitch(self, region: Region) -> int | None:
-        known = region.buffer in self.owner.own
-        return self.owner.buffers[region.buffer].cols * self._item_bytes(region) if known else None
-
-    def _place(self, region: Region) -> tuple[int, int, int]:
-        """(number of its base address, bytes from there, bytes from row to row)."""
-        buffer, item = self.owner.buffers[region.buffer], self._item_bytes(region)
-        offset = (int(region.row) * buffer.cols + int(region.col)) * item
-        if buffer.role == "symmetric":
-            return self._regions + int(region.at), self.owner.layout.buffers[buffer.name] + offset, buffer.cols * item
-        return self._base[buffer.name], offset, buffer.cols * item
-
-    def _view(self, region: Region) -> Callable[[Tensors], torch.Tensor]:
-        buffer = self.owner.buffers[region.buffer]
-        row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
-        if buffer.name in self.owner.own:
-            fixed = self.owner.own[buffer.name][row : row + rows, col : col + cols]
-            return lambda tensors: fixed
-        name = buffer.name
-        if (rows, cols) == (buffer.rows, buffer.cols):
-            return lambda tensors: tensors[name]
-        if cols == buffer.cols:
-            part = slice(row, row + rows)
-            return lambda tensors: tensors[name][part]  # sooner there than `narrow` is
-        return lambda tensors: tensors[name][row : row + rows, col : col + cols]
-
-    def _compute(self, step: Compute) -> Callable[[Tensors], None]:
-        out, inputs = self._view(step.out), [self._view(region) for region in step.inputs]
-        if step.op == "matmul":
-            a, b = inputs
-            if step.accumulate:
-                return lambda t: void(out(t).addmm_(a(t), b(t)))
-            return lambda t: void(torch.mm(a(t), b(t), out=out(t)))
-        if step.op in SCALED_MATMULS and not step.accumulate:
-            fast = step.op == "scaled_matmul_fast"
-            return lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t))
-        if step.op not in _ELEMENTWISE or step.accumulate:
-            raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
-        op = _ELEMENTWISE[step.op]
-        return lambda t: void(op(*(x(t) for x in inputs), out=out(t)))
-
-    def _collective(self, step: Collective) -> Callable[[Tensors], None]:
-        if step.op != "all_gather":
-            raise ScheduleError(f"streams cannot run {step}; they know all_gather")
-        src, dst, group = self._view(step.src), self._view(step.dst), self.owner.domain.group
-        schedule = self.owner.schedule
-        nth = self._collectives(schedule, self.owner.rank).index(step)
-        sizes = [int(self._collectives(schedule, r)[nth].src.rows) for r in range(self.world)]
-        if len(set(sizes)) == 1:
-            return lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group))
-        return lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
-
-    @staticmethod
-    def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
-        """In the order of lanes: the same places on all ranks."""
-        return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
+                self.items.late(lane, ahead.settle)
 
 
 def _whole(region: Region) -> Region:
     """Where its rows would begin if it were all of its buffer."""
     return replace(region, row=0, rows=0)
-
-
-def void(_: Any) -> None:
-    """The result of a call that is made for what it writes."""
-
-
-def _bytes(region: Region, buffers: dict[str, Any]) -> int:
-    return int(region.rows) * int(region.cols) * ITEM_BYTES[buffers[region.buffer].dtype]

@@ -1,0 +1,67 @@
+"""What of torch and of its process groups streams call: a step that computes, or a collective, as a function of a run's tensors.
+
+Each is made when a schedule is compiled, so that a run only takes views and calls. Results go where the step says, not into
+memory of the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import ScheduleError
+from weft.runtime.collectives import all_gather_single, sendable
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.runtime.stream_regions import Regions, Tensors
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
+
+if TYPE_CHECKING:
+    from weft.runtime.schedule_cuda import CudaSchedule
+
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+}
+
+
+def compute_call(step: Compute, regions: Regions) -> Callable[[Tensors], None]:
+    """`ScheduleError` if the library has no call that does it."""
+    out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
+    if step.op == "matmul":
+        a, b = inputs
+        if step.accumulate:
+            return lambda t: void(out(t).addmm_(a(t), b(t)))
+        return lambda t: void(torch.mm(a(t), b(t), out=out(t)))
+    if step.op in SCALED_MATMULS and not step.accumulate:
+        fast = step.op == "scaled_matmul_fast"
+        return lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t))
+    if step.op not in _ELEMENTWISE or step.accumulate:
+        raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
+    op = _ELEMENTWISE[step.op]
+    return lambda t: void(op(*(x(t) for x in inputs), out=out(t)))
+
+
+def collective_call(step: Collective, regions: Regions, owner: CudaSchedule) -> Callable[[Tensors], None]:
+    """`ScheduleError` if it is no all-gather."""
+    if step.op != "all_gather":
+        raise ScheduleError(f"streams cannot run {step}; they know all_gather")
+    src, dst, group = regions.view(step.src), regions.view(step.dst), owner.domain.group
+    nth = _collectives(owner.schedule, owner.rank).index(step)
+    sizes = [int(_collectives(owner.schedule, r)[nth].src.rows) for r in range(owner.domain.world_size)]
+    if len(set(sizes)) == 1:
+        return lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group))
+    return lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
+
+
+def _collectives(schedule: Schedule, rank: int) -> list[Collective]:
+    """In the order of lanes: the same places on all ranks."""
+    return [s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Collective)]
+
+
+def void(_: Any) -> None:
+    """The result of a call that is made for what it writes."""
