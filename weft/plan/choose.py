@@ -22,6 +22,9 @@ CLEARLY, CLEARLY_US = 0.03, 2.0
 """By how much another schedule must beat serial to be taken: in parts of serial's time and in microseconds, whichever is more.
 Chosen by the times of 60 shapes on two H200s (benchmarks/results)."""
 
+SPARED = 0.05
+"""Of serial's time: what may be lost at most by a wrong prediction where the host's time decides, since the device's does not."""
+
 ALIKE, ALIKE_US = 0.03, 3.0
 """Predictions that differ by less, in parts or in microseconds, are one to the planner: of these it takes a schedule in which
 the host need not wait for sizes, of those the one with the fewest GEMMs, then with the fewest steps, and then the one in which
@@ -159,13 +162,24 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
             f"{best.candidate.name} {among}: {best.us:.1f} us {how}; serial, {serial.us:.1f} us, cannot be captured: the host "
             f"reads sizes"
         )
+    needed_us = max(CLEARLY * serial.us, CLEARLY_US)
+    sparing = [row for row in timed if row is not serial and _spares_host(row, serial)]
+    if mode == "queued" and not measured and serial.us - fastest.us < needed_us and sparing:
+        best = min(sparing, key=_simplicity)
+        return best, (
+            f"{best.candidate.name} takes as long as serial, {best.us:.1f} us {how}, and spares the host: about "
+            f"{best.host_us:.0f} us a call for serial's {serial.host_us:.0f}"
+        )
     if fastest is serial:
         others = [row.us for row in timed if row is not serial and row.us is not None]
-        pruned = any(row.why_not.startswith(AT_LEAST) for row in rows)
-        than = "; all others take longer for certain" if pruned else "; nothing else can do this"
+        pruned = any(row.why_not.startswith(AT_LEAST) or _outlasts(row, serial) for row in rows)
+        than = (
+            "; all others take longer for certain, or keep the host busy for longer"
+            if pruned
+            else "; nothing else can do this"
+        )
         than = f", the best other one {min(others):.1f} us" if others else than
         return serial, f"serial is the fastest: {serial.us:.1f} us {how}{than}"
-    needed_us = max(CLEARLY * serial.us, CLEARLY_US)
     if serial.us - fastest.us < needed_us:
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
@@ -181,9 +195,19 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
-    """Whether issuing a call takes the host longer than the device needs for it, and than serial does: a loop of such calls would
-    be slower than one of serial's, however fast the device is when the host is ahead."""
-    return row is not serial and not row.reads_on_host and row.host_us > max(serial.us or 0.0, row.us or 0.0)
+    """Whether issuing a call takes the host longer than the device needs for it, and than serial takes on either: a loop of such
+    calls would be slower than one of serial's, however fast the device is when the host is ahead."""
+    longest_us = max(serial.us or 0.0, serial.host_us, row.us or 0.0)
+    return row is not serial and not row.reads_on_host and row.host_us > longest_us
+
+
+def _spares_host(row: Row, serial: Row) -> bool:
+    """Whether it is predicted to be no slower than serial, and to keep the host busy for clearly less. Not where a prediction that
+    is wrong by `CLEARLY_US` would make it slower after all by more than `SPARED`."""
+    assert row.us is not None
+    assert serial.us is not None
+    sure = SPARED * serial.us >= CLEARLY_US
+    return sure and not row.reads_on_host and row.us <= serial.us and serial.host_us - row.host_us >= CLEARLY_US
 
 
 def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]:
@@ -192,13 +216,17 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
         return fastest, "is the fastest"
     least_us = fastest.us or 0.0
     alike = [row for row in timed if (row.us or 0.0) <= max(least_us * (1 + ALIKE), least_us + ALIKE_US)]
-    best = min(alike, key=lambda row: (row.stops_host, row.gemms, row.steps, row.copies_by_kernel, row.us))
+    best = min(alike, key=_simplicity)
     if best is fastest:
         return fastest, "is the fastest"
     return (
         best,
         f"is the simplest of {len(alike)} that are fastest, within {ALIKE:.0%} or {ALIKE_US:g} us of each other",
     )
+
+
+def _simplicity(row: Row) -> tuple[float, ...]:
+    return (row.stops_host, row.gemms, row.steps, row.copies_by_kernel, row.us or 0.0)
 
 
 def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bool) -> str:

@@ -69,6 +69,9 @@ class Row:
     gemms: int = 0
     steps: int = 0
     """Of a rank, all lanes together."""
+    lanes: int = 1
+    collectives: int = 0
+    """Of the library, likewise."""
     copies_by_kernel: int = 0
     """On lanes beside the computing ones."""
     reads_on_host: bool = False
@@ -88,10 +91,10 @@ class Row:
 
     @property
     def host_us(self) -> float:
-        """About what the host needs to issue a run."""
-        return (
-            0.0 if self.model is None else self.gemms * self.model.host_call_us + self.steps * self.model.host_step_us
-        )
+        """About what the host needs to issue a run. In GEMMs, a collective takes half as long again and a signal or a copy a tenth;
+        those of a single lane are one launch with its kernels."""
+        calls = self.gemms + 1.5 * self.collectives + (0.1 * self.steps if self.lanes > 1 else 0.0)
+        return 0.0 if self.model is None else calls * self.model.host_call_us
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
@@ -217,6 +220,8 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         candidate,
         gemms=sum(times for _, times in matmuls) + sum(kernel in grouped for kernel in counts.kernels),
         steps=counts.steps,
+        lanes=len(lanes),
+        collectives=sum(times for _, step, _, times in each if isinstance(step, Collective)),
         copies_by_kernel=sum(
             times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
         ),
