@@ -28,9 +28,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, total
 from weft.schedule.operands import cut, peer
-from weft.schedule.problem import AllToAllMatmul, NotApplicableError, builder
+from weft.schedule.problem import AllToAllMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, Region
 

@@ -23,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index
 from weft.schedule.operands import Operands, all_gather_matmul_operands, carry, cut, peer
-from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
+from weft.schedule.problem import AllGatherMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Signals
 

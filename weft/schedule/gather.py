@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, lookup
 from weft.schedule.operands import Operands, carry, peer, starts
-from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
+from weft.schedule.problem import AllGatherMatmul
 from weft.schedule.schedule import Schedule
 
 

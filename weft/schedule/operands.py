@@ -6,8 +6,9 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from weft.schedule.builders import NotApplicableError
 from weft.schedule.expr import RANK, Index, lookup
-from weft.schedule.problem import AllGatherMatmul, NotApplicableError
+from weft.schedule.problem import AllGatherMatmul
 from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Region, Role
 

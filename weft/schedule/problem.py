@@ -1,31 +1,16 @@
-"""Operators as descriptions: what is asked for, and the ways known to do it.
-
-A builder is a function from a description (and its own parameters) to a `Schedule`. Registering it is all it takes: it is
-then run, simulated, verified, traced and weighed by the planner like the others.
-
-    @builder(AllGatherMatmul, chunks=(1, 2, 4))
-    def my_schedule(p: AllGatherMatmul, *, chunks: int) -> Schedule: ...
-"""
+"""Operators as descriptions: what is asked for. The ways known to do it are in `weft.schedule.builders`."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import itertools
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from weft.errors import ScheduleError
-from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
 
-
-class NotApplicableError(ValueError):
-    """Why a builder has no schedule for a description; the text is shown to the user."""
+if TYPE_CHECKING:
+    from weft.schedule.builders import Candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,141 +303,3 @@ def described(
             f"together; use {above}"
         )
     return replace(AllToAllMatmul.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to do a described operator: a builder with its parameters, those left out that have their defaults."""
-
-    builder: str
-    parameters: tuple[tuple[str, Any], ...]
-    build: Callable[[], Schedule]
-
-    @property
-    def name(self) -> str:
-        given = ",".join(f"{key}={value}" for key, value in self.parameters)
-        return f"{self.builder}[{given}]" if given else self.builder
-
-
-@dataclass(frozen=True, slots=True)
-class _Builder:
-    function: Callable[..., Schedule]
-    parameters: dict[str, tuple[Any, ...]]
-    defaults: dict[str, Any]
-
-    def candidate(self, problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]) -> Candidate:
-        given = ((key, value) for key, value in chosen.items() if self.defaults.get(key) != value)
-        return Candidate(self.function.__name__, tuple(given), _bind(self.function, problem, chosen))
-
-
-_builders: dict[type, dict[str, _Builder]] = {}
-_NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})+")
-
-
-def builder(
-    problem: type, **parameters: tuple[Any, ...]
-) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated function as a way to do `problem`, once for each combination of its parameters' values. A value
-    that is the function's default is not in a candidate's name, so that names stay what they were when a parameter is added.
-
-    A function of the same name and module takes the place of the one before it (a notebook's cell run again); of another
-    module it is a `ValueError`.
-    """
-
-    def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        known = _builders.get(problem, {}).get(function.__name__)
-        if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(
-                f"{problem.__name__} has a builder {function.__name__!r} from {known.function.__module__}: name yours differently"
-            )
-        signature = inspect.signature(function).parameters
-        defaults = {key: signature[key].default for key in parameters if key in signature}
-        _builders.setdefault(problem, {})[function.__name__] = _Builder(function, parameters, defaults)
-        return function
-
-    return register
-
-
-def unregister(problem: type, name: str) -> None:
-    """Forget a builder (a test that made one up cleans up after itself)."""
-    del _builders[problem][name]
-
-
-def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...]:
-    """The builders registered for `problem`, by name."""
-    return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
-
-
-def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] | None = None) -> list[Candidate]:
-    """Every registered way to do `problem` (or those of the named builders), serial first. A candidate's `build()` may
-    raise `NotApplicableError`."""
-    known = _builders.get(type(problem), {})
-    for name in builders or ():
-        if name not in known:
-            raise ValueError(f"no schedule {name!r} for {problem.name}; there are {', '.join(known)}")
-    found = []
-    for name in builders or sorted(known, key=lambda name: name != "serial"):
-        entry = known[name]
-        for values in itertools.product(*entry.parameters.values()):
-            found.append(entry.candidate(problem, dict(zip(entry.parameters, values, strict=True))))
-    return found
-
-
-def named(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
-    """The candidate of that name. Beside those of `candidates`, which are the ones that are tried: with any number from the
-    least listed one on, where a builder's parameter is a number, and with any proportion, where one is listed.
-
-    `ValueError` with what is wrong in it, or the nearest names.
-    """
-    known = {candidate.name: candidate for candidate in candidates(problem)}
-    if name in known:
-        return known[name]
-    head, _, rest = name.partition("[")
-    entry = _builders.get(type(problem), {}).get(head)
-    given = dict(word.partition("=")[::2] for word in rest.removesuffix("]").split(","))
-    optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
-    if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-        raise ValueError(f"no schedule {name!r} for {problem.name}; the nearest are {', '.join(near)}")
-    chosen = {
-        key: _value(f"no schedule {name!r}: {key}", given[key], listed) if key in given else entry.defaults[key]
-        for key, listed in entry.parameters.items()
-    }
-    return entry.candidate(problem, chosen)
-
-
-def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
-    """What `text` says for a parameter with these values."""
-    for value in listed:
-        if text == str(value):
-            return value
-    numbers = [value for value in listed if isinstance(value, int)]
-    proportions = [value for value in listed if isinstance(value, str) and _PROPORTION.fullmatch(value)]
-    if numbers and _NUMBER.fullmatch(text) and int(text) >= min(numbers):
-        return int(text)
-    if proportions and _PROPORTION.fullmatch(text):
-        return text
-    known = [str(value) for value in listed if value not in numbers and value not in proportions]
-    known += [f"a number from {min(numbers)}"] if numbers else []
-    known += [f"a proportion such as {proportions[-1]}"] if proportions else []
-    raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
-
-
-def _bind(
-    function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]
-) -> Callable[[], Schedule]:
-    def build() -> Schedule:
-        try:
-            made = function(problem, **chosen)
-        except NotApplicableError:
-            raise
-        except Exception as error:
-            given = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
-            raise ScheduleError(f"{given}: {type(error).__name__}: {error}") from error
-        if not isinstance(made, Schedule):
-            raise ScheduleError(
-                f"builder {function.__module__}.{function.__name__} returned {made!r}: return d.schedule()"
-            )
-        return made
-
-    return build

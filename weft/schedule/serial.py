@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from weft.schedule.builders import builder
 from weft.schedule.operands import Operands
-from weft.schedule.problem import AllGatherMatmul, builder
+from weft.schedule.problem import AllGatherMatmul
 from weft.schedule.schedule import Schedule
 
 

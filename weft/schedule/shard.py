@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.operands import Operands, Pieces, carry, cut, peer, starts
-from weft.schedule.problem import AllGatherMatmul, NotApplicableError, builder
+from weft.schedule.problem import AllGatherMatmul
 from weft.schedule.schedule import Schedule
 
 

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.schedule.builders import builder
 from weft.schedule.expr import RANK, Expr, Index, lookup
 from weft.schedule.operands import peer, starts
-from weft.schedule.problem import EmbeddingAllToAll, builder
+from weft.schedule.problem import EmbeddingAllToAll
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, Region, Set, Signals, Wait
 
