@@ -207,6 +207,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "strange dtype": lambda: weft.all_gather_matmul(x.int(), [B.int()], 0, group),
         "rows": lambda: weft.all_gather_matmul(x, [B], 0, group, rows=[5] * world),
         "schedule": lambda: weft.all_gather_matmul(x, [B], 0, group, schedule="shrad"),
+        "no name": lambda: weft.all_gather_matmul(x, [B], 0, group, schedule=["serial"] if group.rank() else None),  # type: ignore[arg-type]
         "cannot": lambda: weft.all_gather_matmul(
             x[: 3 + (group.rank() == 0)], [B], 0, group, rows=[4] + [3] * (world - 1),
             schedule="shard[chunks=2,send=in_turn,by=dma]",

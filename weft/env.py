@@ -47,7 +47,7 @@ def quiet() -> bool:
 def cache_dir() -> Path:
     """`WEFT_CACHE_DIR`: where calibrations and measured times are kept (default ~/.cache/weft)."""
     if folder := os.environ.get("WEFT_CACHE_DIR"):
-        return Path(folder)
+        return Path(folder).expanduser()
     try:
         return Path.home() / ".cache" / "weft"
     except RuntimeError:  # a user without an account, as in some containers

@@ -152,10 +152,14 @@ def test_times_without_serial_choose_nothing() -> None:
     assert known_times(PROBLEM, "toy", "queued") is None
 
 
-def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "times", [None, [1.0], {"serial": "fast"}, {"serial": float("nan")}, {"serial": -1.0}, {"serial": None}]
+)
+def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: object) -> None:
     Rank().tune()
     (file,) = tmp_path.iterdir()
-    file.write_text("{")
+    kept = json.loads(file.read_text())
+    file.write_text("{" if times is None else json.dumps(kept | {"times_us": times}))
     forget(monkeypatch)
     rank = Rank()
     rank.tune()

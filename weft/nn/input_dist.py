@@ -11,6 +11,7 @@ A rank that refuses its input says so in its header, so that the others raise to
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -73,6 +74,9 @@ class InputDist:
         self.features_of_rank = tuple(
             tuple(dict.fromkeys(slot.feature for slot in sharding.local_slots(rank))) for rank in range(self.world_size)
         )
+        # What ranks compare before they exchange anything: of others there are other numbers of elements.
+        digest = hashlib.blake2b(repr((self.features_of_rank, is_weighted)).encode(), digest_size=6).hexdigest()
+        self._what = f"the input distribution of {counted(len(sharding.tables), 'table')} ({digest})"
         self._layout: _Layout | None = None
 
     def __call__(self, features: Any, refusal: Exception | None = None) -> tuple[JaggedInput, tuple[int, ...]]:
@@ -218,7 +222,7 @@ class InputDist:
         if self.world_size == 1:
             return list(send)
         received = [tensor.new_empty(sum(splits)) for tensor, splits in zip(send, into, strict=True)]
-        turn = turn_on(self.group, self.device, "the input distribution", self.deadline_s)
+        turn = turn_on(self.group, self.device, self._what, self.deadline_s)
         works = [
             begun(turn, f"all-to-all {i} of {what}", dist.all_to_all_single, *parts, group=self.group)
             for i, parts in enumerate(zip(received, send, into, out, strict=True))

@@ -208,7 +208,7 @@ def _prepared_for(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
     schedule: str | None, rows: Sequence[int] | None, deadline_s: float | None,
 ) -> _Prepared:  # fmt: skip
-    pinned = plan.pinned() if schedule is None else schedule
+    pinned = plan.pinned(schedule)
     wanted = (False, False)
     if torch.is_grad_enabled():
         wanted = (A_shard.requires_grad, any(getattr(B, "requires_grad", False) for B in Bs))

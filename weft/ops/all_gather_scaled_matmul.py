@@ -236,7 +236,7 @@ _table: Table[_Prepared] = Table()
 def _prepared_for(
     call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None, refusal: str = ""
 ) -> _Prepared:
-    pinned = plan.pinned() if schedule is None else schedule
+    pinned = plan.pinned(schedule)
     x, tensors = call.x, (call.scale, *call.B_scales, *call.biases)
     layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in call.Bs])
     small = tuple([(t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in tensors])

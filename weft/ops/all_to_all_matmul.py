@@ -290,7 +290,7 @@ def _prepared_for(
 ) -> tuple[_Prepared, bool]:  # fmt: skip
     """And whether the call is differentiated. What is prepared does not depend on it, but all ranks must do it."""
     group = group_of(group)
-    pinned = plan.pinned() if schedule is None else schedule
+    pinned = plan.pinned(schedule)
     wanted = (False, False)
     if torch.is_grad_enabled():
         wanted = (tokens.requires_grad, getattr(w, "requires_grad", False))

@@ -78,13 +78,21 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
     key = _key(problem, machine, mode)
     if str(key) not in _known:
         try:
-            content = store.read(_path(key))
+            content = store.read(_path(key)) or {}
         except ValueError:  # a broken file: measured again, it is replaced
-            content = None
-        if content is None or content.get("key") != key:
+            content = {}
+        times: Any = content.get("times_us")
+        if content.get("key") != key or not _are_times(times):
             return {}
-        _known[str(key)] = content["times_us"]
+        _known[str(key)] = times
     return _known[str(key)]
+
+
+def _are_times(found: object) -> bool:
+    """Whether these can be what `autotune` kept: a file may have been edited."""
+    if not isinstance(found, dict):
+        return False
+    return all(isinstance(us, int | float) and 0 < us < float("inf") for us in found.values())
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:

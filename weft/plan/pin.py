@@ -31,6 +31,8 @@ def use(schedule: str) -> Iterator[None]:
         _pinned.reset(token)
 
 
-def pinned() -> str | None:
-    """The name given to the innermost `use` around the caller."""
-    return _pinned.get()
+def pinned(given: object = None) -> str | None:
+    """What an operator was given as `schedule`; if that is None, the innermost `use` around the caller. What is no string is shown
+    as one: it names no schedule, and is refused as other wrong names are."""
+    name = _pinned.get() if given is None else given
+    return name if name is None or isinstance(name, str) else repr(name)

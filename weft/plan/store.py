@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -37,16 +39,21 @@ def keep(path: Path, content: dict[str, Any]) -> None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What was written; None without a file. `ValueError` if it is none of ours."""
+    """What was written; None without a file that can be read. `ValueError` if it is none of ours."""
     try:
         content = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except OSError:
         return None
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}): delete it, and measure again") from error
