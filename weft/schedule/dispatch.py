@@ -18,6 +18,10 @@ Copies by kernels take their sizes from the device. Copy engines take them from 
 are computed: while it waits nothing can be queued behind. Where the result has exactly the rows that arrive (`exact`) the
 host reads in any case, but while the GEMMs run.
 
+Blocks padded to a capacity would need no sizes either. They are no candidate: with room for all that a rank may send to one other
+they are as many times larger as there are ranks, and with less, tokens are lost, which no other schedule does. The benchmark of
+all_to_all_matmul has the library's way of it, with just enough room for the tokens that it sends, as `padded`.
+
 Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
 GEMMs of experts, asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
 Collectives", 7.4 (all-to-all of experts).
