@@ -320,6 +320,7 @@ _library.define(
 )
 
 
+@opaque
 def _run(*arguments: Any) -> list[torch.Tensor]:
     *given, group, schedule, deadline_s = arguments
     call = _Call(*given)

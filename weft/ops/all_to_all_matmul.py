@@ -391,6 +391,7 @@ _library.define(
 )
 
 
+@opaque
 def _run(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
     schedule: str, deadline_s: float,
@@ -422,6 +423,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[Any, ...]:
     return (*(next(made) if want else None for want in wanted), None, None, None, None, None, None)
 
 
+@opaque
 def _run_backward(
     grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group_name: str,
     deadline_s: float, wanted: list[bool],

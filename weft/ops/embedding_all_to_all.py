@@ -293,6 +293,7 @@ def _operator(handle: int) -> Any:
     return operator
 
 
+@opaque
 def _run(
     weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
     batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,
