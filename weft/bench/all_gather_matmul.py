@@ -43,6 +43,8 @@ from weft.bench.schedules import (
     PLANNED_MODES,
     WEFT,
     Planned,
+    cannot,
+    check_applicable,
     check_room,
     check_variants,
     fitting,
@@ -246,13 +248,15 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
 
     def check_options(self, options: BenchOptions) -> None:
         super().check_options(options)
+        problems = []
         for shape in self.presets(options):
-            _problem(shape, options.ranks, options.dtype)  # says which number of rows would do
+            problems.append(_problem(shape, options.ranks, options.dtype))  # says which number of rows would do
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
         check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)
+        check_applicable(options.variants, [[(p, "")] for p in problems], _FIXED)
 
     def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
         return find_shapes(shapes_file(self.name), options.preset, options.device)
@@ -290,4 +294,4 @@ def _arms(work: MatmulWorkload, serial: Serial, options: BenchOptions) -> tuple[
     for variant, candidate, schedule in pinned:
         arms[variant] = Weft(work, candidate.name)
         work.roundings[variant] = roundings(schedule)
-    return arms, notes
+    return arms, notes + cannot(wanted, [(work.problem, "")], _FIXED)
