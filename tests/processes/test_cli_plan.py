@@ -134,7 +134,8 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
     ("arguments", "message"),
     [
         (["--json", "."], "'--json': file '.' is a directory"),
-        (["--json", "/proc/nowhere/results.jsonl"], "No such file or directory: '/proc/nowhere'"),
+        (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
+        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
         (["--pictures", __file__], "is a file"),
         (["--seconds", "inf"], "less than or equal to 3600"),
     ],
@@ -162,6 +163,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 256"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder"),
+        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from weft.bench.operator import OPERATORS
+from weft.cli.paths import check_writable
 
 Operator = enum.StrEnum("Operator", list(OPERATORS))  # type: ignore[misc]
 
@@ -130,5 +131,5 @@ def bench(
         pictures=pictures,
     )
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)  # what cannot be is said before anything is measured
+        check_writable("--json", json)
     run(options)

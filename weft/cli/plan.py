@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from weft.cli.paths import check_writable
+
 if TYPE_CHECKING:
     from weft.plan import Explanation
 
@@ -130,8 +132,8 @@ def _plan(
             f"--shape {shape}: M={m} tokens are not as many for each of {experts} experts, and more than {_MOST_UNEVEN_RANKS} "
             f"ranks that differ take too long to simulate; use M={above}"
         )
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
+    if json is not None:
+        check_writable("--json", json)
     shown = None if everything else 10
     with progress(1.0, sys.stderr.isatty()) as step, _without_collection():  # hundreds of ranks take a minute
         found = explanation(
