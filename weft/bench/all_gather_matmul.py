@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from weft import plan
 from weft.bench.ceilings import Ceilings
@@ -54,7 +53,7 @@ from weft.bench.schedules import (
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
-from weft.runtime.collectives import sendable
+from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import AllGatherMatmul, Compute, Schedule, described
 from weft.symm import SymmetricBuffer
@@ -152,7 +151,7 @@ class Serial:
 
     def gather(self, which: int) -> None:
         x = sendable(self.work.x_shards[which])
-        dist.all_gather_into_tensor(sendable(self.gathered), x, group=self.work.ranks.group)
+        all_gather_single(sendable(self.gathered), x, group=self.work.ranks.group)
 
 
 class AsyncTP:
