@@ -39,7 +39,8 @@ def bench(
         typer.Option(
             help="Comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, "
             "meta-2021 or grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, "
-            "or a shape as MxNxK, N columns on each rank. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or "
+            "or a shape as MxNxK, N columns on each rank; with -symmetric behind either, on GPUs, inputs lie in symmetric "
+            "memory. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or "
             "TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the "
             "paper's GEMMs. None: all that suit the device."
         ),

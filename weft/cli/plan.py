@@ -31,9 +31,10 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
-_MOST_RANKS = (
-    256  # with as many steps as ranks, a schedule has their square: beyond it a plan takes minutes and gigabytes
-)
+# A schedule with as many steps as ranks has their square, and all_to_all_matmul's that times the experts of a rank; every
+# candidate is built and simulated. Towards this number that takes minutes, and beyond it gigabytes too.
+_MOST_RANKS = 256
+_MANY = "A plan's time grows with their square: for hundreds it may be minutes."
 _MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
 _Hw = Annotated[
@@ -62,7 +63,10 @@ def all_gather_matmul(
         ),
     ],
     ranks: Annotated[
-        int, typer.Option(min=1, max=_MOST_RANKS, help="GPUs, all linked to each other; M must be divisible by them.")
+        int,
+        typer.Option(
+            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other; M must be divisible by them. {_MANY}"
+        ),
     ] = 2,
     hw: _Hw = None,
     dtype: _Dtype = "bf16",
@@ -94,7 +98,12 @@ def all_to_all_matmul(
         ),
     ],
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each.")],
-    ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="GPUs, all linked to each other.")] = 2,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other. {_MANY} It grows with experts too."
+        ),
+    ] = 2,
     bounded: Annotated[
         bool,
         typer.Option("--bounded", help="With max_rows: the host does not wait for the number of rows that arrive."),
