@@ -5,6 +5,7 @@ Data are made from seeds, so every rank knows every other's."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import time
 import warnings
@@ -208,6 +209,29 @@ def compiled_forward(group: dist.ProcessGroup) -> None:
         y, _ = expected(rank, splits, tokens, weights)
         found = compiled(tokens[rank], weights.split(experts)[rank], torch.tensor(splits[rank]))
         torch.testing.assert_close(found, (2 * y).relu().float(), rtol=1e-4, atol=1e-4)
+
+
+def compiled_in_pieces(group: dist.ProcessGroup) -> list[str]:
+    """What Dynamo warns of where it breaks the graph at a call whose number of rows it cannot know, and each call is of another
+    shape."""
+    rank, world, experts = group.rank(), group.size(), 2
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch._dynamo").addHandler(handler)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *inputs: torch.relu(weft.all_to_all_matmul(*inputs)), backend="aot_eager")
+    try:
+        for n in range(1, 13):
+            splits = traffic("uneven", world, experts, n)
+            tokens, weights = data(splits, experts, 8, n, torch.float32, n)
+            y, _ = expected(rank, splits, tokens, weights)
+            with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+                found = compiled(tokens[rank], weights.split(experts)[rank], torch.tensor(splits[rank]))
+            torch.testing.assert_close(found, y.relu().float(), rtol=1e-4, atol=1e-4)
+    finally:
+        logging.getLogger("torch._dynamo").removeHandler(handler)
+    return told
 
 
 def checked_as_op(group: dist.ProcessGroup) -> None:

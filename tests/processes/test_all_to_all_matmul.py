@@ -84,6 +84,10 @@ def test_compiled(pool: Pool) -> None:
     pool.run(ranks.compiled_forward, ranks=2, timeout_s=120)
 
 
+def test_compiled_in_pieces_warns_of_nothing(pool: Pool) -> None:
+    assert pool.run(ranks.compiled_in_pieces, ranks=2, timeout_s=120) == [[], []]
+
+
 def test_opcheck(pool: Pool) -> None:
     pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
 

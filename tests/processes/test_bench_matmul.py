@@ -24,15 +24,18 @@ from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.measure import check, measure_arms
 from weft.bench.options import BenchOptions
 from weft.bench.run import ceilings_for, run_rank
+from weft.bench.schedules import cannot
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.ops import choosing
 from weft.plan import choose
-from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
+from weft.schedule import AllGatherMatmul, NotApplicableError, candidates, described
 from weft.sim import model_of
 
 SHAPE = MatmulShape(24, 10, 16, ("by hand",))
 PUT = "shard[chunks=1,send=in_turn,by=dma]"
+UNCUT = "shard[chunks=500,send=in_turn,by=dma]"
+ONE_PEER = "shard[chunks=1,send=at_once,by=dma]"
 TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=4,by=dma]"
 
 
@@ -57,6 +60,8 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
     [
         ({"variants": ("fast",)}, r"no variant 'fast': give serial, .*ficco_1d, .*such as shard\["),
         ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it for GPUs only"),
+        ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' cannot do any of these shapes: .*500"),
+        ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' cannot do any of these shapes: .*peer"),
         ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu has no other"),
         ({"scale": 0.5}, r"scale=0\.5 is for tables: name a smaller shape"),
         ({"dtype": "fp8"}, "must be a positive multiple of 16, as fp8 GEMMs want it"),
@@ -68,6 +73,16 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
 def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _options(**wrong)
+
+
+def test_a_variant_that_cannot_do_a_shape_is_a_note_of_that_shape() -> None:
+    options = _options(preset="24x10x16,1024x10x16", variants=(UNCUT, PUT))
+    problems = [described("all_gather_matmul", m=m, n=10, k=16, ranks=2, dtype="fp32") for m in (24, 1024)]
+    few, many = (cannot(options.variants, [(p, "")], ()) for p in problems)
+    assert len(few) == 1
+    assert few[0].startswith(f"not measured, {UNCUT}: ")
+    assert "500" in few[0]
+    assert many == []
 
 
 def test_a_2d_schedule_rounds_at_every_step() -> None:

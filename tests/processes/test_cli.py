@@ -114,7 +114,7 @@ def test_doctor_without_the_native_module_leaves_no_path(monkeypatch) -> None:
 
 
 def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "results.jsonl"
+    path = tmp_path / "results.jsonl"
     arguments = ["bench", "embedding_all_to_all", "--device", "cpu", "--ranks", "2", "--preset", "criteo-kaggle"]
     arguments += ["--scale", "1/1024", "--quick", "--mode", "queued", "--variants", "put", "--json", str(path)]
     for expected in (2, 4):

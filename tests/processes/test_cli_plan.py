@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 
 from weft.cli import app
 from weft.cli.app import main
+from weft.cli.plan import print_explanation
+from weft.plan import explanation
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
 COMMAND = ["plan", "all_gather_matmul"]
@@ -53,6 +56,25 @@ def test_all_shows_all(tmp_path: Path) -> None:
     assert "not shown" not in everything
     single = runner.invoke(app, [*arguments, "--mode", "single"]).output
     assert "bf16, single" in single
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 140, 200])
+def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(width: int, monkeypatch, capsys) -> None:
+    found = explanation(
+        "all_gather_matmul", M=131072, N=2048, K=16384, ranks=8, hw="mi300x", dtype="bf16", mode="queued"
+    )
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    print_explanation(found, 10)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= width
+    words = shown.split()
+    for row in found.cells(10):
+        assert row[1] in words  # predicted us
+        assert all(piece in shown for piece in row[0].split(","))
+        assert set(row[-1].split()) <= set(words)
+    assert ("no room here for measured us" in shown) == (width < 140)
+    assert ("comm CIL, exposed us: a wider terminal" in " ".join(words)) == (width == 80)
 
 
 EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
@@ -112,7 +134,8 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
     ("arguments", "message"),
     [
         (["--json", "."], "'--json': file '.' is a directory"),
-        (["--json", "/proc/nowhere/results.jsonl"], "No such file or directory: '/proc/nowhere'"),
+        (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
+        (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
         (["--pictures", __file__], "is a file"),
         (["--seconds", "inf"], "less than or equal to 3600"),
     ],
@@ -140,6 +163,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 256"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder"),
+        (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),

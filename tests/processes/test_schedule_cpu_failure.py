@@ -74,7 +74,8 @@ def absent(group, builder):
 def test_a_rank_that_never_calls(pool: Pool, builder: str, what: str) -> None:
     answers = pool.run(absent, builder, ranks=3)
     errors = [answers[rank][0] for rank in (0, 2)]
-    missed = rf"rank [02] waited 0.5 s for {what} \(call 2 of schedules\) from rank 1 \(pid \d+\): wanted 2, found 1"
+    call = rf"{what} \(call 2 of schedules and collectives\)"
+    missed = rf"rank [02] waited 0.5 s for {call} from rank 1 \(pid \d+\): wanted 2, found 1"
     assert_deadline(errors, missed)
     assert all(seconds < 20 for _, seconds, _ in answers)
     assert_over([answer[-1] for answer in answers])

@@ -180,6 +180,8 @@ def test_as_jagged_reads_ours_torchrecs_and_tuples():
 
 
 def test_as_jagged_refuses_what_it_cannot_read():
+    with pytest.raises(TypeError, match="features is an int without keys, values"):
+        as_jagged(3)
     lengths = torch.tensor([1, 2, 0, 3])
     with pytest.raises(ValueError, match=r"variable stride.*same batch"):
         as_jagged(TorchRecLike(["a"], IDS, lengths, variable=True))

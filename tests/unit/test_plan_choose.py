@@ -368,23 +368,43 @@ def test_what_a_builder_does_by_default_is_not_in_names() -> None:
         "dispatch[by=dma,rest=together]",
         "dispatch[by=dma,rest=together,send=at_once]",
     ]
-    assert named(p, "dispatch[by=dma,rest=each,send=in_turn]").name == "dispatch[by=dma,rest=each]"
+    with pytest.raises(ValueError, match=re.escape("it is written 'dispatch[by=dma,rest=each]'")):
+        named(p, "dispatch[by=dma,rest=each,send=in_turn]")
     assert named(p, "dispatch_by_expert[by=dma,chunks=3,send=at_once]").build().lanes[-1].name == "to +3"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("shard[chunks=0,send=in_turn,by=dma]", "chunks is a number from 1 or a proportion such as 2:1:1, and not '0'"),
+        (
+            "shard[chunks=0,send=in_turn,by=dma]",
+            "chunks is a number from 1 to 999999 or a proportion such as 2:1:1, and not '0'",
+        ),
         ("shard[chunks=03,send=in_turn,by=dma]", "and not '03'"),
+        (
+            "shard[chunks=1000000,send=in_turn,by=dma]",
+            "from 1 to 999999 or a proportion such as 2:1:1, and not '1000000'",
+        ),
+        ("shard[chunks=2,send=in_turn,by=kernel,by=no,by=dma]", "by is given more than once"),
+        ("shard[by=dma,chunks=3,send=in_turn]", "it is written 'shard[chunks=3,send=in_turn,by=dma]'"),
         ("shard[chunks=1:0,send=in_turn,by=dma]", "and not '1:0'"),
         ("shard[chunks=2,send=late,by=dma]", "send is in_turn or at_once, and not 'late'"),
-        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is a number from 0, and not '1:2'"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is a number from 0 to 999999, and not '1:2'"),
     ],
 )
 def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         plan.choose(LARGE, H200, pinned=name)
+
+
+def test_messages_name_splits_that_are_not_even_only() -> None:
+    many = AllToAllMatmul.even(4096, 8, 8, 32, 8)
+    assert len(str(many)) < 200
+    assert "splits" not in str(many)
+    assert "most=4096" in str(many)
+    uneven = AllToAllMatmul(2, 1, (3, 3), 8, 8, "bf16", 3, splits=((1, 2), (3, 0)))
+    assert "splits=((1, 2), (3, 0))" in str(uneven)
+    assert str(replace(uneven, splits=())) != str(uneven)
 
 
 @pytest.mark.parametrize(

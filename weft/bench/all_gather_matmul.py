@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 from weft import plan
 from weft.bench.ceilings import Ceilings
@@ -43,6 +42,8 @@ from weft.bench.schedules import (
     PLANNED_MODES,
     WEFT,
     Planned,
+    cannot,
+    check_applicable,
     check_room,
     check_variants,
     fitting,
@@ -52,7 +53,7 @@ from weft.bench.schedules import (
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
-from weft.runtime.collectives import sendable
+from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import AllGatherMatmul, Compute, Schedule, described
 from weft.symm import SymmetricBuffer
@@ -150,7 +151,7 @@ class Serial:
 
     def gather(self, which: int) -> None:
         x = sendable(self.work.x_shards[which])
-        dist.all_gather_into_tensor(sendable(self.gathered), x, group=self.work.ranks.group)
+        all_gather_single(sendable(self.gathered), x, group=self.work.ranks.group)
 
 
 class AsyncTP:
@@ -246,13 +247,15 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
 
     def check_options(self, options: BenchOptions) -> None:
         super().check_options(options)
+        problems = []
         for shape in self.presets(options):
-            _problem(shape, options.ranks, options.dtype)  # says which number of rows would do
+            problems.append(_problem(shape, options.ranks, options.dtype))  # says which number of rows would do
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
         check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)
+        check_applicable(options.variants, [[(p, "")] for p in problems], _FIXED)
 
     def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
         return find_shapes(shapes_file(self.name), options.preset, options.device)
@@ -290,4 +293,4 @@ def _arms(work: MatmulWorkload, serial: Serial, options: BenchOptions) -> tuple[
     for variant, candidate, schedule in pinned:
         arms[variant] = Weft(work, candidate.name)
         work.roundings[variant] = roundings(schedule)
-    return arms, notes
+    return arms, notes + cannot(wanted, [(work.problem, "")], _FIXED)

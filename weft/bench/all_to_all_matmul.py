@@ -48,6 +48,8 @@ from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import (
     OWN_SERIAL,
     WEFT,
+    cannot,
+    check_applicable,
     check_room,
     check_variants,
     fitting,
@@ -62,6 +64,16 @@ from weft.words import counted
 
 _FIXED = (BASELINE, PADDED, *MINE)
 _PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call
+
+
+def _problem(shape: MoeShape, ranks: int, dtype: torch.dtype) -> AllToAllMatmul:
+    name = next(name for name, d in DTYPES.items() if d == dtype)
+    return AllToAllMatmul.even(shape.rows, shape.n, shape.k, shape.experts // ranks, ranks, name)
+
+
+def _variants_of(p: AllToAllMatmul) -> tuple[tuple[AllToAllMatmul, str], ...]:
+    """Descriptions of calls with and without max_rows, with the suffix that variants have."""
+    return (p, ""), (replace(p, exact=False), BOUNDED)
 
 
 class DispatchWorkload(Workload):
@@ -79,10 +91,7 @@ class DispatchWorkload(Workload):
         for of_expert in self.w:  # one by one: in fp32 all together take as much again, twice
             drawn = torch.randn(shape.k, shape.n, generator=generator, device=ranks.device)
             of_expert.copy_(drawn.mul_(shape.k**-0.5))
-        self.problem = AllToAllMatmul.even(
-            shape.rows, shape.n, shape.k, self.experts, ranks.world_size,
-            next(name for name, d in DTYPES.items() if d == dtype),
-        )  # fmt: skip
+        self.problem = _problem(shape, ranks.world_size, dtype)
 
     def counts(self, which: int) -> torch.Tensor:
         """int64 [world size, experts], on the host: what each rank sends here for each expert of this rank."""
@@ -250,6 +259,8 @@ class _AllToAllMatmul(MatmulOperator[MoeShape]):
                     f"ranks: use one of {', '.join(map(str, fitting_ranks))}"
                 )
         check_variants(options.variants, AllToAllMatmul.even(1, 1, 1, 1, options.ranks), _FIXED, ("", BOUNDED))
+        problems = [_problem(shape, options.ranks, DTYPES[options.dtype]) for shape in self.presets(options)]
+        check_applicable(options.variants, [_variants_of(p) for p in problems], _FIXED)
 
     def presets(self, options: BenchOptions) -> Sequence[MoeShape]:
         return find_shapes(shapes_file(self.name), options.preset, options.device)
@@ -291,15 +302,16 @@ def _arms(work: DispatchWorkload, options: BenchOptions) -> tuple[Arms, list[str
     for name in MINE:
         if WEFT in wanted or name in wanted:
             arms[name] = Weft(work, None, bounded=name != WEFT)
-    found = wanted_schedules(work.problem, wanted, _FIXED)
-    bounded = wanted_schedules(replace(work.problem, exact=False), wanted, _FIXED, BOUNDED)
-    found += [
-        one for one in bounded if one.variant != OWN_SERIAL + BOUNDED
-    ]  # the library's calls need sizes on the host
+    found = [
+        one
+        for p, suffix in _variants_of(work.problem)
+        for one in wanted_schedules(p, wanted, _FIXED, suffix)
+        if one.variant != OWN_SERIAL + BOUNDED  # the library's calls need sizes on the host
+    ]
     pinned, left_out = fitting(found, work.ranks)
     for variant, candidate, _ in pinned:
         arms[variant] = Weft(work, candidate.name, bounded=variant.endswith(BOUNDED))
-    return arms, notes + left_out
+    return arms, notes + left_out + cannot(wanted, _variants_of(work.problem), _FIXED)
 
 
 def _round_up(rows: int, to: int) -> int:

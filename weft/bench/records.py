@@ -101,7 +101,6 @@ def environment(device_type: str) -> Environment:
 
 def append(path: Path, records: Iterable[Record]) -> None:
     """Append one line per record."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for record in records:
             file.write(json.dumps(record, allow_nan=False) + "\n")

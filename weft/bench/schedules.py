@@ -66,6 +66,48 @@ def check_variants(variants: Sequence[str], p: Any, fixed: Sequence[str], suffix
             )
 
 
+def check_applicable(
+    variants: Sequence[str], shapes: Sequence[Sequence[tuple[Any, str]]], fixed: Sequence[str]
+) -> None:
+    """Raise ValueError for one that is the name of schedules of which none can do any shape. shapes: of each its descriptions,
+    with the suffix of their variants."""
+    left = [_not_applicable(variants, problems, fixed) for problems in shapes]
+    for variant in variants:
+        if left and all(variant in why for why in left):
+            raise ValueError(f"variant {variant!r} cannot do any of these shapes: {left[0][variant]}")
+
+
+def cannot(variants: Sequence[str], problems: Sequence[tuple[Any, str]], fixed: Sequence[str]) -> list[str]:
+    """Notes of a shape on those of `variants` that are left out because their schedules cannot do it."""
+    return [f"not measured, {variant}: {why}" for variant, why in _not_applicable(variants, problems, fixed).items()]
+
+
+def _not_applicable(
+    variants: Sequence[str], problems: Sequence[tuple[Any, str]], fixed: Sequence[str]
+) -> dict[str, str]:
+    """Of `variants` those that name schedules of which none can do a shape, and why."""
+    found = {}
+    for variant in variants:
+        if variant in (*fixed, OWN_SERIAL, ALL):
+            continue
+        reasons: dict[str, None] = {}
+        if not any(_applies(variant, p, suffix, reasons) for p, suffix in problems):
+            found[variant] = "; ".join(reasons)
+    return found
+
+
+def _applies(variant: str, p: Any, suffix: str, reasons: dict[str, None]) -> bool:
+    """Whether one of the schedules that `variant` names can do `p`; why those cannot that were tried is added to `reasons`."""
+    for candidate in (*candidates(p), *_with_other_numbers(p, [variant])):
+        if (candidate.name + suffix).startswith(variant):
+            try:
+                candidate.build()
+                return True
+            except NotApplicableError as error:
+                reasons[str(error)] = None
+    return False
+
+
 def fitting(found: Sequence[Pinned], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
     """(those for which there is memory, a note on the others). Collective."""
     free, kept, left_out = _MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), [], []

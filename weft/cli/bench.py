@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from weft.bench.operator import OPERATORS
+from weft.cli.paths import check_writable
 
 Operator = enum.StrEnum("Operator", list(OPERATORS))  # type: ignore[misc]
 
@@ -38,7 +39,8 @@ def bench(
         typer.Option(
             help="Comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, "
             "meta-2021 or grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, "
-            "or a shape as MxNxK, N columns on each rank. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or "
+            "or a shape as MxNxK, N columns on each rank; with -symmetric behind either, on GPUs, inputs lie in symmetric "
+            "memory. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or "
             "TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the "
             "paper's GEMMs. None: all that suit the device."
         ),
@@ -130,5 +132,5 @@ def bench(
         pictures=pictures,
     )
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)  # what cannot be is said before anything is measured
+        check_writable("--json", json)
     run(options)

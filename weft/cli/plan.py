@@ -8,11 +8,13 @@ import gc
 import json as json_text
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from weft.cli.paths import check_writable
 
 if TYPE_CHECKING:
     from weft.plan import Explanation
@@ -29,9 +31,10 @@ class PlanMode(enum.StrEnum):
     single = "single"
 
 
-_MOST_RANKS = (
-    256  # with as many steps as ranks, a schedule has their square: beyond it a plan takes minutes and gigabytes
-)
+# A schedule with as many steps as ranks has their square, and all_to_all_matmul's that times the experts of a rank; every
+# candidate is built and simulated. Towards this number that takes minutes, and beyond it gigabytes too.
+_MOST_RANKS = 256
+_MANY = "A plan's time grows with their square: for hundreds it may be minutes."
 _MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
 _Hw = Annotated[
@@ -60,7 +63,10 @@ def all_gather_matmul(
         ),
     ],
     ranks: Annotated[
-        int, typer.Option(min=1, max=_MOST_RANKS, help="GPUs, all linked to each other; M must be divisible by them.")
+        int,
+        typer.Option(
+            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other; M must be divisible by them. {_MANY}"
+        ),
     ] = 2,
     hw: _Hw = None,
     dtype: _Dtype = "bf16",
@@ -92,7 +98,12 @@ def all_to_all_matmul(
         ),
     ],
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each.")],
-    ranks: Annotated[int, typer.Option(min=1, max=_MOST_RANKS, help="GPUs, all linked to each other.")] = 2,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other. {_MANY} It grows with experts too."
+        ),
+    ] = 2,
     bounded: Annotated[
         bool,
         typer.Option("--bounded", help="With max_rows: the host does not wait for the number of rows that arrive."),
@@ -130,8 +141,8 @@ def _plan(
             f"--shape {shape}: M={m} tokens are not as many for each of {experts} experts, and more than {_MOST_UNEVEN_RANKS} "
             f"ranks that differ take too long to simulate; use M={above}"
         )
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ValueError(f"--json {json}: there is no folder {json.absolute().parent}")
+    if json is not None:
+        check_writable("--json", json)
     shown = None if everything else 10
     with progress(1.0, sys.stderr.isatty()) as step, _without_collection():  # hundreds of ranks take a minute
         found = explanation(
@@ -196,6 +207,7 @@ def calibrate(
 
 def print_explanation(found: Explanation, shown: int | None) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from weft.plan.explain import HEADER
@@ -205,21 +217,75 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     facts.add_column()
     facts.add_column(overflow="fold")
     for what, text in found.facts():
-        facts.add_row(f"[dim]{what}[/dim]", text.replace("[", r"\["), style="bold" if what == "choice" else "")
+        facts.add_row(f"[dim]{what}[/dim]", escape(text), style="bold" if what == "choice" else "")
     console.print(facts)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for i, title in enumerate(HEADER):
-        # Names are to be copied: they stay in one piece.
-        table.add_column(
-            title, justify="left" if i in (0, len(HEADER) - 1) else "right", overflow="fold", no_wrap=i == 0
-        )
-    for cells in found.cells(shown):
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells), style="green" if cells[-1] == "taken" else "")
+    rows = found.cells(shown)
+    widths: dict[int, int | None] = dict.fromkeys(range(len(HEADER)))
+    if sys.stdout.isatty():
+        widths |= _widths(HEADER, rows, console.width)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
+    kept = [i for i in widths if widths[i] != 0]
+    for i in kept:
+        justify: Literal["left", "right"] = "left" if i in (0, len(HEADER) - 1) else "right"
+        table.add_column(HEADER[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
+    for cells in rows:
+        # Names are to be copied: they stay in one piece where there is room.
+        name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
+        texts = (escape(cell) for cell in (name, *(cells[i] for i in kept[1:])))
+        table.add_row(*texts, style="green" if cells[-1] == "taken" else "")
     console.print()
     console.print(table)
     console.print()
     for line in (*found.legend(), *found.left_out(shown)):
         console.print(line, markup=False)
+    if without := [title for i, title in enumerate(HEADER) if widths[i] == 0]:
+        console.print(f"no room here for {', '.join(without)}: a wider terminal, a pipe and --json have all columns")
+
+
+_GAP = 2  # between columns
+_LEAST_WHY = 20  # columns for the last one's sentences
+_LEFT_OUT_FIRST = ("comm CIL", "comm DIL", "GEMM CIL", "GEMM DIL", "exposed us")
+
+
+def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> dict[int, int]:
+    """Columns by their index, 0: left out. Numbers are as wide as their longest word at least and so never cut; the last
+    column, and names where it must be, go over several lines."""
+    columns = list(zip(header, *rows, strict=True))
+    last = len(columns) - 1
+    full = {i: max(map(len, column)) for i, column in enumerate(columns)}
+    words = {i: max(len(word) for cell in column for word in cell.split()) for i, column in enumerate(columns)}
+    least_why = max(words[last], min(_LEAST_WHY, full[last]))
+
+    def why(widths: dict[int, int]) -> int:
+        """What is left for the last column."""
+        return room - sum(width + _GAP for i, width in widths.items() if width and i != last) - _GAP
+
+    if why(full) >= least_why:
+        return full | {last: min(full[last], why(full))}
+    widths = words | {0: full[0]}
+    unmeasured = [title for title, *cells in columns if title == "measured us" and not any(cells)]
+    for title in (*unmeasured, *_LEFT_OUT_FIRST):
+        if why(widths) >= least_why:
+            break
+        widths[header.index(title)] = 0
+    if why(widths) < least_why:
+        pieces = max(len(piece) for name in columns[0] for piece in _pieces(name))
+        widths[0] = max(pieces, full[0] - (least_why - why(widths)))
+    return widths | {last: max(words[last], min(full[last], why(widths)))}
+
+
+def _pieces(name: str) -> list[str]:
+    return re.findall(r"[^\[,]+[\[,]?", name)
+
+
+def _at_commas(name: str, width: int) -> str:
+    """In lines of at most `width`, as far as its pieces allow."""
+    lines = [""]
+    for piece in _pieces(name):
+        if len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _shape(text: str) -> tuple[int, int, int]:

@@ -275,6 +275,7 @@ def _named(
     return _prepared_for(x, Bs, 0, group_of(group), return_x, schedule or None, rows, deadline_s or None)
 
 
+@opaque
 def _run(
     x: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -314,6 +315,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return grad_x, grad_Bs, None, None, None, None, None
 
 
+@opaque
 def _run_backward(
     saved: torch.Tensor, grads: list[torch.Tensor], x: torch.Tensor, Bs: list[torch.Tensor], group: str, return_x: bool,
     schedule: str, rows: list[int] | None, deadline_s: float, wanted: list[bool],

@@ -25,7 +25,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.schedule.problem import SCALED_MULTIPLE
 from weft.timeline import Timeline
-from weft.words import counted
+from weft.words import counted, kind
 
 _FP8 = TORCH_DTYPE["fp8"]
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
@@ -129,7 +129,7 @@ def _scale_of_rows(
 ) -> tuple[bool, torch.Tensor, str]:  # fmt: skip
     """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1], why not)"""
     if not isinstance(A_scale, torch.Tensor):
-        return False, A_scale, f"A_scale is a {type(A_scale).__name__}: pass an fp32 tensor"
+        return False, A_scale, f"A_scale is {kind(A_scale)}: pass an fp32 tensor"
     own = (*A_shard.shape[:-1], 1)
     # One element may be the scale of everything, or of a rank's only row: the weights' scales are of the same kind.
     of_everything = A_scale.numel() == 1 and all(getattr(scale, "numel", int)() == 1 for scale in B_scales)
@@ -300,7 +300,7 @@ def _problem(call: _Call, group: dist.ProcessGroup) -> AllGatherMatmul:
 
 def _check_on(device: torch.device, name: str, tensor: Any, dtype: torch.dtype) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} is a {type(tensor).__name__}: pass a tensor of {dtype}")
+        raise ValueError(f"{name} is {kind(tensor)}: pass a tensor of {dtype}")
     if tensor.dtype != dtype or tensor.device != device:
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: use {dtype} on {device}")
 
@@ -320,6 +320,7 @@ _library.define(
 )
 
 
+@opaque
 def _run(*arguments: Any) -> list[torch.Tensor]:
     *given, group, schedule, deadline_s = arguments
     call = _Call(*given)

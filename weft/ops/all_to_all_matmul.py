@@ -27,7 +27,7 @@ from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
-from weft.words import counted
+from weft.words import counted, kind
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
@@ -108,7 +108,7 @@ def all_to_all_matmul(
         ):
             raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
     if not isinstance(tokens, torch.Tensor):
-        raise ValueError(f"tokens is a {type(tokens).__name__}: pass a torch tensor [T, K]")
+        raise ValueError(f"tokens is {kind(tokens)}: pass a torch tensor [T, K]")
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
@@ -345,7 +345,7 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; a batch is flattened first")
     for name, t, like in (("w_experts", w, f"[E, K={shape[1]}, N]"), ("splits", splits, "[ranks * E]")):
         if not isinstance(t, torch.Tensor):
-            raise ValueError(f"{name} is a {type(t).__name__}: pass a torch tensor {like}")
+            raise ValueError(f"{name} is {kind(t)}: pass a torch tensor {like}")
         if t.device != tokens.device:
             raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
         if not t.layout == tokens.layout == torch.strided:
@@ -391,6 +391,7 @@ _library.define(
 )
 
 
+@opaque
 def _run(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
     schedule: str, deadline_s: float,
@@ -422,6 +423,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[Any, ...]:
     return (*(next(made) if want else None for want in wanted), None, None, None, None, None, None)
 
 
+@opaque
 def _run_backward(
     grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group_name: str,
     deadline_s: float, wanted: list[bool],

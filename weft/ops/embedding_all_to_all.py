@@ -29,7 +29,7 @@ from weft.sparse import EmbeddingSharding, as_jagged
 from weft.sparse.check import CheckedInput, check_jagged
 from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
-from weft.words import counted
+from weft.words import counted, kind
 
 
 @opaque
@@ -93,9 +93,7 @@ def embedding_all_to_all(
         if deadline_s is not None and patience_s is None:
             raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
         if not isinstance(sharding, EmbeddingSharding):
-            raise TypeError(
-                f"sharding is a {type(sharding).__name__}: pass weft.place_tables(tables, {domain.world_size})"
-            )
+            raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {domain.world_size})")
         if timeline is not None and not isinstance(timeline, Timeline):
             raise TypeError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
         if sharding.world_size != domain.world_size:
@@ -207,7 +205,7 @@ def _planned(
 def _tensors(weights: Any) -> list[torch.Tensor]:
     """`weights` as a list; `TypeError` if that is not what it is."""
     if not isinstance(weights, Sequence | torch.Tensor):
-        raise TypeError(f"weights is a {type(weights).__name__}: pass a list with one tensor per table of this rank")
+        raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
     for weight in (weights := list(weights)):
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"weights holds a {type(weight).__name__}: pass one torch.Tensor per table of this rank")
@@ -293,6 +291,7 @@ def _operator(handle: int) -> Any:
     return operator
 
 
+@opaque
 def _run(
     weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
     batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,

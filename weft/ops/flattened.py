@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft.ops.prepared import group_of
-from weft.words import counted
+from weft.words import counted, kind
 
 
 def check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
@@ -33,7 +33,7 @@ def check_weights(A_shard: torch.Tensor, Bs: Sequence[Any]) -> None:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
     for i, B in enumerate(Bs):
         if not isinstance(B, torch.Tensor):
-            raise ValueError(f"Bs[{i}] is a {type(B).__name__}: pass torch tensors of shape [K={shape[-1]}, N]")
+            raise ValueError(f"Bs[{i}] is {kind(B)}: pass torch tensors of shape [K={shape[-1]}, N]")
         if B.dim() != 2 or B.shape[0] != shape[-1]:
             raise ValueError(
                 f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard {tuple(shape)}"

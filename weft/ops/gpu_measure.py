@@ -17,6 +17,7 @@ from weft import _core, symm
 from weft.hw import file_of, load_machine
 from weft.kernels.signals import TOKEN
 from weft.plan import calibrate
+from weft.runtime.collectives import all_gather_single
 from weft.runtime.move import MAX_PROGRAMS, Move, Shape
 from weft.runtime.schedule_cuda import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -127,7 +128,7 @@ class GpuMeasure:
         if whole is None:
             whole = torch.empty(shard * self.world_size, dtype=torch.uint8, device=self._device)
         mine = self._pool.view(torch.uint8)[:shard]
-        return self._queued(lambda: dist.all_gather_into_tensor(whole, mine, group=self.domain.group))
+        return self._queued(lambda: all_gather_single(whole, mine, group=self.domain.group))
 
     def signal_us(self, remote: bool) -> float:
         turns = 64

@@ -210,7 +210,7 @@ def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model
         hw = known_here()
         if hw is None:
             hw = "h200"
-            notes.append(f"{machine_name()} has no machine file, so this one is shown: give hw= to choose another")
+            notes.append(f"{machine_name()} has no machine file, so this one is shown: hw (--hw) chooses another")
     machine = load_machine(hw)
     try:
         model, note, _ = calibrated(machine, ranks)

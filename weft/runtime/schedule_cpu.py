@@ -78,7 +78,7 @@ class CpuSchedule:
         Raises `RefusedError` on every rank if one has a tensor that will not do, which is found before that rank does
         anything; what other ranks have in their outputs then means nothing, and the group stays usable. What else it
         raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found), `PeerLostError`,
-        `DisagreementError` (ranks run different schedules), or the error of a step.
+        `DisagreementError` (ranks make different calls), or the error of a step.
         """
         program = self._program  # held to the end: what lanes use is not unmapped under them, whoever closes what
         if program is None:

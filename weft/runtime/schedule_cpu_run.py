@@ -78,7 +78,7 @@ class Calls:
         theirs = max(published, ~published)
         if theirs != self._schedule:
             raise DisagreementError(
-                f"ranks call different schedules: rank {self.domain.rank} calls {self._name(self._schedule)} and rank {peer} "
+                f"ranks make different calls: rank {self.domain.rank} calls {self._name(self._schedule)} and rank {peer} "
                 f"calls {self._name(theirs)}: call the same operators in the same order on every rank"
             )
         self._refuses[peer] = published < 0
@@ -112,7 +112,7 @@ class Calls:
     def _wait_for(self, peer: int, what: str, deadline_s: float) -> None:
         counter = self._memory[peer].data_ptr()
         if _core.signal_read(counter) < self._call:
-            name = f"{what} (call {self._call} of schedules)"
+            name = f"{what} (call {self._call} of schedules and collectives)"
             self.domain.wait(counter, self._call, name=name, peer=peer, deadline_s=deadline_s)
 
     def _slot(self, counter: int) -> int:

@@ -52,6 +52,7 @@ class _Builder:
 
 
 _builders: dict[type, dict[str, _Builder]] = {}
+_MOST = 999_999
 _NUMBER, _PROPORTION = re.compile("0|[1-9][0-9]{0,5}"), re.compile("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})+")
 
 
@@ -108,23 +109,31 @@ def named(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
     """The candidate of that name. Beside those of `candidates`, which are the ones that are tried: with any number from the
     least listed one on, where a builder's parameter is a number, and with any proportion, where one is listed.
 
-    `ValueError` with what is wrong in it, or the nearest names.
+    A name is written in one way, so that ranks that pin the same compare equal: parameters in their order, those left out that
+    have their defaults. `ValueError` with that name if it is written in another way, with what is wrong in it, or with the
+    nearest names.
     """
     known = {candidate.name: candidate for candidate in candidates(problem)}
     if name in known:
         return known[name]
     head, _, rest = name.partition("[")
     entry = _builders.get(type(problem), {}).get(head)
-    given = dict(word.partition("=")[::2] for word in rest.removesuffix("]").split(","))
+    words = [word.partition("=")[::2] for word in rest.removesuffix("]").split(",")]
+    given = dict(words)
     optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
     if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
         raise ValueError(f"no schedule {name!r} for {problem.name}; the nearest are {', '.join(near)}")
+    if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
+        raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
     chosen = {
         key: _value(f"no schedule {name!r}: {key}", given[key], listed) if key in given else entry.defaults[key]
         for key, listed in entry.parameters.items()
     }
-    return entry.candidate(problem, chosen)
+    found = entry.candidate(problem, chosen)
+    if found.name != name:
+        raise ValueError(f"no schedule {name!r}: it is written {found.name!r}")
+    return found
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
@@ -139,7 +148,7 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     if proportions and _PROPORTION.fullmatch(text):
         return text
     known = [str(value) for value in listed if value not in numbers and value not in proportions]
-    known += [f"a number from {min(numbers)}"] if numbers else []
+    known += [f"a number from {min(numbers)} to {_MOST}"] if numbers else []
     known += [f"a proportion such as {proportions[-1]}"] if proportions else []
     raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from weft.schedule.steps import ITEM_BYTES
@@ -112,9 +112,7 @@ class AllGatherMatmul(Problem):
             )
         if m % world_size:
             below = m - m % world_size
-            raise ValueError(
-                f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}, or give rows="
-            )
+            raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}")
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
     @property
@@ -239,17 +237,25 @@ class AllToAllMatmul(Problem):
             raise ValueError("dtype='fp8': experts are multiplied in bf16, fp16 or fp32; fp8 is for all_gather_matmul")
         everywhere = self.world_size * self.experts
         if not self.splits:
-            even = tuple(
-                tuple(count // everywhere + (expert < count % everywhere) for expert in range(everywhere))
-                for count in self.rows
-            )
-            object.__setattr__(self, "splits", even)
+            object.__setattr__(self, "splits", self._even_splits())
         if [(len(of_rank), sum(of_rank)) for of_rank in self.splits] != [(everywhere, count) for count in self.rows]:
             raise ValueError(f"splits must be {everywhere} numbers on each rank that add up to its rows={self.rows}")
         sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
                     for r in range(self.world_size) if r != s), default=0)  # fmt: skip
         if sent > self.most:
             raise ValueError(f"a rank sends {sent} tokens to one other, and most={self.most}")
+
+    def __str__(self) -> str:
+        """As repr, but splits, a number for each expert of all, only where they are not even."""
+        shown = (f for f in fields(self) if f.name != "splits" or self.splits != self._even_splits())
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+    def _even_splits(self) -> tuple[tuple[int, ...], ...]:
+        everywhere = self.world_size * self.experts
+        return tuple(
+            tuple(count // everywhere + (expert < count % everywhere) for expert in range(everywhere))
+            for count in self.rows
+        )
 
     @staticmethod
     def even(rows: int, n: int, k: int, experts: int, world_size: int, dtype: str = "bf16") -> AllToAllMatmul:

@@ -17,7 +17,7 @@ import torch
 from weft.sparse.hashing import hash_ids
 from weft.sparse.jagged import JaggedInput
 from weft.sparse.tables import EmbeddingSharding, Slot
-from weft.words import counted
+from weft.words import counted, kind
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 DEVICE_TYPES = ("cpu", "cuda")
@@ -212,7 +212,7 @@ def _check_tensors(jagged: JaggedInput, device: torch.device | None) -> None:
         tensors.append(("per_sample_weights", jagged.weights, (torch.float32,)))
     for name, tensor, dtypes in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
+            raise ValueError(f"{name} is {kind(tensor)}: pass a torch.Tensor")
         if tensor.dim() != 1:
             raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
         if tensor.dtype not in dtypes:

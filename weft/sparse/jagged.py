@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.words import counted
+from weft.words import counted, kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ def check_keyed(features: Any) -> None:
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
-            f"features is a {type(features).__name__} without {', '.join(missing)}(): pass a KeyedJaggedTensor (weft's "
+            f"features is {kind(features)} without {', '.join(missing)}(): pass a KeyedJaggedTensor (weft's "
             f"or TorchRec's)"
         )
     if _answer(features, "variable_stride_per_key"):
