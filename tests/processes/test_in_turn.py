@@ -408,6 +408,46 @@ def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: st
     assert processes[0].returncode == 0
 
 
+WAITS = """
+    import os, sys, threading, time, torch, torch.distributed as dist, weft
+
+    rank, directory, schedule = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+
+    def call():
+        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule=schedule, deadline_s=50)
+
+    call()
+    if rank == 1:
+        sys.stdin.read()  # until the other process has ended
+        os._exit(0)
+    threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
+def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
+    """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WAITS), str(rank), str(tmp_path), schedule],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, _ = processes[0].communicate(timeout=30)
+        assert processes[1].poll() is None
+        processes[1].communicate(timeout=30)
+    finally:
+        for process in processes:
+            process.kill()
+    assert (processes[0].returncode, said) == (0, "")
+
+
 # --- timelines ---
 
 
