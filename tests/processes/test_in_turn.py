@@ -16,8 +16,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,47 @@ def test_a_shape_that_one_rank_does_not_know(pool: Pool) -> None:
     assert_over([last for _, last in answers])
 
 
+# --- several threads ---
+
+
+def from_threads(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Two calls of a known shape, the second one from another thread. Rank 0 dawdles in between the first one's meeting with the
+    others and the library's call."""
+    own, w, inside, overtaken = own_group(group), torch.eye(K), threading.Event(), threading.Event()
+    call(own, "all_gather_matmul")
+    native = gathered.all_gather_single
+
+    def dawdle(*arguments: Any, **options: Any) -> Any:
+        if inside.is_set():
+            overtaken.set()
+        else:
+            inside.set()
+            if group.rank() == 0:
+                overtaken.wait(0.5)
+        return native(*arguments, **options)
+
+    def one(number: float) -> torch.Tensor:
+        x = torch.full((4, K), number)
+        return weft.all_gather_matmul(x, [w], 0, own, schedule="serial", deadline_s=LONG_S)[1][0]
+
+    one(0.0)
+    gathered.all_gather_single = dawdle
+    try:
+        with ThreadPoolExecutor(1) as other:
+            first = other.submit(one, 1.0)
+            inside.wait()
+            second = one(2.0)
+        return [first.result(), second]
+    finally:
+        gathered.all_gather_single = native
+
+
+def test_threads_do_not_overtake_each_other(pool: Pool) -> None:
+    for first, second in pool.run(from_threads, ranks=2):
+        assert torch.equal(first, torch.full_like(first, 1.0))
+        assert torch.equal(second, torch.full_like(second, 2.0))
+
+
 # --- a rank that does not do its part ---
 
 
@@ -363,6 +406,46 @@ def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: st
             process.kill()
     assert said == "DeadlineError\n"
     assert processes[0].returncode == 0
+
+
+WAITS = """
+    import os, sys, threading, time, torch, torch.distributed as dist, weft
+
+    rank, directory, schedule = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+
+    def call():
+        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule=schedule, deadline_s=50)
+
+    call()
+    if rank == 1:
+        sys.stdin.read()  # until the other process has ended
+        os._exit(0)
+    threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
+def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
+    """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WAITS), str(rank), str(tmp_path), schedule],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, _ = processes[0].communicate(timeout=30)
+        assert processes[1].poll() is None
+        processes[1].communicate(timeout=30)
+    finally:
+        for process in processes:
+            process.kill()
+    assert (processes[0].returncode, said) == (0, "")
 
 
 # --- timelines ---

@@ -5,6 +5,7 @@ The functions with a `group` argument run on the ranks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import made_up
@@ -52,6 +53,17 @@ def unknown(group: dist.ProcessGroup) -> tuple[str, str]:
     return error_of(lambda: weft.all_gather_matmul(x, [w], 0, group, schedule="ring[by=dma]"))
 
 
+def registered_here_alone(group: dist.ProcessGroup) -> dict[str | None, tuple[str, str]]:
+    """On rank 1. The group lives on, and what does not choose is no different."""
+    x, w = torch.ones(3, 4), torch.ones(4, 5)
+    with made_up.registered() if group.rank() == 1 else nullcontext():
+        weft.all_gather_matmul(x, [w], 0, group, schedule="gather[by=kernel]")
+        return {
+            name: error_of(lambda name=name: weft.all_gather_matmul(x, [w], 0, group, schedule=name))
+            for name in (None, "autotune")
+        }
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_operator_is_right_with_it(pool: Pool, world: int) -> None:
     for by in ("dma", "kernel"):
@@ -67,3 +79,12 @@ def test_without_its_registration_the_name_is_unknown(pool: Pool) -> None:
     for kind, text in pool.run(unknown, ranks=2, timeout_s=60):
         assert kind == "RefusedError"
         assert "no schedule 'ring[by=dma]' for all_gather_matmul" in text
+
+
+def test_a_rank_that_registered_it_alone_is_told(pool: Pool) -> None:
+    for told in pool.run(registered_here_alone, ranks=3, timeout_s=60):
+        for kind, text in told.values():
+            assert kind == "DisagreementError"
+            first, second = text.split("; rank 1: ")
+            assert "builders" not in first
+            assert "with builders that this rank has registered beside weft's: ring[by=dma], ring[by=kernel]" in second

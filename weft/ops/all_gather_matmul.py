@@ -229,7 +229,7 @@ def _prepare(
         p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        return p, f"{p}, schedule {pinned or 'chosen'}, gradients wanted of (A_shard, any of Bs): {wanted}"
+        return p, f"{p}, {choosing.wanted_schedule(pinned, p)}, gradients wanted of (A_shard, any of Bs): {wanted}"
 
     p = agree(_Prepared.operator, group, A_shard.device, check, deadline_s)[0]
     copied = frozenset(i for i, B in enumerate(Bs) if is_scattered(B))

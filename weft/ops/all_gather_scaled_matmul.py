@@ -252,7 +252,7 @@ def _prepared_for(
         p = _problem(call, group)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        return p, f"{p}, schedule {pinned or 'chosen'}"
+        return p, f"{p}, {choosing.wanted_schedule(pinned, p)}"
 
     p = agree(_Prepared.operator, group, x.device, check, deadline_s)[0]
     for i, B in enumerate(call.Bs):

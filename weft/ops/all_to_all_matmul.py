@@ -313,11 +313,12 @@ def _prepared_for(
                 f"capacity={capacity} must be at least 1, and at least the {counted(tokens.shape[0], 'row')} of tokens: "
                 "pass the largest number of tokens that any rank has in any call"
             )
+        p = describe(_LEAST_CAPACITY)
         if pinned is not None:
-            choosing.check_name(pinned, describe(_LEAST_CAPACITY))
+            choosing.check_name(pinned, p)
         text = (
             f"tokens [T, {k}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows {'not ' * exact}given, capacity {capacity}, "
-            f"schedule {pinned or 'chosen'}, gradients wanted of (tokens, w_experts): {wanted}"
+            f"{choosing.wanted_schedule(pinned, p)}, gradients wanted of (tokens, w_experts): {wanted}"
         )
         return tokens.shape[0], text
 

@@ -56,6 +56,15 @@ def check_name(name: str, p: Problem) -> None:
         named(p, name).build()
 
 
+def wanted_schedule(name: str | None, p: Problem) -> str:
+    """What all ranks must say alike: the pinned schedule, or else, if somebody has registered builders, among which to choose."""
+    said = f"schedule {name or 'chosen'}"
+    if name not in (None, plan.AUTOTUNE):
+        return said
+    others = [candidate.name for candidate in plan.candidates_from_outside(p)]
+    return f"{said}, with builders that this rank has registered beside weft's: {', '.join(others)}" if others else said
+
+
 @dataclass(frozen=True)
 class Chosen:
     """What runs calls, and what runs those that a CUDA graph captures; None: the serial schedule, which needs nothing, or which

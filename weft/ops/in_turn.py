@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -38,13 +39,17 @@ class Turns:
         self._named: dict[str, Named] = {}
 
     @opaque
-    def meet(self, collective: str, deadline_s: float) -> Named:
-        """Where all ranks have come to this collective."""
+    def begin(
+        self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
+        deadline_s: float,
+    ) -> Pending:  # fmt: skip
+        """Where all ranks have come to this collective, and it has been begun."""
         named = self._named.get(collective)
         if named is None:
             named = self._named[collective] = self._calls.named(f"{collective} of {self.what}")
-        self._calls.meet_for(named, deadline_s)
-        return named
+        begin = partial(function, *arguments, group=group, async_op=True)
+        work = self._calls.begin_past(named, begin, deadline_s)
+        return Pending(work, self.domain, group, named.name, deadline_s, arguments)
 
 
 class Turn:
@@ -60,14 +65,7 @@ class Turn:
         """For `function(*arguments, group=group)` of torch.distributed, begun when all ranks have come: what to wait for."""
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
-        named = self._turns.meet(collective, self._deadline_s)
-        domain = self._turns.domain
-        try:
-            work = function(*arguments, group=group, async_op=True)
-        except BaseException as error:  # the others have begun it
-            domain.poison(f"{named.name}: {error!r}")
-            raise
-        return Pending(work, domain, group, named.name, self._deadline_s, arguments)
+        return self._turns.begin(collective, function, arguments, group, self._deadline_s)
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
         """The same, done; on GPUs in stream order."""

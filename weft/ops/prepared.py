@@ -7,9 +7,10 @@ prepared by a key, and no host talks to another.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from weft import symm
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops import choosing
 from weft.ops.in_turn import Marks, Turn, Turns
+from weft.schedule import NotApplicableError
+from weft.symm import Domain
 from weft.timeline import Timeline
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
@@ -81,6 +84,19 @@ def agree(
     return [call for _, _, call in calls]
 
 
+@contextlib.contextmanager
+def _together(domain: Domain, what: str) -> Iterator[None]:
+    """Around set-up of several exchanges between ranks: an error that this rank has met alone (a broken file, no memory, Ctrl-C)
+    ends the group, or the others would wait for its part in the next one until their deadline."""
+    try:
+        yield
+    except (WeftError, NotApplicableError):  # which all ranks raise alike, or which has ended the group
+        raise
+    except BaseException as error:
+        domain.poison(f"{what}: {error!r}")
+        raise
+
+
 class Prepared:
     """Everything about calls of one shape on one group: made at the first, found by the others."""
 
@@ -91,8 +107,10 @@ class Prepared:
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
-        on_cpu = self.domain is not None and device.type == "cpu"
-        self._turns = Turns(f"{self.operator}, {p}", self.domain) if on_cpu else None  # type: ignore[arg-type]
+        self._turns: Turns | None = None
+        if self.domain is not None and device.type == "cpu":
+            with _together(self.domain, f"the first call of {self.operator}"):
+                self._turns = Turns(f"{self.operator}, {p}", self.domain)
         self._ran: set[int] = set()  # executors, by identity, that have run with tensors of this layout
         self.called_at = 0  # by the operator's calls, when this was used last
 
@@ -165,9 +183,10 @@ class Prepared:
             if capturing:
                 raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
             assert self.domain is not None
-            self._chosen = choosing.choose(
-                self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s, serial=serial
-            )
+            with _together(self.domain, f"choosing a schedule of {self.operator}"):
+                self._chosen = choosing.choose(
+                    self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s, serial=serial
+                )
         return self._chosen.captured if capturing else self._chosen.usual
 
     def run(self, executor: Any, tensors: dict[str, Any], deadline_s: float | None, timeline: Timeline | None) -> None:

@@ -8,7 +8,7 @@
 A choice is a function of shape, model, registered builders, and remembered times if it is given any.
 """
 
-from weft.plan.autotune import autotune, from_outside, known_times, promising
+from weft.plan.autotune import autotune, candidates_from_outside, from_outside, known_times, promising
 from weft.plan.calibration import Calibration, Measure, calibrate, calibrated
 from weft.plan.choose import Choice, NoOverlapWarning, choose
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
@@ -18,6 +18,6 @@ from weft.plan.predict import MODES, Mode, Row
 
 __all__ = [
     "AUTOTUNE", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row", "autotune",
-    "calibrate", "calibrated", "choose", "explain", "explanation", "from_outside", "known_times", "machine_and_model",
-    "pinned", "promising", "static_pick", "use",
+    "calibrate", "calibrated", "candidates_from_outside", "choose", "explain", "explanation", "from_outside", "known_times",
+    "machine_and_model", "pinned", "promising", "static_pick", "use",
 ]  # fmt: skip

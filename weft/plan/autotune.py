@@ -109,7 +109,17 @@ def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] 
 
 def from_outside(problem: Problem, candidate: Candidate) -> bool:
     """Whether its builder is none of `weft.schedule`: those are proved by the house's tests, and change with its version."""
-    return not dict(builders_of(type(problem)))[candidate.builder].__module__.startswith("weft.schedule.")
+    return _is_outside(dict(builders_of(type(problem)))[candidate.builder])
+
+
+def candidates_from_outside(problem: Problem) -> list[Candidate]:
+    """Those of `candidates`."""
+    builders = tuple(name for name, function in builders_of(type(problem)) if _is_outside(function))
+    return candidates(problem, builders) if builders else []
+
+
+def _is_outside(function: Callable[..., Schedule]) -> bool:
+    return not function.__module__.startswith("weft.schedule.")
 
 
 def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
@@ -126,10 +136,9 @@ def _key(problem: Problem, machine: str, mode: Mode) -> dict[str, Any]:
 def _made_outside(problem: Problem, builders: tuple[tuple[str, Callable[..., Schedule]], ...]) -> str:
     """Stands for the schedules of builders from outside the house; empty if there are none."""
     made = []
-    for candidate in candidates(problem):
-        if from_outside(problem, candidate):
-            with contextlib.suppress(NotApplicableError):
-                made.append(candidate.name + to_json(candidate.build()))
+    for candidate in candidates_from_outside(problem):
+        with contextlib.suppress(NotApplicableError):
+            made.append(candidate.name + to_json(candidate.build()))
     return _digest("".join(made)) if made else ""
 
 

@@ -54,6 +54,7 @@ class CpuSchedule:
         self._program: Program | None = Program(schedule, checked, Run(schedule.name, domain))
         self._workers = [_Worker(f"weft {schedule.name}, {name}") for name, _ in self._program.lanes[1:]]
         self._end = weakref.finalize(self, _end_all, self._workers, self._program)
+        self._end.atexit = False  # the domain ends it then, after it has told lanes that wait
         domain._holders.add(self)
 
     def run(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -46,7 +47,7 @@ class Calls:
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
-        self.lock = threading.Lock()  # held during a run
+        self.lock = threading.Lock()  # held during a run, and until a collective has been begun
         self.names: list[str] = []  # of schedules, in the order in which the ranks made them
         self._past_executors: weakref.WeakValueDictionary[int, Named] = weakref.WeakValueDictionary()
         region = domain.allocate(3 * _core.COUNTER_BYTES, what="calls of schedules")
@@ -84,8 +85,9 @@ class Calls:
         self._refuses[peer] = published < 0
         return published < 0
 
-    def meet_for(self, collective: Named, deadline_s: float) -> None:
-        """Before a collective past executors, as a call of its own: every rank comes, and calls the same one.
+    def begin_past(self, collective: Named, function: Callable[[], dist.Work], deadline_s: float) -> dist.Work:
+        """`function()`, which begins a collective past executors, as a call of its own: every rank comes, and calls the same one.
+        Where several threads call, the library gets collectives in the order in which the ranks met for them.
 
         Everybody is there before anybody compares, so that `DisagreementError` is raised by all of them, nothing has been
         sent, and the group lives on (unless one of them runs a schedule, which has sent something, and ends it). Others end it.
@@ -103,6 +105,11 @@ class Calls:
                 raise
             for peer in ranks:
                 self.meet(peer, what, deadline_s)
+            try:
+                return function()
+            except BaseException as error:  # the others have begun it
+                self.domain.poison(f"{what}: {error!r}")
+                raise
 
     def named(self, name: str) -> Named:
         """The same object for the same name, as long as somebody holds it."""

@@ -16,6 +16,7 @@ dies half-way through a write can leave nothing behind that others would misread
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -25,7 +26,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
@@ -127,7 +128,7 @@ class Control:
         names = [what] * self.world_size
         received: list[int] = []
         try:
-            with self._collective:
+            with self._collective, self._whole(what):
                 for rank in self._peers:
                     for part in parts:
                         self._send(rank, _MORE + part, until=until)
@@ -145,6 +146,15 @@ class Control:
                 os.close(descriptor)
             raise
         return taken
+
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """All of it or nothing more: who has sent a message, or taken some and not all, would be out of step for ever."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C, say. Without effect if the group has failed before
+            self.poison(f"rank {self.rank}: {what}: {error!r}")
+            raise
 
     def _take(self, rank: int, what: str, until: float, deadline_s: float) -> tuple[bytes, list[int]]:
         context = f"; rank {self.rank} was waiting for its part in {what}"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,8 @@ from weft.symm import mesh
 from weft.symm.control import Control, unusable
 
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
+_COME_OUT_S = 1.0  # how long the exit of the process waits for threads
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Region(Protocol):
@@ -292,12 +296,31 @@ def close_all() -> None:
         open_domain._close("the process is exiting")
 
 
+def _leave_all() -> None:
+    """At interpreter exit. Daemon threads that wait in native code hear of the end of their domain, and get some time to come out:
+    one that did so when the interpreter is already ending would abort the process."""
+    close_all()
+    until = time.monotonic() + _COME_OUT_S
+    while _is_inside() and time.monotonic() < until:
+        time.sleep(0.001)  # in which they get the interpreter's lock
+
+
+def _is_inside() -> bool:
+    """Whether another thread is in code of weft, or in what that calls natively."""
+    threads = sys._current_frames()
+    return any(
+        frame.f_code.co_filename.startswith(_PACKAGE)
+        for thread, frame in threads.items()
+        if thread != threading.get_ident()
+    )
+
+
 def _close_at_exit() -> None:
     # Through multiprocessing, because its child processes end without running `atexit`'s functions.
     global _exit_hook_of
     if _exit_hook_of != os.getpid():
         _exit_hook_of = os.getpid()
-        multiprocessing.util.Finalize(None, close_all, exitpriority=100)
+        multiprocessing.util.Finalize(None, _leave_all, exitpriority=100)
 
 
 def _after_fork_in_child() -> None:

@@ -1,0 +1,130 @@
+"""First calls of a shape, CPU: an error of one rank only, in an exchange between ranks or between two of them, ends the group for
+all, at once and with its cause; what all ranks raise alike leaves it as it was.
+
+The functions with a `group` argument run on the ranks. Deadlines are long: no wait may end by them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import made_up
+import pytest
+import torch
+import torch.distributed as dist
+from pool import error_of
+from schedule_cpu_ranks import wait_for_failure
+
+import weft
+from weft import plan, symm
+from weft.launch import Pool
+from weft.ops import choosing
+from weft.schedule import AllGatherMatmul, Schedule
+
+BAD_RANK = 1
+LONG_S = 50.0
+
+
+def call(group: dist.ProcessGroup, width: int = 3, **options: Any) -> torch.Tensor:
+    """Of ones."""
+    x, w = torch.ones(4, 8), torch.ones(8, width)
+    return weft.all_gather_matmul(x, [w], 0, group, deadline_s=LONG_S, **options)[1][0]
+
+
+def failure_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
+    """Ctrl-C on rank 1, which waits for the others in a set-up exchange; they come when it has been dealt with. Then all retry."""
+    own = dist.new_group(list(range(group.size())))
+    domain = symm.domain(own, "cpu")
+    if where != "first call":
+        call(own, schedule="serial")  # what all schedules need is there
+    native, waiting, late = domain.all_gather_files, threading.Event(), where
+
+    def gather(obj: Any, file: int | None, *, what: str, **options: Any) -> Any:
+        if late in what:
+            if group.rank() != BAD_RANK:
+                wait_for_failure(domain)
+            waiting.set()
+        return native(obj, file, what=what, **options)
+
+    domain.all_gather_files = gather  # type: ignore[method-assign]
+    if group.rank() == BAD_RANK:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def ctrl_c() -> None:
+            waiting.wait()
+            threading.Event().wait(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=ctrl_c, daemon=True).start()
+    return [failure_of(lambda: call(own, 5, schedule="shard[chunks=1,send=in_turn,by=dma]")) for _ in range(2)]
+
+
+@pytest.mark.parametrize("where", ["first call", "schedules to run", "checks of schedule"])
+def test_ctrl_c_in_an_exchange(where: str) -> None:
+    with Pool(3) as alone:
+        found = alone.run(interrupted, where, timeout_s=30)
+    for rank, (first, second) in enumerate(found):
+        assert first[0] == ("KeyboardInterrupt" if rank == BAD_RANK else "PoisonedGroupError")
+        assert second[0] == "PoisonedGroupError"
+        for _, text in [second] if rank == BAD_RANK else [first, second]:
+            assert "rank 1: " in text
+            assert where in text
+            assert "KeyboardInterrupt()" in text
+
+
+def fails_alone(group: dist.ProcessGroup, error: str) -> list[tuple[str, str]]:
+    """Between two exchanges, on rank 1. Then all retry."""
+    own = dist.new_group(list(range(group.size())))
+    native = plan.autotune
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise {"memory": MemoryError("on purpose"), "file": ValueError("no TOML file: on purpose")}[error]
+
+    if group.rank() == BAD_RANK:
+        choosing.plan.autotune = fail
+    try:
+        return [error_of(lambda: call(own)) for _ in range(2)]
+    finally:
+        choosing.plan.autotune = native
+
+
+@pytest.mark.parametrize(("error", "kind"), [("memory", "MemoryError"), ("file", "ValueError")])
+def test_an_error_of_one_rank_between_exchanges(pool: Pool, error: str, kind: str) -> None:
+    found = pool.run(fails_alone, error, ranks=3, timeout_s=30)
+    for rank, (first, second) in enumerate(found):
+        assert first[0] == (kind if rank == BAD_RANK else "PoisonedGroupError")
+        assert second[0] == "PoisonedGroupError"
+        assert "rank 1: choosing a schedule of all_gather_matmul" in second[1]
+        assert "on purpose" in second[1]
+
+
+def picky(p: AllGatherMatmul) -> Schedule:
+    """It has no schedule for anything."""
+    raise weft.schedule.NotApplicableError("on principle")
+
+
+def errors_of_all(group: dist.ProcessGroup) -> list[str]:
+    own = dist.new_group(list(range(group.size())))
+    kinds = []
+    for function in (made_up.hasty, picky):
+        with made_up.registered(function):
+            kinds.append(error_of(lambda name=function.__name__: call(own, schedule=name))[0])
+    assert torch.equal(call(own), torch.full((4 * group.size(), 3), 8.0))
+    return kinds
+
+
+def test_what_all_raise_alike_ends_nothing(pool: Pool) -> None:
+    for kinds in pool.run(errors_of_all, ranks=2, timeout_s=60):
+        assert kinds == ["ScheduleError", "RefusedError"]
