@@ -306,12 +306,12 @@ def _leave_all() -> None:
 
 
 def _is_inside() -> bool:
-    """Whether another thread is in code of weft, or in what that calls natively."""
-    threads = sys._current_frames()
+    """Whether another thread is in code of weft, or in what that calls natively. Those that watch call nothing that could abort."""
+    watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
     return any(
         frame.f_code.co_filename.startswith(_PACKAGE)
-        for thread, frame in threads.items()
-        if thread != threading.get_ident()
+        for thread, frame in sys._current_frames().items()
+        if thread != threading.get_ident() and thread not in watching
     )
 
 
