@@ -37,7 +37,6 @@ Call = Callable[[], object]
 _PIECE_MULTIPLE = 512  # bytes: pieces begin where copy engines and 16-byte accesses are at their best
 _SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any present GPU
 _LONGEST_SLEEP_S = 0.05
-# `all_gather_into_tensor` is its name before torch 2.13.
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from weft.ops.in_turn import begun, turn_on
 from weft.sparse.check import INDEX_DTYPES, missing_feature
 from weft.sparse.jagged import JaggedInput, check_keyed, offsets_of
 from weft.sparse.tables import EmbeddingSharding
-from weft.words import counted
+from weft.words import counted, kind
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
 
@@ -124,7 +124,7 @@ class InputDist:
         named += [] if offsets is None else [("offsets", offsets, INDEX_DTYPES)]
         for name, tensor, dtypes in named if weights is None else [*named, ("weights", weights, (torch.float32,))]:
             if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
+                raise ValueError(f"{name} is {kind(tensor)}: pass a torch.Tensor")
             if tensor.dim() != 1 and name != "lengths":
                 raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
             if not tensor.is_contiguous() and name != "offsets":
