@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
+    """Whoever missed the deadline first says so; others may have heard of it before theirs passed."""
+    kinds = {kind for kind, _ in errors}
+    assert "DeadlineError" in kinds
+    assert kinds <= {"DeadlineError", "PoisonedGroupError"}
+    for _, said in errors:
+        assert re.search(text, said), f"{text!r} is not in {said!r}"
 
 
 def traces() -> dict[str, list[str]]:

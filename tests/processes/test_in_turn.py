@@ -1,8 +1,8 @@
 """The library's calls past executors ("serial"), of shapes that are known: ranks that differ, or do not do their part; timelines.
 
 Nothing hangs, no process is aborted, and no result is wrong: first calls that ranks make differently, then a rank that does not
-come, or comes and does not go on, then what is left afterwards, at the exit too. Deadlines are short where one is meant to be
-missed, and long where something else must end the wait.
+come, or comes and does not go on, then what is left afterwards (at the exit: `test_exit.py`). Deadlines are short where one is
+meant to be missed, and long where something else must end the wait.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import schedule_cpu_ranks as ranks
 import torch
 import torch.distributed as dist
-from pool import error_of
+from pool import assert_deadline, error_of
 
 import weft
 from weft import symm
@@ -81,15 +77,6 @@ def assert_over(answers: list[tuple[str, str]]) -> None:
     for kind, text in answers:
         assert kind == "PoisonedGroupError"
         assert "make a new one" in text
-
-
-def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
-    """Whoever missed the deadline first says so; others may have heard of it before theirs passed."""
-    kinds = {kind for kind, _ in errors}
-    assert "DeadlineError" in kinds
-    assert kinds <= {"DeadlineError", "PoisonedGroupError"}
-    for _, said in errors:
-        assert re.search(text, said), f"{text!r} is not in {said!r}"
 
 
 # --- calls that differ ---
@@ -360,92 +347,6 @@ def test_a_rank_that_is_killed(when: str) -> None:
     for rank in (0, 2):
         assert [kind for kind, _ in answers[rank]] == ["PeerLostError", "PoisonedGroupError"]
         assert all(re.search(r"rank 1 \(pid \d+\) died", text) for _, text in answers[rank])
-
-
-LEAVES = """
-    import sys, torch, torch.distributed as dist, weft
-    from weft.ops import gathered
-
-    rank, directory = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
-
-    options = {"schedule": "serial", "return_A": False, "deadline_s": 0.5}
-
-    def call():
-        x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 3, requires_grad=True)
-        return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
-
-    y = call()
-    if rank == 1:
-        gathered.all_gather_single = lambda *_, **__: sys.stdin.read()  # until the other process has ended
-    try:
-        y.backward() if "backward" in sys.argv else call()
-    except weft.errors.WeftError as error:
-        print(type(error).__name__)
-    if "destroy" in sys.argv:
-        dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("how", ["destroy", "as it is", "backward destroy"])
-def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(LEAVES), str(rank), str(tmp_path), *how.split()],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said, _ = processes[0].communicate(timeout=60)
-        assert processes[1].poll() is None
-        processes[1].communicate(timeout=60)
-    finally:
-        for process in processes:
-            process.kill()
-    assert said == "DeadlineError\n"
-    assert processes[0].returncode == 0
-
-
-WAITS = """
-    import os, sys, threading, time, torch, torch.distributed as dist, weft
-
-    rank, directory, schedule = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
-
-    def call():
-        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule=schedule, deadline_s=50)
-
-    call()
-    if rank == 1:
-        sys.stdin.read()  # until the other process has ended
-        os._exit(0)
-    threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
-    threading.Thread(target=call, daemon=True).start()
-    time.sleep(0.5)
-"""
-
-
-@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
-def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
-    """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WAITS), str(rank), str(tmp_path), schedule],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said, _ = processes[0].communicate(timeout=30)
-        assert processes[1].poll() is None
-        processes[1].communicate(timeout=30)
-    finally:
-        for process in processes:
-            process.kill()
-    assert (processes[0].returncode, said) == (0, "")
 
 
 # --- timelines ---

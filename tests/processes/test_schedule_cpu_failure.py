@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import schedule_cpu_ranks as ranks
 import torch.distributed as dist
-from pool import error_of
+from pool import assert_deadline, error_of
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
 
 from weft.launch import Pool, RankDiedError
@@ -79,15 +79,6 @@ def test_a_rank_that_never_calls(pool: Pool, builder: str, what: str) -> None:
     assert_deadline(errors, missed)
     assert all(seconds < 20 for _, seconds, _ in answers)
     assert_over([answer[-1] for answer in answers])
-
-
-def assert_deadline(errors: list[tuple[str, str]], text: str) -> None:
-    """Whoever missed the deadline first says so; others may have heard of it before theirs passed."""
-    kinds = {kind for kind, _ in errors}
-    assert "DeadlineError" in kinds
-    assert kinds <= {"DeadlineError", "PoisonedGroupError"}
-    for _, said in errors:
-        assert re.search(text, said), f"{text!r} is not in {said!r}"
 
 
 def stuck(group, builder, step, doing):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-import threading
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,6 @@ from weft.schedule import (
     Schedule,
     builder,
     candidates,
-    named,
     unregister,
 )
 from weft.schedule.gather import gather
@@ -293,6 +290,18 @@ def test_measured_times_of_a_graph_are_those_of_what_can_be_captured() -> None:
     assert choice.candidate.name == "dispatch_by_expert[by=kernel,chunks=1]"
 
 
+def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
+    """The device would be done sooner: with results of as many rows as come the host is never far ahead."""
+    p = AllToAllMatmul.even(8192, 1536, 2048, 64, 2)
+    free = decide(p, replace(H200, host_late_us=0.0, host_step_us=0.0), mode="queued")
+    usual = decide(p, H200, mode="queued")
+    name = "dispatch_by_expert[by=kernel,chunks=8]"
+    assert free.candidate.name == name
+    assert (usual.row(name).us or 0.0) >= 16 * H200.host_late_us > free.predicted_us
+    assert usual.candidate.name != name
+    assert decide(replace(p, exact=False), H200, mode="queued").candidate.name == name
+
+
 def test_no_tokens_are_serial() -> None:
     assert plan.choose(AllToAllMatmul.even(0, 8, 8, 2, 2), H200).candidate.name == "serial"
 
@@ -319,115 +328,6 @@ def test_measured_times_must_have_serial_and_known_names() -> None:
 
 
 # -- pins
-
-
-def test_a_pinned_schedule_is_taken_and_blocks_nest() -> None:
-    slow, other = "ficco_1d[start=uniform,gemms=fused,steps=4,by=kernel]", "shard[chunks=2,send=in_turn,by=dma]"
-    with plan.use(slow):
-        assert plan.pinned() == slow
-        assert plan.choose(LARGE, H200).candidate.name == slow
-        with plan.use(other):
-            assert plan.choose(LARGE, H200).candidate.name == other
-        assert plan.choose(LARGE, H200, pinned="serial").candidate.name == "serial"
-        assert plan.choose(LARGE, H200).reason == f"{slow} is pinned"
-    assert plan.pinned() is None
-    assert plan.choose(LARGE, H200).candidate.name not in (slow, other)
-
-
-def test_a_pin_holds_in_its_own_thread() -> None:
-    seen: list[str | None] = []
-    with plan.use("serial"):
-        thread = threading.Thread(target=lambda: seen.append(plan.pinned()))
-        thread.start()
-        thread.join()
-    assert seen == [None]
-
-
-def test_unknown_names_give_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,send=in_turn,by=dma\]"):
-        plan.choose(LARGE, H200, pinned="shard[chunk=2,send=in_turn,by=dma]")
-    with plan.use("sereal"), pytest.raises(ValueError, match="nearest are serial"):
-        plan.choose(LARGE, H200)
-
-
-@pytest.mark.parametrize("chunks", ["3", "1:2:1"])
-def test_numbers_that_are_not_tried_can_be_pinned_and_measured(chunks: str) -> None:
-    name = f"shard[chunks={chunks},send=in_turn,by=dma]"
-    choice = plan.choose(LARGE, H200, pinned=name)
-    assert choice.candidate.name == name
-    assert next(s.count for s in choice.schedule.signals if s.name == "arrived") == LARGE.world_size * 3
-    assert name not in {row.candidate.name for row in plan.choose(LARGE, H200).rows}
-    assert plan.choose(LARGE, H200, measured={"serial": 900.0, name: 100.0}).candidate.name == name
-
-
-def test_what_a_builder_does_by_default_is_not_in_names() -> None:
-    p = AllToAllMatmul.even(64, 8, 8, 3, 4)
-    assert [candidate.name for candidate in candidates(p, ("dispatch",))][:4] == [
-        "dispatch[by=dma,rest=each]",
-        "dispatch[by=dma,rest=each,send=at_once]",
-        "dispatch[by=dma,rest=together]",
-        "dispatch[by=dma,rest=together,send=at_once]",
-    ]
-    with pytest.raises(ValueError, match=re.escape("it is written 'dispatch[by=dma,rest=each]'")):
-        named(p, "dispatch[by=dma,rest=each,send=in_turn]")
-    assert named(p, "dispatch_by_expert[by=dma,chunks=3,send=at_once]").build().lanes[-1].name == "to +3"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "shard[chunks=0,send=in_turn,by=dma]",
-            "chunks is a number from 1 to 999999 or a proportion such as 2:1:1, and not '0'",
-        ),
-        ("shard[chunks=03,send=in_turn,by=dma]", "and not '03'"),
-        (
-            "shard[chunks=1000000,send=in_turn,by=dma]",
-            "from 1 to 999999 or a proportion such as 2:1:1, and not '1000000'",
-        ),
-        ("shard[chunks=2,send=in_turn,by=kernel,by=no,by=dma]", "by is given more than once"),
-        ("shard[by=dma,chunks=3,send=in_turn]", "it is written 'shard[chunks=3,send=in_turn,by=dma]'"),
-        ("shard[chunks=1:0,send=in_turn,by=dma]", "and not '1:0'"),
-        ("shard[chunks=2,send=late,by=dma]", "send is in_turn or at_once, and not 'late'"),
-        ("ficco_1d[start=uniform,gemms=fused,steps=1:2,by=dma]", "steps is a number from 0 to 999999, and not '1:2'"),
-    ],
-)
-def test_values_that_a_parameter_cannot_have_are_named(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan.choose(LARGE, H200, pinned=name)
-
-
-def test_messages_name_splits_that_are_not_even_only() -> None:
-    many = AllToAllMatmul.even(4096, 8, 8, 32, 8)
-    assert len(str(many)) < 200
-    assert "splits" not in str(many)
-    assert "most=4096" in str(many)
-    uneven = AllToAllMatmul(2, 1, (3, 3), 8, 8, "bf16", 3, splits=((1, 2), (3, 0)))
-    assert "splits=((1, 2), (3, 0))" in str(uneven)
-    assert str(replace(uneven, splits=())) != str(uneven)
-
-
-@pytest.mark.parametrize(
-    ("rows", "gathered", "remedy"),
-    [
-        ((3, 4), False, "shards of (3, 4) rows have no common chunks: give every rank 3 or 4, or take shard or gather"),
-        ((3, 5), False, "give every rank 4, or take shard or gather"),
-        ((4, 4), True, "chunks do not lie in its order: call with return_A=False, or take shard or gather"),
-    ],
-)
-def test_what_ficco_cannot_do_is_said_with_the_remedy(rows: tuple[int, int], gathered: bool, remedy: str) -> None:
-    p = AllGatherMatmul(2, rows, (8,), 8, "bf16", return_gathered=gathered)
-    with pytest.raises(NotApplicableError, match=re.escape(remedy)):
-        plan.choose(p, H200, pinned="ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]")
-
-
-def test_a_pinned_schedule_that_cannot_do_it_says_why() -> None:
-    ragged = AllGatherMatmul(2, (5, 3), (8,), 8, "bf16")
-    with pytest.raises(NotApplicableError, match=r"shard\[chunks=2.* cannot do .*rows=\(5, 3\).*sent whole"):
-        plan.choose(ragged, H200, pinned="shard[chunks=2,send=in_turn,by=dma]")
-
-
-# -- memory
 
 
 def test_a_choice_is_remembered_for_its_model_mode_and_builders() -> None:

@@ -125,11 +125,16 @@ def test_experts_have_baselines_by_mode() -> None:
     assert "weft-bounded over 1 shape: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
 
 
+_GATHER = {
+    "op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus",
+    "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
+}  # fmt: skip
+"""What a record of that operator says of its run."""
+
+
 def test_one_file_may_hold_several_operators() -> None:
-    common = {"op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus"}
-    common |= {"versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
     measured = {"serial": 1.0, "asynctp": 1.2, "weft": 0.8}
-    shapes = [_shape("64x1x1", variant, ms) | common for variant, ms in measured.items()]
+    shapes = [_shape("64x1x1", variant, ms) | _GATHER for variant, ms in measured.items()]
     both = markdown([*_records("one"), *shapes])
     assert both.index("embedding_all_to_all, **queued**, fp32") < both.index("all_gather_matmul, **queued**, bf16")
     assert "| 64x1x1 | 1 | 1.2 | 0.8 | 1.25x | 1.50x | 0.5 | 1.60 |" in both
@@ -149,16 +154,7 @@ def test_a_later_run_replaces_an_earlier_one_whole() -> None:
 
 
 def test_what_calls_cost_the_host_is_said_of_queued_ones() -> None:
-    base = {
-        "op": "all_gather_matmul",
-        "config": "64x1x1",
-        "dtype": "bf16",
-        "ranks": 2,
-        "machine": "m",
-        "run": "a",
-        "host_us": 80.0,
-    }
-    common = base | {"first_call_ms": 3.0, "versions": {}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
+    common = _GATHER | {"host_us": 80.0, "first_call_ms": 3.0}
     rows = [_shape("64x1x1", variant, 1.0) | common for variant in ("serial", "weft")]
     said = "in the median: 80 us and 3 ms with serial, 80 us and 3 ms with weft."
     assert said in markdown([r | {"mode": "queued"} for r in rows])
@@ -166,16 +162,7 @@ def test_what_calls_cost_the_host_is_said_of_queued_ones() -> None:
 
 
 def test_the_fastest_of_each_kind_is_told_where_there_are_many() -> None:
-    common = {
-        "op": "all_gather_matmul",
-        "config": "64x1x1",
-        "dtype": "bf16",
-        "ranks": 2,
-        "machine": "m",
-        "run": "a",
-        "mode": "queued",
-    }
-    common |= {"versions": {}, "commit": "abc", "date": "2026-11-21T10:00:00Z"}
+    common = _GATHER | {"mode": "queued"}
     measured = {"serial": 9.0, "weft": 3.0, "gather[by=dma]": 4.0, "shard[chunks=1]": 2.0, "shard[chunks=2]": 3.0}
     few = [_shape("64x1x1", variant, ms) | common for variant, ms in measured.items()]
     assert "of each kind" not in markdown(few)

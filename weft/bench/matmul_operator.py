@@ -72,25 +72,27 @@ class Tables(ABC):
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
         """(header, cells), where schedules of several kinds were pinned."""
-        pinned = [r for r in rows if r["variant"] not in (*self.baselines, *self.compared)]
-        kinds = list(dict.fromkeys(r["variant"].partition("[")[0] for r in pinned))
-        if len(kinds) < _MANY_KINDS:
+        variants: dict[str, set[str]] = {}
+        fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind
+        for r in rows:
+            if r["variant"] not in (*self.baselines, *self.compared):
+                kind, of_shape = r["variant"].partition("[")[0], fastest.setdefault(r["config"], {})
+                variants.setdefault(kind, set()).add(r["variant"])
+                of_shape[kind] = min(r["p50_ms"], of_shape.get(kind, r["p50_ms"]))
+        if len(variants) < _MANY_KINDS:
             return None
-        count = {kind: len({r["variant"] for r in pinned if r["variant"].partition("[")[0] == kind}) for kind in kinds}
-        lines = []
-        for config in dict.fromkeys(r["config"] for r in pinned):
-            here = [r for r in pinned if r["config"] == config]
-            times_of = [[r["p50_ms"] for r in here if r["variant"].partition("[")[0] == kind] for kind in kinds]
-            lines.append([config, *(milliseconds(min(of_kind, default=None)) for of_kind in times_of)])
-        return [self.head[0], *(f"{kind} ({count[kind]})" for kind in kinds)], lines
+        header = [self.head[0], *(f"{kind} ({len(found)})" for kind, found in variants.items())]
+        return header, [[config, *(milliseconds(ms.get(kind)) for kind in variants)] for config, ms in fastest.items()]
 
     def _on_host(self, rows: Sequence[Record]) -> list[str]:
         """What calls cost the host beside the device's time."""
+        if rows[0]["mode"] != "queued":
+            return []
         found = []
         for variant in (*self.baselines, *self.compared):
             busy = [r["host_us"] for r in rows if r["variant"] == variant and r.get("host_us")]
             first = [r["first_call_ms"] for r in rows if r["variant"] == variant and r.get("first_call_ms")]
-            if busy and first and rows[0]["mode"] == "queued":
+            if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
         if not found:
             return []

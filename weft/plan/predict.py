@@ -69,9 +69,9 @@ class Row:
     gemms: int = 0
     steps: int = 0
     """Of a rank, all lanes together."""
-    lanes: int = 1
     collectives: int = 0
     """Of the library, likewise."""
+    lanes: int = 1
     copies_by_kernel: int = 0
     """On lanes beside the computing ones."""
     reads_on_host: bool = False
@@ -130,12 +130,13 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
     us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
     if schedule.reads_on_host:
-        us = max(us, _host_us(schedule, model))
+        us = max(us, _reading_host_us(schedule, model))
     return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
 
 
-def _host_us(schedule: Schedule, model: Model) -> float:
-    """What the host needs to issue a run. Where it waits in every run it cannot be far ahead of the device, which would hide it."""
+def _reading_host_us(schedule: Schedule, model: Model) -> float:
+    """What the host needs to issue a run in which it reads sizes. As it waits in every run it is never far ahead of the device,
+    which would hide this."""
     held = {contents.buffer for contents in schedule.contents}
     steps = list(_steps(schedule))
     late = sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)

@@ -70,9 +70,8 @@ class Program:
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
         """What a task is called in a timeline; of `rank`, where the lane stands for several."""
         origin, whose = lane.origins[task], lane.rank if rank is None else rank
-        return span_name(
-            origin.step, whose, {**dict(origin.turn), "rank": whose}
-        )  # no name depends on what a buffer holds
+        numbers = {**dict(origin.turn), "rank": whose}  # no name depends on what a buffer holds
+        return span_name(origin.step, whose, numbers)
 
 
 def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: bool = False) -> Program:

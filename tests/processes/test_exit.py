@@ -1,0 +1,91 @@
+"""The end of a process in which something still waits for another one: it comes at once, and in order.
+
+Two processes without a pool, since it is their exits that count. The second one stays until the first has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+
+def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
+    """(exit status, what was printed) by rank 0; both get rank, directory and `arguments`."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program), str(rank), str(directory), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, _ = processes[0].communicate(timeout=timeout_s)
+        assert processes[1].poll() is None
+        processes[1].communicate(timeout=timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+    return processes[0].returncode, said
+
+
+LEAVES = """
+    import sys, torch, torch.distributed as dist, weft
+    from weft.ops import gathered
+
+    rank, directory = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+
+    options = {"schedule": "serial", "return_A": False, "deadline_s": 0.5}
+
+    def call():
+        x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 3, requires_grad=True)
+        return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
+
+    y = call()
+    if rank == 1:
+        gathered.all_gather_single = lambda *_, **__: sys.stdin.read()  # until the other process has ended
+    try:
+        y.backward() if "backward" in sys.argv else call()
+    except weft.errors.WeftError as error:
+        print(type(error).__name__)
+    if "destroy" in sys.argv:
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "as it is", "backward destroy"])
+def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
+    status, said = first_of_two(LEAVES, tmp_path, *how.split(), timeout_s=60)
+    assert status == 0
+    assert said == "DeadlineError\n"
+
+
+WAITS = """
+    import os, sys, threading, time, torch, torch.distributed as dist, weft
+
+    rank, directory, schedule = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+
+    def call():
+        weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, dist.group.WORLD, schedule=schedule, deadline_s=50)
+
+    call()
+    if rank == 1:
+        sys.stdin.read()  # until the other process has ended
+        os._exit(0)
+    threading.excepthook = lambda _: None  # a daemon thread that prints at the exit may abort it
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
+def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
+    """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
+    assert first_of_two(WAITS, tmp_path, schedule, timeout_s=30) == (0, "")
