@@ -19,6 +19,17 @@ def deadline_s() -> float:
     return value
 
 
+def setup_deadline_s() -> float:
+    """`WEFT_SETUP_DEADLINE_S`: how long a wait of set-up may take where nobody compiles (default 20, or WEFT_DEADLINE_S if that is
+    shorter)."""
+    return min(20.0, deadline_s())
+
+
+def check_calls() -> bool:
+    """`WEFT_CHECK_CALLS=1`: on GPUs, compare which calls ranks make, and from which lines (`weft.symm.calls`)."""
+    return os.environ.get("WEFT_CHECK_CALLS", "0") not in ("", "0")
+
+
 def triton_interpreted() -> bool:
     """`TRITON_INTERPRET=1`: Triton runs kernels in Python on the CPU, one program after another."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

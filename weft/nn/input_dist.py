@@ -91,7 +91,7 @@ class InputDist:
         local = None
         try:
             local = self._read(features) if refusal is None else None
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, the other ranks are told
             refusal = error
         heads, own = self._exchange_headers(local)
         if any(head[0] for head in heads):

@@ -18,25 +18,26 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.ops import choosing
-from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
+from weft.ops.flattened import UNEVEN, check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library, gradients
 from weft.ops.prepared import (
     SCATTERED,
     Prepared,
     Table,
-    agree,
     check_options,
     contiguous,
     group_of,
     is_scattered,
     warn_of_copy,
 )
+from weft.ops.together import agree, together
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+_BACKWARD = "backward of all_gather_matmul"
 
 
 def all_gather_matmul(
@@ -88,11 +89,8 @@ def all_gather_matmul(
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
-    check_options(deadline_s, timeline)
-    if isinstance(Bs, torch.Tensor):
-        raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
-    Bs = Bs if isinstance(Bs, list | tuple) else list(Bs)
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        Bs = _checked(Bs, deadline_s, timeline)
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
         check_dimensions(A_shard, gather_dim)
@@ -102,16 +100,26 @@ def all_gather_matmul(
         results = torch.ops.weft.all_gather_matmul(
             x, list(Bs), name, return_A, schedule or "", sizes, deadline_s or 0.0
         )
-    else:
-        group = group_of(group)
+        results = restored(results, A_shard.shape, gather_dim, rows, group)
+        return (results[0], list(results[1:])) if return_A else (None, list(results))
+    group = group_of(group)
+    with together(_Prepared.operator, group, A_shard, deadline_s):
+        Bs = _checked(Bs, deadline_s, timeline)
         prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
         x = flattened(A_shard, gather_dim)
         if prepared.differentiated:
             results = _Function.apply(prepared, deadline_s, timeline, x, *Bs)
         else:
             results = prepared(x, Bs, deadline_s, timeline)
-    results = restored(results, A_shard.shape, gather_dim, rows, group)
-    return (results[0], list(results[1:])) if return_A else (None, list(results))
+        results = restored(results, A_shard.shape, gather_dim, rows, group)
+        return (results[0], list(results[1:])) if return_A else (None, list(results))
+
+
+def _checked(Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None) -> Sequence[torch.Tensor]:
+    check_options(deadline_s, timeline)
+    if isinstance(Bs, torch.Tensor):
+        raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
+    return Bs if isinstance(Bs, list | tuple) else list(Bs)
 
 
 class _Prepared(Prepared):
@@ -195,8 +203,9 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         saved, *Bs = ctx.saved_tensors
         prepared, wanted = ctx.prepared, ctx.needs_input_grad[3:]
-        turn = prepared.turn(ctx.deadline_s)
-        return (None, None, None, *gradients(prepared.p, prepared.group, saved, Bs, list(grads), wanted, turn))
+        with together(_BACKWARD, prepared.group, saved, ctx.deadline_s):
+            turn = prepared.turn(ctx.deadline_s)
+            return (None, None, None, *gradients(prepared.p, prepared.group, saved, Bs, list(grads), wanted, turn))
 
 
 # --- what was prepared ---
@@ -225,13 +234,15 @@ def _prepare(
 ) -> _Prepared:  # fmt: skip
     check_dimensions(A_shard, gather_dim)
 
-    def check() -> tuple[AllGatherMatmul, str]:
+    def check() -> tuple[str, int]:
         p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        return p, f"{p}, {choosing.wanted_schedule(pinned, p)}, gradients wanted of (A_shard, any of Bs): {wanted}"
+        how = f"{choosing.wanted_schedule(pinned, p)}, gradients wanted of (A_shard, any of Bs): {wanted}"
+        return f"{p}, {how}", 0
 
-    p = agree(_Prepared.operator, group, A_shard.device, check, deadline_s)[0]
+    agree(_Prepared.operator, group, A_shard.device, check, deadline_s, UNEVEN)
+    p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
     copied = frozenset(i for i, B in enumerate(Bs) if is_scattered(B))
     for i in copied:
         warn_of_copy(f"Bs[{i}]", Bs[i], SCATTERED)
@@ -285,7 +296,8 @@ def _run(
     rows: list[int] | None,
     deadline_s: float,
 ) -> list[torch.Tensor]:
-    return _named(x, Bs, group, return_x, schedule, rows, deadline_s)(x, Bs, deadline_s or None, None)
+    with together(_Prepared.operator, group_of(group), x, deadline_s):
+        return _named(x, Bs, group, return_x, schedule, rows, deadline_s)(x, Bs, deadline_s or None, None)
 
 
 def _fake(
@@ -321,10 +333,11 @@ def _run_backward(
     schedule: str, rows: list[int] | None, deadline_s: float, wanted: list[bool],
 ) -> list[torch.Tensor]:  # fmt: skip
     """Those that are wanted, of x and of each B."""
-    prepared = _named(x, Bs, group, return_x, schedule, rows, deadline_s)
-    turn = prepared.turn(deadline_s or None)
-    found = gradients(prepared.p, prepared.group, saved, Bs, list(grads), wanted, turn)
-    return [grad.contiguous() for grad in found if grad is not None]
+    with together(_BACKWARD, group_of(group), x, deadline_s):
+        prepared = _named(x, Bs, group, return_x, schedule, rows, deadline_s)
+        turn = prepared.turn(deadline_s or None)
+        found = gradients(prepared.p, prepared.group, saved, Bs, list(grads), wanted, turn)
+        return [grad.contiguous() for grad in found if grad is not None]
 
 
 def _fake_backward(

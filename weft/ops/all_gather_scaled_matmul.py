@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.ops import choosing
-from weft.ops.flattened import check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
+from weft.ops.flattened import UNEVEN, check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library
-from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, warn_of_copy
+from weft.ops.prepared import Prepared, Table, check_options, contiguous, group_of, warn_of_copy
+from weft.ops.together import agree, together
 from weft.runtime.opaque import opaque
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -79,32 +80,21 @@ def all_gather_scaled_matmul(
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for data that is not scaled.
     """
-    check_dimensions(A_shard, gather_dim)
-    check_options(deadline_s, timeline)
-    for name, given in (("Bs", Bs), ("B_scales", B_scales)):
-        if isinstance(given, torch.Tensor):
-            raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")
-    by_row, scale, refusal = _scale_of_rows(A_scale, B_scales, A_shard, gather_dim, rows, group)
-    refusal = refusal or _refusal(A_shard, Bs, A_scale, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
-    one = rows_of_one(A_shard.shape, gather_dim)
-    call = _Call(
-        flattened(A_shard, gather_dim), list(Bs), scale, list(B_scales),
-        [None] * len(Bs) if biases is None else list(biases),
-        ["bf16"] * len(Bs) if out_dtypes is None else [_OUT.get(dtype or torch.bfloat16, "") for dtype in out_dtypes],
-        [False] * len(Bs) if use_fast_accum is None else list(use_fast_accum),
-        by_row, return_A, None if rows is None else [size * one for size in rows],
-    )  # fmt: skip
+    options = Bs, A_scale, B_scales, gather_dim, group, biases, result_scales, out_dtypes, use_fast_accum
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        if refusal:
-            raise ValueError(refusal)
+        call = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
         name = group if isinstance(group, str) else group.group_name
         results = torch.ops.weft.all_gather_scaled_matmul(*call, name, schedule or "", deadline_s or 0.0)
-    else:
-        results = _prepared_for(call, group_of(group), schedule, deadline_s, refusal)(call, deadline_s, timeline)
-    results = restored(results, A_shard.shape, gather_dim, rows, group)
-    return (results[0], list(results[1:])) if return_A else (None, list(results))
+        results = restored(results, A_shard.shape, gather_dim, rows, group)
+        return (results[0], list(results[1:])) if return_A else (None, list(results))
+    group = group_of(group)
+    with together(_Prepared.operator, group, A_shard, deadline_s):
+        call = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
+        results = _prepared_for(call, group, schedule, deadline_s)(call, deadline_s, timeline)
+        results = restored(results, A_shard.shape, gather_dim, rows, group)
+        return (results[0], list(results[1:])) if return_A else (None, list(results))
 
 
 class _Call(NamedTuple):
@@ -121,6 +111,33 @@ class _Call(NamedTuple):
     by_row: bool
     return_x: bool
     rows: list[int] | None
+
+
+def _call(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], gather_dim: int,
+    group: dist.ProcessGroup | str, biases: Sequence[torch.Tensor | None] | None,
+    result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None] | None,
+    use_fast_accum: Sequence[bool] | None, return_A: bool, rows: Sequence[int] | None, deadline_s: float | None,
+    timeline: Timeline | None,
+) -> _Call:  # fmt: skip
+    """What the caller means; `ValueError` for what cannot be."""
+    check_dimensions(A_shard, gather_dim)
+    check_options(deadline_s, timeline)
+    for name, given in (("Bs", Bs), ("B_scales", B_scales)):
+        if isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")
+    by_row, scale, refusal = _scale_of_rows(A_scale, B_scales, A_shard, gather_dim, rows, group)
+    refusal = refusal or _refusal(A_shard, Bs, A_scale, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    if refusal:
+        raise ValueError(refusal)
+    one = rows_of_one(A_shard.shape, gather_dim)
+    return _Call(
+        flattened(A_shard, gather_dim), list(Bs), scale, list(B_scales),
+        [None] * len(Bs) if biases is None else list(biases),
+        ["bf16"] * len(Bs) if out_dtypes is None else [_OUT.get(dtype or torch.bfloat16, "") for dtype in out_dtypes],
+        [False] * len(Bs) if use_fast_accum is None else list(use_fast_accum),
+        by_row, return_A, None if rows is None else [size * one for size in rows],
+    )  # fmt: skip
 
 
 def _scale_of_rows(
@@ -233,28 +250,25 @@ class _Prepared(Prepared):
 _table: Table[_Prepared] = Table()
 
 
-def _prepared_for(
-    call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None, refusal: str = ""
-) -> _Prepared:
+def _prepared_for(call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None) -> _Prepared:
     pinned = plan.pinned(schedule)
     x, tensors = call.x, (call.scale, *call.B_scales, *call.biases)
     layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in call.Bs])
     small = tuple([(t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in tensors])
-    how = (tuple(call.out), tuple(call.fast), call.by_row, call.return_x, call.rows and tuple(call.rows), refusal)
+    how = (tuple(call.out), tuple(call.fast), call.by_row, call.return_x, call.rows and tuple(call.rows))
     key = (x.shape, x.dtype, x.device, layouts, small, how, pinned)
     prepared = _table.find(group, key)
     if prepared is not None:
         return prepared
 
-    def check() -> tuple[AllGatherMatmul, str]:
-        if refusal:
-            raise ValueError(refusal)
+    def check() -> tuple[str, int]:
         p = _problem(call, group)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        return p, f"{p}, {choosing.wanted_schedule(pinned, p)}"
+        return f"{p}, {choosing.wanted_schedule(pinned, p)}", 0
 
-    p = agree(_Prepared.operator, group, x.device, check, deadline_s)[0]
+    agree(_Prepared.operator, group, x.device, check, deadline_s, UNEVEN)
+    p = _problem(call, group)
     for i, B in enumerate(call.Bs):
         if not _is_column_major(B):
             warn_of_copy(
@@ -323,9 +337,9 @@ _library.define(
 @opaque
 def _run(*arguments: Any) -> list[torch.Tensor]:
     *given, group, schedule, deadline_s = arguments
-    call = _Call(*given)
-    prepared = _prepared_for(call, group_of(group), schedule or None, deadline_s or None)
-    return prepared(call, deadline_s or None, None)
+    call, group = _Call(*given), group_of(group)
+    with together(_Prepared.operator, group, call.x, deadline_s):
+        return _prepared_for(call, group, schedule or None, deadline_s or None)(call, deadline_s or None, None)
 
 
 def _fake(*arguments: Any) -> list[torch.Tensor]:

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
-from weft.errors import RefusedError, TooManyRowsError
+from weft.errors import TooManyRowsError
 from weft.ops import choosing
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
 from weft.ops.in_turn import turn_on
-from weft.ops.prepared import Prepared, Table, agree, check_options, contiguous, group_of, strided, warn_of_copy
+from weft.ops.prepared import Prepared, Table, check_options, contiguous, group_of, strided, warn_of_copy
+from weft.ops.together import agree, together
+from weft.runtime.agreement import refuse
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
@@ -30,6 +32,7 @@ from weft.timeline import Timeline
 from weft.words import counted, kind
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+_BACKWARD = "backward of all_to_all_matmul"
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
 
 
@@ -101,6 +104,29 @@ def all_to_all_matmul(
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
     GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.
     """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        _check_options(tokens, max_rows, capacity, deadline_s, timeline)
+        if timeline is not None:
+            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+        name = group if isinstance(group, str) else group_of(group).group_name
+        options = name, max_rows, capacity, schedule or "", deadline_s or 0.0
+        y, received = torch.ops.weft.all_to_all_matmul(tokens, w_experts, splits, *options)
+        return (y, received) if return_received else y
+    group = group_of(group)
+    with together(_Prepared.operator, group, tokens, deadline_s):
+        _check_options(tokens, max_rows, capacity, deadline_s, timeline)
+        found = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
+        prepared, differentiated = found
+        if differentiated:
+            y, received = _Function.apply(prepared, max_rows, deadline_s, timeline, splits, tokens, w_experts)
+        else:
+            y, received, _ = prepared(tokens, w_experts, splits, max_rows, deadline_s, timeline)
+        return (y, received) if return_received else y
+
+
+def _check_options(
+    tokens: Any, max_rows: Any, capacity: Any, deadline_s: float | None, timeline: Timeline | None
+) -> None:
     check_options(deadline_s, timeline)
     for name, count in (("max_rows", max_rows), ("capacity", capacity)):
         if not (
@@ -109,20 +135,6 @@ def all_to_all_matmul(
             raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
     if not isinstance(tokens, torch.Tensor):
         raise ValueError(f"tokens is {kind(tokens)}: pass a torch tensor [T, K]")
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        if timeline is not None:
-            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        name = group if isinstance(group, str) else group_of(group).group_name
-        options = name, max_rows, capacity, schedule or "", deadline_s or 0.0
-        y, received = torch.ops.weft.all_to_all_matmul(tokens, w_experts, splits, *options)
-    else:
-        found = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
-        prepared, differentiated = found
-        if differentiated:
-            y, received = _Function.apply(prepared, max_rows, deadline_s, timeline, splits, tokens, w_experts)
-        else:
-            y, received, _ = prepared(tokens, w_experts, splits, max_rows, deadline_s, timeline)
-    return (y, received) if return_received else y
 
 
 class _Prepared(Prepared):
@@ -142,26 +154,31 @@ class _Prepared(Prepared):
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(tokens, w, splits, max_rows, deadline_s, timeline)
-        refusal = _wrong_values(tokens, splits)
+        if refusal := _wrong_values(tokens, splits):
+            raise ValueError(refusal)
         tokens, splits = contiguous(tokens, "tokens"), splits.to(torch.int64).contiguous()
         capturing = self.capturing()
         if self.known_serial(capturing):
-            y, sizes = self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s, timeline)
+            y, sizes = self._in_turn(tokens, w, splits, max_rows, deadline_s, timeline)
         else:
-            y, sizes = self._scheduled(tokens, w, splits, max_rows, refusal, capturing, deadline_s, timeline)
+            y, sizes = self._scheduled(tokens, w, splits, max_rows, capturing, deadline_s, timeline)
         if max_rows is not None and self.device.type == "cpu":
             self._require_room(sizes, max_rows)
         return y, sizes.received, sizes
 
     def _scheduled(
-        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
-        capturing: bool, deadline_s: float | None, timeline: Timeline | None,
+        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, capturing: bool,
+        deadline_s: float | None, timeline: Timeline | None,
     ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
         p, on_cpu = self.p, self.device.type == "cpu"
-        if not refusal and tokens.shape[0] > p.most:
-            refusal = (
+        assert self.domain is not None
+        if tokens.shape[0] > p.most:
+            # On GPUs hosts do not meet, and peers would wait for these tokens until their deadline.
+            refuse(
+                self.domain,
                 f"tokens has {counted(tokens.shape[0], 'row')}, and memory was made for capacity={p.most}: pass the "
-                "largest number of tokens that any call has as capacity, on every rank"
+                "largest number of tokens that any call has as capacity, on every rank",
+                deadline_s=deadline_s,
             )
 
         def make_y(rows: int) -> torch.Tensor:
@@ -173,13 +190,8 @@ class _Prepared(Prepared):
         tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received, "y": y}
         executor = self._executor(tensors, w, capturing, deadline_s)
         if executor is None:
-            return self._in_turn(tokens, w, splits, max_rows, refusal, deadline_s, timeline)
-        how: dict[str, Any] = {"refusal": refusal} if on_cpu else {}
-        if refusal and not on_cpu:
-            assert self.domain is not None
-            self.domain.poison(refusal)  # hosts do not meet: peers would wait for these tokens until their deadline
-            raise RefusedError(refusal)
-        made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, **how)
+            return self._in_turn(tokens, w, splits, max_rows, deadline_s, timeline)
+        made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
         return made.get("y", y), Sizes(splits, received)
 
     def _executor(
@@ -207,22 +219,16 @@ class _Prepared(Prepared):
         }
         rows = None if p.exact else arriving
         return self.executor(
-            even, capturing, deadline_s, lambda: self._in_turn(tokens, w, splits.view(-1), rows, "", deadline_s, None)
+            even, capturing, deadline_s, lambda: self._in_turn(tokens, w, splits.view(-1), rows, deadline_s, None)
         )
 
     def _in_turn(
-        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, refusal: str,
-        deadline_s: float | None, timeline: Timeline | None,
+        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
+        timeline: Timeline | None,
     ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
-        """The library's collectives, then its GEMMs. A rank that refuses says so in place of its counts."""
-        if self.domain is None and refusal:
-            raise ValueError(refusal)
-        splits = torch.full_like(splits, -1) if refusal else splits
+        """The library's collectives, then its GEMMs."""
         turn = self.turn(deadline_s, timeline)
         sizes = Sizes(splits, exchange_counts(splits, self.group, turn))
-        if self.domain is not None and min(sizes.host.came) < 0:
-            texts = self.domain.all_gather(refusal, what=f"refusals of {self.operator}", deadline_s=deadline_s)
-            raise RefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         y = multiplied_by_library(tokens, w, sizes, self.group, max_rows, turn)
         if turn is not None:
             turn.end()
@@ -269,9 +275,10 @@ class _Function(torch.autograd.Function):
             shape, dtype = ctx.tokens_like
             tokens = grad_y.new_empty(shape, dtype=dtype)
         prepared = ctx.prepared
-        turn = prepared.turn(ctx.deadline_s)
-        grads = gradients(tokens.contiguous(), w, ctx.sizes, prepared.group, grad_y, wanted, turn)
-        return None, None, None, None, None, *grads
+        with together(_BACKWARD, prepared.group, w, ctx.deadline_s):
+            turn = prepared.turn(ctx.deadline_s)
+            grads = gradients(tokens.contiguous(), w, ctx.sizes, prepared.group, grad_y, wanted, turn)
+            return None, None, None, None, None, *grads
 
 
 # --- what was prepared ---
@@ -285,11 +292,10 @@ def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
 
 
 def _prepared_for(
-    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup | str | None, exact: bool,
-    capacity: int | None, schedule: str | None, deadline_s: float | None,
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup, exact: bool, capacity: int | None,
+    schedule: str | None, deadline_s: float | None,
 ) -> tuple[_Prepared, bool]:  # fmt: skip
     """And whether the call is differentiated. What is prepared does not depend on it, but all ranks must do it."""
-    group = group_of(group)
     pinned = plan.pinned(schedule)
     wanted = (False, False)
     if torch.is_grad_enabled():
@@ -304,7 +310,7 @@ def _prepared_for(
     def describe(most: int) -> AllToAllMatmul:
         return AllToAllMatmul(world, w.shape[0], (most,) * world, w.shape[2], k, _DTYPES[tokens.dtype], most, exact)
 
-    def check() -> tuple[int, str]:
+    def check() -> tuple[str, int]:
         _check_shapes(tokens, w, splits, world)
         if refusal := _wrong_values(tokens, splits):
             raise ValueError(refusal)
@@ -320,7 +326,7 @@ def _prepared_for(
             f"tokens [T, {k}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows {'not ' * exact}given, capacity {capacity}, "
             f"{choosing.wanted_schedule(pinned, p)}, gradients wanted of (tokens, w_experts): {wanted}"
         )
-        return tokens.shape[0], text
+        return text, tokens.shape[0]
 
     most = max(agree(_Prepared.operator, group, tokens.device, check, deadline_s))
     if prepared is None:
@@ -397,10 +403,11 @@ def _run(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
     schedule: str, deadline_s: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    exact = max_rows is None
-    prepared, _ = _prepared_for(tokens, w, splits, group, exact, capacity, schedule or None, deadline_s or None)
-    y, received, _ = prepared(tokens, w, splits, max_rows, deadline_s or None, None)
-    return y, received
+    exact, joined = max_rows is None, group_of(group)
+    with together(_Prepared.operator, joined, tokens, deadline_s):
+        prepared, _ = _prepared_for(tokens, w, splits, joined, exact, capacity, schedule or None, deadline_s or None)
+        y, received, _ = prepared(tokens, w, splits, max_rows, deadline_s or None, None)
+        return y, received
 
 
 def _fake(
@@ -430,10 +437,12 @@ def _run_backward(
     deadline_s: float, wanted: list[bool],
 ) -> list[torch.Tensor]:  # fmt: skip
     """Those that are wanted, of tokens and of w_experts."""
-    group, sizes = group_of(group_name), Sizes(splits.to(torch.int64), received)
-    turn = turn_on(group, tokens.device, f"backward of {_Prepared.operator}", deadline_s or None)
-    found = gradients(tokens.contiguous(), w, sizes, group, grad_y, wanted, turn)
-    return [grad for grad in found if grad is not None]
+    group = group_of(group_name)
+    with together(_BACKWARD, group, tokens, deadline_s):
+        sizes = Sizes(splits.to(torch.int64), received)
+        turn = turn_on(group, tokens.device, _BACKWARD, deadline_s or None)
+        found = gradients(tokens.contiguous(), w, sizes, group, grad_y, wanted, turn)
+        return [grad for grad in found if grad is not None]
 
 
 def _fake_backward(

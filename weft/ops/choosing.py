@@ -125,7 +125,7 @@ def choose(
             names = _fastest(p, domain, tensors, deadline_s, serial)
     schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
-    made = {name: executor(schedules[name], domain) for name in schedules if name in (names[0], captured)}
+    made = {name: executor(schedules[name], domain, p) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
@@ -155,14 +155,14 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
         verify(schedule)
 
 
-def executor(schedule: Schedule, domain: Domain) -> Any:
+def executor(schedule: Schedule, domain: Domain, p: Problem | None = None) -> Any:
     if domain.device.type == "cuda":
         from weft.runtime.schedule_cuda import CudaSchedule  # needs Triton, which a CPU machine may lack
 
         return CudaSchedule(schedule, domain)
     from weft.runtime.schedule_cpu import CpuSchedule
 
-    return CpuSchedule(schedule, domain)
+    return CpuSchedule(schedule, domain, "" if p is None else f"{p.name} of {p.text}")
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:
@@ -290,7 +290,7 @@ def _measured(
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
             return time_us(serial)
-        made = executor(schedules[candidate.name], domain)
+        made = executor(schedules[candidate.name], domain, p)
         try:
             return time_us(lambda: made.run(tensors, deadline_s=deadline_s))
         finally:

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
 from weft.errors import DisagreementError, RefusedError, WeftError
-from weft.runtime.agreement import agree_on_new, drop_closed, refuse
+from weft.ops.together import agree, together
+from weft.runtime.agreement import agree_on_new
 from weft.runtime.cpu import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
+from weft.runtime.meeting import drop_closed
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import EmbeddingAllToAll, slices
@@ -30,6 +32,8 @@ from weft.sparse.check import CheckedInput, check_jagged
 from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
 from weft.words import counted, kind
+
+_OPERATOR = "embedding_all_to_all"
 
 
 @opaque
@@ -86,45 +90,41 @@ def embedding_all_to_all(
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
     """
-    patience_s = deadline_s if isinstance(deadline_s, int | float) and deadline_s > 0 else None
-    device = _device_of(weights, features, group)
-    domain = symm.domain(group, device, deadline_s=patience_s)
-    try:
-        if deadline_s is not None and patience_s is None:
+    with together(_OPERATOR, group, lambda: _device_of(weights, features, group), deadline_s):
+        device = _device_of(weights, features, group)
+        if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
         if not isinstance(sharding, EmbeddingSharding):
-            raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {domain.world_size})")
+            raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {group.size()})")
         if timeline is not None and not isinstance(timeline, Timeline):
             raise TypeError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
-        if sharding.world_size != domain.world_size:
+        if sharding.world_size != group.size():
             raise ValueError(
-                f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {domain.world_size}: call "
-                f"place_tables(tables, {domain.world_size})"
+                f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {group.size()}: call "
+                f"place_tables(tables, {group.size()})"
             )
-        plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+        plan, rank = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs), group.rank()
         jagged = as_jagged(features)
         weights = _tensors(weights)
-        known = _known(weights, plan, domain.rank)
-        checked = check_jagged(jagged, sharding, domain.rank, batch_sizes, device if known else weights)
+        known = _known(weights, plan, rank)
+        checked = check_jagged(jagged, sharding, rank, batch_sizes, device if known else weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             raise ValueError(
                 "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
                 "torch.no_grad(), or weight.requires_grad_(False)"
             )
         if not known:
-            _remember(weights, plan, domain.rank)
-    except (TypeError, ValueError) as error:
-        refuse(domain, str(error), deadline_s=patience_s)
-    operator = compiled(plan, domain, deadline_s=deadline_s)
-    if timeline is not None:
-        return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
-    if not is_in_torch_dispatch_mode():
-        # The dispatcher would unpack and pack a list of tensors: a microsecond per table, for nothing.
-        return operator(weights, jagged, checked, deadline_s=deadline_s)
-    return torch.ops.weft.embedding_all_to_all(
-        weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
-        operator.handle, deadline_s or 0.0,
-    )  # fmt: skip
+            _remember(weights, plan, rank)
+        operator = compiled(plan, symm.domain(group, device, deadline_s=deadline_s), deadline_s=deadline_s)
+        if timeline is not None:
+            return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
+        if not is_in_torch_dispatch_mode():
+            # The dispatcher would unpack and pack a list of tensors: a microsecond per table, for nothing.
+            return operator(weights, jagged, checked, deadline_s=deadline_s)
+        return torch.ops.weft.embedding_all_to_all(
+            weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
+            operator.handle, deadline_s or 0.0,
+        )  # fmt: skip
 
 
 def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
@@ -262,6 +262,8 @@ def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | No
         operators = _operators[domain] = {}
     operator: Any = operators.get(plan)
     if operator is None:
+        if domain.device.type == "cuda":
+            agree(_OPERATOR, domain.group, domain.device, lambda: ("a plan", 0), deadline_s)
         agree_on_new(domain, plan, deadline_s=deadline_s)
         if domain.device.type == "cuda":
             from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from weft.ops.prepared import group_of
 from weft.words import counted, kind
 
+UNEVEN = "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks"
+
 
 def check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
     shape = tuple(A_shard.shape)

@@ -1,9 +1,8 @@
 """The library's collectives and GEMMs in turn, past executors: what a call of them has that torch.distributed does not give.
 
-On CPU ranks meet before each collective, in the memory in which runs of schedules meet too (`weft.runtime.schedule_cpu_run`):
-some stores and loads, microseconds. Who does not come is missed at the deadline, and who calls something else is told, before
-gloo begins what cannot be called off and would abort or compute on the wrong bytes. Then the collective is waited for with the
-same deadline, and with an eye on the group.
+On CPU ranks meet before each collective, as they do before every call (`weft.runtime.meeting`): microseconds. Who does not come
+is missed at the deadline, and who calls something else is told, before gloo begins what cannot be called off and would abort or
+compute on the wrong bytes. Then the collective is waited for with the same deadline, and with an eye on the group.
 
 On GPUs hosts do not meet, which would cost more than the call: a `Turn` exists there only to fill a timeline, and what holds
 is what NCCL and its watchdog do.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -21,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
+from weft.errors import WeftError
 from weft.runtime.collectives import finish, leave
+from weft.runtime.meeting import Topic, meeting_of
 from weft.runtime.opaque import opaque
-from weft.runtime.schedule_cpu_run import Named, calls_of
 from weft.symm import Domain
 from weft.timeline import Timeline
 
@@ -35,21 +34,29 @@ class Turns:
 
     def __init__(self, what: str, domain: Domain) -> None:
         self.what, self.domain = what, domain
-        self._calls = calls_of(domain)
-        self._named: dict[str, Named] = {}
+        self._meeting = meeting_of(domain)
+        self._topics: dict[str, Topic] = {}
 
     @opaque
     def begin(
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
         deadline_s: float,
     ) -> Pending:  # fmt: skip
-        """Where all ranks have come to this collective, and it has been begun."""
-        named = self._named.get(collective)
-        if named is None:
-            named = self._named[collective] = self._calls.named(f"{collective} of {self.what}")
-        begin = partial(function, *arguments, group=group, async_op=True)
-        work = self._calls.begin_past(named, begin, deadline_s)
-        return Pending(work, self.domain, group, named.name, deadline_s, arguments)
+        """Where all ranks have come to this collective, and it has been begun. Where several threads call, the library gets
+        collectives in the order in which the ranks met for them."""
+        topic = self._topics.get(collective)
+        if topic is None:
+            topic = self._topics[collective] = Topic(f"{collective} of {self.what}")
+        with self._meeting.lock:
+            try:
+                self._meeting.meet(topic, deadline_s=deadline_s)
+                work = function(*arguments, group=group, async_op=True)
+            except WeftError:  # which all ranks raise, or which has ended the group
+                raise
+            except BaseException as error:  # the others have begun it
+                self.domain.poison(f"{topic.text}: {error!r}")
+                raise
+        return Pending(work, self.domain, group, topic.text, deadline_s, arguments)
 
 
 class Turn:

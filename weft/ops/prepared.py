@@ -1,8 +1,7 @@
-"""What an operator prepares at the first call of a shape, how ranks agree on it, and what is kept of it.
+"""What an operator prepares at the first call of a shape, and what is kept of it.
 
-First calls are collective: ranks compare what they call before anybody computes or makes anything, so that bad arguments on
-one rank, or different ones, are an error on every rank and the group lives on. Later calls of a known shape find what was
-prepared by a key, and no host talks to another.
+First calls are collective: ranks compare what they call before anybody computes or makes anything (`weft.ops.together`). Later
+calls of a known shape find what was prepared by a key.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from weft import symm
-from weft.errors import DisagreementError, RefusedError, WeftError
+from weft.errors import WeftError
 from weft.ops import choosing
 from weft.ops.in_turn import Marks, Turn, Turns
 from weft.schedule import NotApplicableError
@@ -54,38 +53,8 @@ def check_options(deadline_s: float | None, timeline: Timeline | None) -> None:
         raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
 
 
-def agree(
-    operator: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    check: Callable[[], tuple[T, str]],
-    deadline_s: float | None,
-) -> list[T]:
-    """Every rank's call, by rank. `check` gives this rank's and a text that must be the same on all ranks, or raises
-    `ValueError`. Then it is `RefusedError` on every rank, and `DisagreementError` if texts differ. Collective."""
-    mine, text, refusal = None, "", ""
-    try:
-        mine, text = check()
-    except ValueError as error:
-        if group.size() == 1 or device.type not in ("cpu", "cuda"):
-            raise
-        refusal = str(error)
-    if group.size() == 1:
-        assert mine is not None
-        return [mine]
-    domain = symm.domain(group, device, deadline_s=deadline_s)
-    what = f"the first call of a shape of {operator}"
-    calls = domain.all_gather((refusal, text, mine), what=what, deadline_s=deadline_s)
-    if refusals := [f"rank {rank}: {refused}" for rank, (refused, _, _) in enumerate(calls) if refused]:
-        raise RefusedError("; ".join(refusals))
-    for rank, (_, theirs, _) in enumerate(calls):
-        if theirs != calls[0][1]:
-            raise DisagreementError(f"ranks call {operator} differently. Rank 0: {calls[0][1]}; rank {rank}: {theirs}")
-    return [call for _, _, call in calls]
-
-
 @contextlib.contextmanager
-def _together(domain: Domain, what: str) -> Iterator[None]:
+def _whole(domain: Domain, what: str) -> Iterator[None]:
     """Around set-up of several exchanges between ranks: an error that this rank has met alone (a broken file, no memory, Ctrl-C)
     ends the group, or the others would wait for its part in the next one until their deadline."""
     try:
@@ -109,8 +78,7 @@ class Prepared:
         self._chosen: choosing.Chosen | None = None
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
-            with _together(self.domain, f"the first call of {self.operator}"):
-                self._turns = Turns(f"{self.operator}, {p}", self.domain)
+            self._turns = Turns(f"{self.operator}, {p}", self.domain)
         self._ran: set[int] = set()  # executors, by identity, that have run with tensors of this layout
         self.called_at = 0  # by the operator's calls, when this was used last
 
@@ -183,7 +151,7 @@ class Prepared:
             if capturing:
                 raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
             assert self.domain is not None
-            with _together(self.domain, f"choosing a schedule of {self.operator}"):
+            with _whole(self.domain, f"choosing a schedule of {self.operator}"):
                 self._chosen = choosing.choose(
                     self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s, serial=serial
                 )

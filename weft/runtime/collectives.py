@@ -40,8 +40,10 @@ def finish(work: dist.Work, domain: Domain, what: str, deadline_s: float, *held:
             try:
                 work.wait(datetime.timedelta(seconds=max(0.001, min(_LOOK_S, until - time.monotonic()))))
                 return
-            except RuntimeError as error:
+            except RuntimeError as error:  # of the work, or because this wait is over
                 if work.is_completed():
+                    if work.is_success():  # since the wait was over: this process may have been stopped in between
+                        return
                     time.sleep(_LOOK_S)  # the library may notice before our watchdog that a peer is gone
                     domain.check()
                     raise WeftError(f"rank {domain.rank}: {what} failed in the library: {error}") from error

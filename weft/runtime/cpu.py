@@ -19,7 +19,7 @@ import torch
 
 from weft import _core, env
 from weft.errors import DeadlineError, WeftError
-from weft.runtime.agreement import agree, refuse
+from weft.runtime.agreement import agree, refuse, topic_of
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
 from weft.sparse import EmbeddingSharding, JaggedInput
@@ -106,6 +106,7 @@ class EmbeddingAllToAllCpu:
         self.copies = 0  # contiguous copies that left as slices, in all calls
         self.flags_raised = 0
         self._epoch = 0
+        self._topic = topic_of(domain, plan)
         self._done = domain.allocate(_core.COUNTER_BYTES * domain.world_size)
         self._flags = domain.allocate(8)
         self._flag_count = 1
@@ -128,10 +129,10 @@ class EmbeddingAllToAllCpu:
         try:
             self._look_at(jagged, checked)
             slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
-        except (ValueError, WeftError) as error:
+        except Exception as error:
             refuse(domain, str(error), deadline_s=deadline_s)
         try:
-            slots = agree(domain, plan, slot, checked.batch_sizes, deadline_s=deadline_s)
+            slots = agree(domain, self._topic, slot, checked.batch_sizes, deadline_s=deadline_s)
             largest = max(checked.batch_sizes, default=0)
             if self.outputs.reserve(largest * sharding.total_dim * sharding.dtype.itemsize, lambda: None):
                 # All ranks grow at the same call, to buffers of which none is lent yet.

@@ -7,7 +7,7 @@ Order. A copy ends with a release fence, a set adds with release order, a wait r
 who has waited sees all that the setter's lane did before. Counters are never reset: run number e, from 1, starts where run
 e - 1 ended, at (e - 1) times the sets of a run.
 
-How ranks agree on a run, and how one refuses it, is in `weft.runtime.schedule_cpu_run`.
+Before a run ranks meet, and one may refuse it: `weft.runtime.meeting`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class CpuSchedule:
     """`schedule` on this rank of `domain`. Making it is collective: the ranks compare schedules and allocate memory.
 
     Raises `DisagreementError` if the ranks' schedules differ, `ScheduleError` if one does not fit its memory or these
-    ranks, `OutOfSharedMemoryError`; each on every rank. It ends with `close()` or with the domain.
+    ranks, `OutOfSharedMemoryError`; each on every rank. It ends with `close()` or with the domain. what: what it is for, which
+    ranks that make different calls are told.
     """
 
-    def __init__(self, schedule: Schedule, domain: Domain) -> None:
+    def __init__(self, schedule: Schedule, domain: Domain, what: str = "") -> None:
         if domain.device.type != "cpu":
             raise ValueError(f"a CpuSchedule needs a domain on CPU, not on {domain.device}: domain(group, 'cpu')")
         agree_on_schedule(schedule, domain)
@@ -51,7 +52,7 @@ class CpuSchedule:
         if checked is None or errors:
             raise ScheduleError(errors[0])
         self.schedule, self.domain = schedule, domain
-        self._program: Program | None = Program(schedule, checked, Run(schedule.name, domain))
+        self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, domain))
         self._workers = [_Worker(f"weft {schedule.name}, {name}") for name, _ in self._program.lanes[1:]]
         self._end = weakref.finalize(self, _end_all, self._workers, self._program)
         self._end.atexit = False  # the domain ends it then, after it has told lanes that wait
@@ -63,7 +64,6 @@ class CpuSchedule:
         *,
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
-        refusal: str = "",
     ) -> Tensors:
         """One run; every rank calls it. When it returns this rank's outputs are complete; those that were given as functions of
         their number of rows are returned by name.
@@ -74,27 +74,26 @@ class CpuSchedule:
             deadline_s: how long each wait for another rank may last, in seconds (default `WEFT_DEADLINE_S`).
             timeline: gets a span for every step of this rank, in microseconds of the monotonic clock, which is the same
                 for all processes. Sets are points.
-            refusal: why this rank refuses the run, for a reason of the caller's own; its tensors are not touched.
 
-        Raises `RefusedError` on every rank if one has a tensor that will not do, which is found before that rank does
-        anything; what other ranks have in their outputs then means nothing, and the group stays usable. What else it
-        raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found), `PeerLostError`,
-        `DisagreementError` (ranks make different calls), or the error of a step.
+        Raises `RefusedError` on every rank if one has a tensor that will not do, before any rank does anything; the group stays
+        usable. What else it raises ends the group, and all ranks hear of it: `DeadlineError` (rank, signal, wanted, found),
+        `PeerLostError`, `DisagreementError` (ranks make different calls), or the error of a step.
         """
         program = self._program  # held to the end: what lanes use is not unmapped under them, whoever closes what
         if program is None:
             self.domain.check()
             raise ValueError(f"this CpuSchedule ({self.schedule.name}) is closed: make a new one")
         run = program.run
-        with run.calls.lock:
+        with run.meeting.lock:
             self.domain.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-            refusal = refusal or program.bind(tensors)
-            lanes = program.without_data() if refusal else program.lanes
+            if refusal := program.bind(tensors):
+                run.refuse(refusal, deadline_s)
+            lanes = program.lanes
             spans: list[list[Span] | None] = [None if timeline is None else [] for _ in lanes]
             first, *others = [partial(_play, *lane, run, spans_) for lane, spans_ in zip(lanes, spans, strict=True)]
             begun: list[_Worker] = []
-            run.begin(tensors, deadline_s, refuses=bool(refusal))
+            run.begin(tensors, deadline_s)
             try:
                 for worker, job in zip(self._workers, others, strict=True):
                     worker.begin(job)
@@ -107,7 +106,7 @@ class CpuSchedule:
             if timeline is not None:
                 for recorded in spans:
                     timeline.extend(recorded or ())
-            run.end(refusal)
+            run.end()
             return program.made()
 
     @property
@@ -199,6 +198,6 @@ def _end_all(workers: list[_Worker], program: Program) -> None:
     for worker in workers:
         worker.end()
     # Not during a run, which may be what collects the garbage that brings us here.
-    if program.run.calls.lock.acquire(blocking=False):
+    if program.run.meeting.lock.acquire(blocking=False):
         program.close()
-        program.run.calls.lock.release()
+        program.run.meeting.lock.release()

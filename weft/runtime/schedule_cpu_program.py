@@ -240,19 +240,6 @@ class Program:
         made, self._made = self._made, {}
         return made
 
-    def without_data(self) -> Lanes:
-        """The lanes of a rank that refuses: what others wait for and nothing else, on none of the caller's tensors."""
-        kept = Set | Wait | Collective
-        return [(name, [self._empty(b) for b in steps if isinstance(b.step, kept)]) for name, steps in self.lanes]
-
-    def _empty(self, bound: Bound) -> Bound:
-        if not isinstance(bound.step, Collective):
-            return bound
-        if bound.step.op == "exchange":  # nothing is known of its sizes, and the others know that nothing comes of it
-            return replace(bound, call=partial(self.run.meet_all, f"exchange of {self.run.name}"))
-        src, dst = (torch.zeros(_size(r), dtype=self._dtypes[r.buffer]) for r in (bound.step.src, bound.step.dst))
-        return replace(bound, call=partial(self.run.all_gather, bound.rows, src, dst))
-
     def _allocate(self, name: str, domain: Domain, buffers: tuple[Buffer, ...]) -> list[torch.Tensor]:
         """Places of the schedule's own buffers; returns the counters of every rank."""
         layout, ranks = self._layout, range(domain.world_size)
@@ -290,16 +277,12 @@ class Program:
             case Wait(signal, index, count, previous):
                 setters = self._setters[signal, value(index)]
                 ranks = tuple(dict.fromkeys(setters))
-                # Only of a rank that must set it in this run is it known that it has to call.
-                count = value(count)
-                needs = ranks if not previous and (len(ranks) == 1 or count == len(setters)) else ()
                 return partial(
                     self.run.wait,
                     self._counter(signal, index, self._rank),
                     len(setters),
-                    count - (2 if previous else 1) * len(setters),
-                    f"{signal}[{index}]",
-                    needs,
+                    value(count) - (2 if previous else 1) * len(setters),
+                    f"{signal}[{index}] of {self.run.name}",
                     ranks[0] if len(ranks) == 1 else None,
                 )
         raise AssertionError(f"{bound.step} is not in numbers")

@@ -7,6 +7,7 @@ computes or waits:
 - *goodbye*: the peer left in order. No failure, until somebody waits for something only it could do;
 - *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
 - *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
+- *call*: what a peer calls, where that is compared (`weft.symm.calls`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits look at), runs the
@@ -31,9 +32,11 @@ from typing import Any
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import mesh
+from weft.symm.calls import CallLog
 
-_DATA, _MORE, _GOODBYE, _POISON, _LOST = b"D", b"M", b"G", b"P", b"L"
+_DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _PART_BYTES = mesh.MAX_PACKET - 1
+_CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
 _log = logging.getLogger("weft")
 
 
@@ -53,6 +56,7 @@ class Control:
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
         self._begun = {peer.rank: b"" for peer in peers}  # what came of a message whose end is still to come
         self._callbacks: dict[object, Callable[[], None]] = {}
+        self._calls = CallLog(rank, world_size, self.poison)
         self._changed = threading.Condition()  # reentrant; guards everything above and the life of descriptors
         self._collective = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -86,6 +90,14 @@ class Control:
 
     def poison(self, text: str) -> None:
         self._fail(PoisonedGroupError, text, _POISON + text.encode()[:_PART_BYTES])
+
+    def end(self, text: str) -> None:
+        self._fail(PoisonedGroupError, text)
+
+    def tell_call(self, number: int, what: str) -> None:
+        message = self._calls.note(number, what)
+        for rank in self._peers:
+            self._send(rank, _CALL + message, until=time.monotonic() + _CALL_S)
 
     def lose(self, text: str) -> None:
         self._fail(PeerLostError, text, _LOST + text.encode())
@@ -275,6 +287,8 @@ class Control:
                 self._fail(PoisonedGroupError, body.decode(errors="replace"))  # its sender has told everybody
             elif kind == _LOST:
                 self.lose(body.decode())
+            elif kind == _CALL:
+                self._calls.heard(rank, body)
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
         """Send at once, or by `until` if the peer's buffer is full. That a peer is dead is the watchdog's to notice."""

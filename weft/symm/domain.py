@@ -67,6 +67,9 @@ class Domain:
             raise ValueError("the process group of this domain was destroyed, and the domain with it")
         return group
 
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        return self._group() is group
+
     @property
     def closed(self) -> bool:
         return bool(self._control.closed)
@@ -100,6 +103,14 @@ class Domain:
     def poison(self, text: str) -> None:
         """Declare this group unusable, here and on every peer, because of `text`. The first declaration counts."""
         self._control.poison(f"rank {self.rank}: {text}")
+
+    def end(self, text: str) -> None:
+        """Declare this group unusable here, because of `text`, which every peer finds out and declares for itself."""
+        self._control.end(text)
+
+    def tell_call(self, number: int, what: str) -> None:
+        """Have peers compare this rank's call with theirs of this number; see `weft.symm.calls`."""
+        self._control.tell_call(number, what)
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have the watchdog thread run `callback()` once if the group fails; at once, here, if it already has.
@@ -262,6 +273,11 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
             _cache.append(made)
         _close_at_exit()
         return made
+
+
+def open_domain(group: dist.ProcessGroup, device_type: str) -> Domain | None:
+    """The one that has been made, if it is still there."""
+    return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
 def _store_of(group: Any) -> dist.Store:
