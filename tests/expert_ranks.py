@@ -307,24 +307,25 @@ def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else; the group lives on each time."""
+    """What every rank is told when rank 0 does something else: in a group of its own each time, for it ends. A refusal ends none."""
     first = group.rank() == 0
     calls: dict[str, Any] = {
-        "K": lambda: call(group, k=8 if first else 9),
-        "N": lambda: call(group, n=3 if first else 4),
-        "max_rows": lambda: call(group, max_rows=20 if first else None),
-        "capacity": lambda: call(group, capacity=20 if first else 21),
-        "schedule": lambda: call(group, schedule="serial" if first else "dispatch[by=kernel,rest=each]"),
-        "experts": lambda: call(group, experts=2 if first else 3),
-        "gradients": lambda: weft.all_to_all_matmul(
+        "K": lambda own: call(own, k=8 if first else 9),
+        "N": lambda own: call(own, n=3 if first else 4),
+        "max_rows": lambda own: call(own, max_rows=20 if first else None),
+        "capacity": lambda own: call(own, capacity=20 if first else 21),
+        "schedule": lambda own: call(own, schedule="serial" if first else "dispatch[by=kernel,rest=each]"),
+        "experts": lambda own: call(own, experts=2 if first else 3),
+        "gradients": lambda own: weft.all_to_all_matmul(
             torch.ones(1, 8, requires_grad=first),
             torch.ones(1, 8, 3),
             torch.tensor([1] + [0] * (group.size() - 1)),
-            group=group,
+            group=own,
         ),
-        "refuses": lambda: call(group, capacity=3, rows=4 if first else 2),
     }
-    found = {name: told(one) for name, one in calls.items()}
+    everybody = list(range(group.size()))
+    found = {name: told(lambda one=one: one(dist.new_group(everybody))) for name, one in calls.items()}
+    found["refuses"] = told(lambda: call(group, capacity=3, rows=4 if first else 2))
     call(group)
     return found
 

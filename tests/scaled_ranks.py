@@ -205,23 +205,26 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else; the group lives on each time."""
+    """What every rank is told when rank 0 does something else: in a group of its own each time, for it ends. A refusal ends none."""
     first = group.rank() == 0
     made = Data(Case(), group.size(), group.rank(), 1)
     x, Bs, scale, B_scales = made.shards[made.rank], made.Bs, made.A_scale, made.B_scales
     by_row = Data(Case(by="row"), group.size(), group.rank(), 1)
     k = 24 if first else 32
 
-    def call(**options: Any) -> Any:
-        return weft.all_gather_scaled_matmul(x, Bs, scale, B_scales, 0, group, **options)
+    def call(own: dist.ProcessGroup, **options: Any) -> Any:
+        return weft.all_gather_scaled_matmul(x, Bs, scale, B_scales, 0, own, **options)
 
     calls = {
-        "refuses": lambda: weft.all_gather_scaled_matmul(x[:, :k], [B[:k] for B in Bs], scale, B_scales, 0, group),
-        "scales": lambda: (made if first else by_row).call(group, schedule="serial"),
-        "out": lambda: call(out_dtypes=[torch.half if first else BF16]),
-        "fast": lambda: call(use_fast_accum=[first]),
+        "scales": lambda own: (made if first else by_row).call(own, schedule="serial"),
+        "out": lambda own: call(own, out_dtypes=[torch.half if first else BF16]),
+        "fast": lambda own: call(own, use_fast_accum=[first]),
     }
-    found = {name: told(call) for name, call in calls.items()}
+    everybody = list(range(group.size()))
+    found = {name: told(lambda one=one: one(dist.new_group(everybody))) for name, one in calls.items()}
+    found["refuses"] = told(
+        lambda: weft.all_gather_scaled_matmul(x[:, :k], [B[:k] for B in Bs], scale, B_scales, 0, group)
+    )
     made.check(*made.call(group))
     return found
 

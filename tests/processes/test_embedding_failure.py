@@ -66,7 +66,9 @@ def absent(group, p, options):
 def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
     answers = pool.run(absent, PROBLEM, {"transport": transport}, ranks=3)
     errors = [answers[rank][0] for rank in (0, 2)]
-    assert_deadline(errors, r"rank [02] waited 0.5 s for embedding_all_to_all ready from rank 1 .*: wanted 3, found 2")
+    assert_deadline(
+        errors, r"rank [02] waited 0.5 s for embedding_all_to_all \(call 3\) from rank 1 .*: wanted 3, found 2"
+    )
     assert_over(answers)
 
 

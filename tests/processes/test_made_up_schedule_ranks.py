@@ -54,14 +54,15 @@ def unknown(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def registered_here_alone(group: dist.ProcessGroup) -> dict[str | None, tuple[str, str]]:
-    """On rank 1. The group lives on, and what does not choose is no different."""
+    """On rank 1. What does not choose is no different."""
     x, w = torch.ones(3, 4), torch.ones(4, 5)
     with made_up.registered() if group.rank() == 1 else nullcontext():
         weft.all_gather_matmul(x, [w], 0, group, schedule="gather[by=kernel]")
-        return {
-            name: error_of(lambda name=name: weft.all_gather_matmul(x, [w], 0, group, schedule=name))
-            for name in (None, "autotune")
-        }
+        found = {}
+        for name in (None, "autotune"):
+            own = dist.new_group(list(range(group.size())))
+            found[name] = error_of(lambda name=name, own=own: weft.all_gather_matmul(x, [w], 0, own, schedule=name))
+        return found
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -86,5 +87,6 @@ def test_a_rank_that_registered_it_alone_is_told(pool: Pool) -> None:
         for kind, text in told.values():
             assert kind == "DisagreementError"
             first, second = text.split("; rank 1: ")
+            assert "ranks 0, 2: " in first
             assert "builders" not in first
             assert "with builders that this rank has registered beside weft's: ring[by=dma], ring[by=kernel]" in second

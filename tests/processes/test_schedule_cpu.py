@@ -110,26 +110,7 @@ def test_no_operand_is_copied(pool: Pool) -> None:
         assert allocated == {}
 
 
-# --- overlap ---
-
-
-def own_rows_first(group, p):
-    """Rank 0 has computed its own rows before rank 1 calls: only then it tells rank 1 to."""
-    domain, rank = domain_of(group), group.rank()
-    tensors = tensors_of(p, rank, 0)
-    with CpuSchedule(build(p, "shard"), domain) as executor, symm.Signal(group=group) as go:
-        ranks.run_once(executor, tensors, BAD_RANK)
-        if rank == 0:
-            ranks.intercept(executor, "matmul y0", after=lambda: go.add(1, peer=1))
-        if rank == 1:
-            go.wait(1, deadline_s=20)
-        executor.run(tensors, deadline_s=20)
-        assert_right(p, tensors, 0, "own rows first")
-        domain.all_gather("nobody closes go before it is raised")
-
-
-def test_a_rank_does_not_wait_for_the_others_to_call(pool: Pool) -> None:
-    pool.run(own_rows_first, AllGatherMatmul.even(8, 5, 8, 2, "fp32"), ranks=2)
+# --- timelines ---
 
 
 def timelines(group, p, runs):

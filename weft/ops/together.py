@@ -47,6 +47,7 @@ _counts: dict[int, _Count] = {}  # by identity of the group while it lives: ever
 def _count_of(group: dist.ProcessGroup) -> _Count:
     count = _counts.get(id(group))
     if count is None:
+        symm.require_member(group)
         count = _counts[id(group)] = _Count()
         weakref.finalize(group, _counts.pop, id(group), None).atexit = False
     return count
@@ -71,12 +72,14 @@ class together:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, WeftError | NotApplicableError) or self._group.size() == 1:
+        if error is None or isinstance(error, WeftError) or self._group.size() == 1:
             return
         device, deadline_s = _device_of(self._like, self._group), _usable(self._deadline_s)
-        text = f"{self._operator}: {_said_of(error)}"
-        is_input = isinstance(error, ValueError | TypeError)
-        if device.type == "cpu" and isinstance(error, Exception) and calls_on(self._group) == self._said:
+        is_input, said = isinstance(error, ValueError | TypeError), calls_on(self._group) != self._said
+        text = str(error) if is_input else f"{self._operator}: {error!r}"
+        if said and isinstance(error, NotApplicableError):  # to what ranks have agreed on: all raise it
+            return
+        if device.type == "cpu" and isinstance(error, Exception) and not said:
             refusals = meeting_of(symm.domain(self._group, device, deadline_s=deadline_s)).refuse(
                 text, deadline_s=deadline_s
             )
@@ -158,7 +161,3 @@ def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:
 
 def _usable(deadline_s: Any) -> float | None:
     return deadline_s if isinstance(deadline_s, int | float) and 0 < deadline_s < 1e6 else None
-
-
-def _said_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, ValueError | TypeError) else repr(error)

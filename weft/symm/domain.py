@@ -280,6 +280,11 @@ def open_domain(group: dist.ProcessGroup, device_type: str) -> Domain | None:
     return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
+def require_member(group: Any) -> None:
+    """`ValueError` if this rank cannot make calls on `group`."""
+    _store_of(group)
+
+
 def _store_of(group: Any) -> dist.Store:
     """The group's key-value store; raises if this rank cannot use the group."""
     if not dist.is_initialized():
