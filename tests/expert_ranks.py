@@ -307,7 +307,7 @@ def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: in a group of its own each time, for it ends. A refusal ends none."""
+    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends. A refusal ends none."""
     first = group.rank() == 0
     calls: dict[str, Any] = {
         "K": lambda own: call(own, k=8 if first else 9),

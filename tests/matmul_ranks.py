@@ -332,19 +332,18 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: in a group of its own each time, for it ends. A refusal ends none."""
+    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends. A refusal ends none."""
     first = group.rank() == 0
     x, B = torch.randn(4, 8, device=device()), torch.randn(8, 3, device=device())
     wide = torch.randn(8, 5 if first else 6, device=device(), requires_grad=first)
     calls = {
         "dtype": lambda g: weft.all_gather_matmul(x.half() if first else x, [B.half() if first else B], 0, g, schedule="serial"),
         "schedule": lambda g: weft.all_gather_matmul(x, [B], 0, g, schedule="serial" if first else "gather[by=kernel]"),
+        "rows": lambda g: weft.all_gather_matmul(x, [B], 0, g, rows=[4, 4] if first else [6, 4], schedule="serial"),
         "gradients": lambda g: weft.all_gather_matmul(x, [wide], 0, g),
     }  # fmt: skip
     found = {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
     found["refuses"] = told(lambda: weft.all_gather_matmul(x, [B[:5] if first else B], 0, group))
-    rows = [4, 4] if first else [6, 4]
-    found["rows"] = told(lambda: weft.all_gather_matmul(x, [B], 0, group, rows=rows, schedule="serial"))
     _, (y,) = weft.all_gather_matmul(x, [B], 0, group, return_A=False)
     rank = group.rank()
     torch.testing.assert_close(y[4 * rank : 4 * rank + 4], x @ B)

@@ -205,7 +205,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
-    """What every rank is told when rank 0 does something else: in a group of its own each time, for it ends. A refusal ends none."""
+    """What every rank is told when rank 0 does something else: each time in a group of its own, which ends. A refusal ends none."""
     first = group.rank() == 0
     made = Data(Case(), group.size(), group.rank(), 1)
     x, Bs, scale, B_scales = made.shards[made.rank], made.Bs, made.A_scale, made.B_scales

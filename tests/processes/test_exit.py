@@ -41,17 +41,17 @@ LEAVES = """
     rank, directory = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
 
-    options = {"schedule": "serial", "return_A": False, "deadline_s": 0.5}
-
-    def call():
+    def call(deadline_s):
+        options = {"schedule": "serial", "return_A": False, "deadline_s": deadline_s}
         x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 3, requires_grad=True)
         return weft.all_gather_matmul(x, [w], 0, dist.group.WORLD, **options)[1][0].sum()
 
-    y = call()
+    y = call(30)
+    y = call(0.5)
     if rank == 1:
         gathered.all_gather_single = lambda *_, **__: sys.stdin.read()  # until the other process has ended
     try:
-        y.backward() if "backward" in sys.argv else call()
+        y.backward() if "backward" in sys.argv else call(0.5)
     except weft.errors.WeftError as error:
         print(type(error).__name__)
     if "destroy" in sys.argv:

@@ -18,7 +18,6 @@ import torch
 from pool import error_of, traces
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
 
-from weft import symm
 from weft.launch import Pool
 from weft.runtime.schedule_cpu import CpuSchedule
 from weft.schedule import RANK, AllGatherMatmul, Draft, Schedule

@@ -69,7 +69,7 @@ def interrupted(group: dist.ProcessGroup, where: str) -> list[tuple[str, str]]:
     return [failure_of(lambda: call(own, 5, schedule="shard[chunks=1,send=in_turn,by=dma]")) for _ in range(2)]
 
 
-@pytest.mark.parametrize("where", ["allocating 8256 bytes for Exchange", "schedules to run", "checks of schedule"])
+@pytest.mark.parametrize("where", ["for Exchange", "schedules to run", "checks of schedule"])
 def test_ctrl_c_in_an_exchange(where: str) -> None:
     with Pool(3) as alone:
         found = alone.run(interrupted, where, timeout_s=30)

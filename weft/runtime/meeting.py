@@ -104,8 +104,8 @@ class Meeting:
         """For what all ranks find out alike."""
         self.domain.end(text)
         raise DisagreementError(
-            f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group has ended, make a new "
-            "one"
+            f"{text}. Call the same, in the same order, on every rank{hint and '; '}{hint}. The ranks are out of step: this group "
+            "has ended, make a new one"
         )
 
 
