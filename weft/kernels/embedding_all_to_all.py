@@ -141,6 +141,16 @@ def _load_ids(values, start, end, lanes):
 
 
 @triton.jit
+def _fill_with_nan(out, items, DTYPE: tl.constexpr):
+    block = tl.arange(0, 1024)
+    nan = tl.full([1024], float("nan"), tl.float32).to(DTYPE)
+    at = items * 0
+    while at < items:
+        tl.store(out + at + block, nan, mask=at + block < items)
+        at += 1024
+
+
+@triton.jit
 def _rows_of(
     ids, at, end, rows_in_table, counts, bad, bad_at, HASH: tl.constexpr, CHECK: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
@@ -492,8 +502,9 @@ def embedding_all_to_all_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel", scope="sys")
     if arrived == programs - 1:
+        failed = tl.load(state + _FAILED, volatile=True)
         if EXIT and WORLD > 1 and not STAGED:
-            if tl.load(state + _FAILED, volatile=True) == 0:
+            if failed == 0:
                 theirs = tl.load(signal_addresses + safe_rank, volatile=True)
                 done_at = tl.where(peer, theirs + 16 * WORLD + 8 * RANK, mine + 16 * WORLD + 8 * RANK)
                 store_release(words(done_at), tl.full([WORLD_P2], 0, tl.int64) + epoch, PTX)
@@ -503,6 +514,13 @@ def embedding_all_to_all_kernel(
                     lowest = tl.min(found, 0)
                     if (lowest < epoch) | (tl.max(found, 0) >= _POISON):
                         _report(record, _WAIT_DONE, epoch, tl.argmin(found, 0).to(tl.int64), epoch, lowest)
+                        failed += 1
+        if WORLD > 1:
+            if failed != 0:
+                # Nobody may take what is there for a result.
+                own = tl.load(out_addresses + RANK) + out_slot * out_slot_bytes
+                items = (tl.load(batch_starts + RANK + 1) - tl.load(batch_starts + RANK)).to(tl.int64) * OUT_STRIDE
+                _fill_with_nan(own.to(tl.pointer_type(DTYPE)), items, DTYPE)
         tl.store(state + _GRABBED, tl.full([], 0, tl.int64))
         tl.store(state + _ARRIVED, tl.full([], 0, tl.int64))
         tl.store(state + _FAILED, tl.full([], 0, tl.int64))

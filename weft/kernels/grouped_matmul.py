@@ -90,6 +90,23 @@ def _table(counts, counts_stride, most, W: tl.constexpr, E: tl.constexpr, W_P2: 
 
 
 @triton.jit
+def _least(counts, counts_stride, W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr):
+    source = tl.arange(0, W_P2)[:, None]
+    expert = tl.arange(0, E_P2)[None, :]
+    rows = tl.load(counts + source * counts_stride + expert, mask=(source < W) & (expert < E), other=0)
+    return tl.min(tl.min(rows, 1), 0)
+
+
+@triton.jit
+def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
+    columns = tl.arange(0, 128)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        for first in range(0, N, 128):
+            nan = tl.full([128], float("nan"), tl.float32).to(DTYPE)
+            tl.store(y + row.to(tl.int64) * stride + first + columns, nan, mask=first + columns < N)
+
+
+@triton.jit
 def _pick(here, of_segment):
     """The entry of a vector where `here` is set, which is at one place."""
     return tl.sum(tl.where(here, of_segment, 0), 0)
@@ -107,7 +124,7 @@ def _store_rows(y, first, count, column, tile):
     # that waits for a peer, and would never return.
     do_not_specialize=[
         "tokens_rows", "inbox_rows", "y_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
-        "counts_stride", "tokens_stride", "inbox_stride", "y_stride", "w_stride", "w_row_stride",
+        "counts_stride", "tokens_stride", "inbox_stride", "y_stride", "w_stride", "w_row_stride", "y_address",
     ],
     do_not_specialize_on_alignment=["counts", "splits"],
 )  # fmt: skip
@@ -116,7 +133,7 @@ def grouped_matmul_kernel(
     tokens_rows: tl.int32, inbox_rows: tl.int32, y_rows: tl.int32, slot_rows: tl.int32,
     rank: tl.int32, first_source: tl.int32, n_sources: tl.int32, first_expert: tl.int32, n_experts: tl.int32,
     counts_stride: tl.int64, tokens_stride: tl.int64, inbox_stride: tl.int64, y_stride: tl.int64, w_stride: tl.int64,
-    w_row_stride: tl.int64,
+    w_row_stride: tl.int64, y_address: tl.int64,
     W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -126,7 +143,8 @@ def grouped_matmul_kernel(
     tokens [tokens_rows, K], inbox [inbox_rows, K], w [E, K, N] (W_TRANSPOSED: [E, N, K]) and y [y_rows, N] of type DTYPE,
     with unit stride in the last dimension: with TMA tensor maps with boxes [BLOCK_M, BLOCK_K] twice, [1, BLOCK_K, BLOCK_N]
     (or [1, BLOCK_N, BLOCK_K]) and, ragged, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are
-    multiples of ALIGN. counts [W, E], rows counts_stride apart, and splits [W * E] int64.
+    multiples of ALIGN. counts [W, E], rows counts_stride apart, and splits [W * E] int64. y_address: where y begins.
+    Counts below zero are what is left of a group that has failed: y is NaN then.
     Sources (rank + i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
     """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -136,6 +154,8 @@ def grouped_matmul_kernel(
     is_source = (sources < W) & (turn >= first_source) & (turn < first_source + n_sources)
     is_expert = (experts >= first_expert) & (experts < first_expert + n_experts)
 
+    if _least(counts, counts_stride, W, E, W_P2, E_P2) < 0:
+        _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), y_rows, y_stride, N, DTYPE)
     # Row tiles up to and including each expert; experts before the first have none.
     table = _table(counts, counts_stride, y_rows, W, E, W_P2, E_P2)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)

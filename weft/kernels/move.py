@@ -84,22 +84,22 @@ def move_kernel(
     loaded = tl.load(place + column, mask=begun, other=0)
     # The words are read by every lane, so no lane's other loads or stores go ahead of what it waited for.
     alive = await_tokens(waits, n_waits, PTX)
-    if alive:
-        while block < blocks:
-            row = block // per_row
-            column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
-            inside = column < width
-            place = source.to(tl.pointer_type(ITEM)) + row * source_pitch
-            place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
-            items = tl.load(place + column, mask=inside & ((early == 0) | (block != program)), other=loaded)
-            place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
+    while block < blocks:
+        row = block // per_row
+        column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        place = source.to(tl.pointer_type(ITEM)) + row * source_pitch
+        place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+        items = tl.load(place + column, mask=inside & ((early == 0) | (block != program)), other=loaded)
+        items = tl.where(alive, items, -1)  # of a group that has failed: NaN, as a number of any type
+        place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
+        place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
+        tl.store(place + column, items, mask=inside)
+        for i in range(n_targets):
+            place = tl.load(targets + i).to(tl.pointer_type(ITEM)) + row * target_pitch
             place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
             tl.store(place + column, items, mask=inside)
-            for i in range(n_targets):
-                place = tl.load(targets + i).to(tl.pointer_type(ITEM)) + row * target_pitch
-                place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
-                tl.store(place + column, items, mask=inside)
-            block += programs
+        block += programs
     if n_waits + n_sets + n_answers + n_ends > 0:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="sys")

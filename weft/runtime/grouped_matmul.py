@@ -21,7 +21,7 @@ __all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "prepare"]
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
-_NUMBERS = 15  # of the kernel's arguments, after its six tensors
+_NUMBERS = 16  # of the kernel's arguments, after its six tensors
 MAX_SEGMENTS = 1024
 
 
@@ -226,7 +226,7 @@ class GroupedMatmul:
         grid = (max(1, min(self._programs, row_tiles * columns)), 1, 1)
         numbers = (
             tokens.shape[0], inbox.shape[0], y.shape[0], *self._numbers, tokens.stride(0), inbox.stride(0), y.stride(0),
-            w.stride(0), w.stride(2 if variant.transposed else 1),
+            w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(),
         )  # fmt: skip
         self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
 

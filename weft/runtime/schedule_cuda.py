@@ -14,11 +14,17 @@ follows it on its stream. That is the release and acquire that `Set` and `Wait` 
 
 Deadlines. A stream that waits has none: `weft.runtime.stream_watch` looks whether runs get on. When the group has failed, this
 rank's words are poisoned, so that its streams go on, and the next call raises.
+
+No result that was made of what never came passes for a valid one: before the streams go on, all bytes of this rank's symmetric
+buffers become 0xFF, which is NaN as a floating-point number of any type and -1 as a count. It costs a call nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+import time
 from typing import Any, TypeAlias
 
 import torch
@@ -34,9 +40,11 @@ from weft.runtime.stream_watch import watch
 from weft.schedule import Schedule
 from weft.schedule.order import issue_order
 from weft.symm import Domain
+from weft.symm.cuda_driver import fill
 from weft.timeline import Timeline
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
+_SPOIL_S = 2.0  # how long after a failure buffers are kept spoilt
 
 
 class CudaSchedule:
@@ -136,6 +144,8 @@ class CudaSchedule:
             torch.cuda.synchronize(self.device)
             self.check()
             program.read(timeline, self.rank)
+        elif not capturing:
+            self.domain.check()  # what was enqueued after a failure is no result
         made, self.made = self.made, {}
         return made
 
@@ -274,9 +284,24 @@ class CudaSchedule:
         self.domain.poison(text)
 
     def _release_waiters(self) -> None:
-        """On the watchdog thread: end every wait of this rank's streams."""
+        """On the watchdog thread: spoil what GEMMs read of peers, then end every wait of this rank's streams. Copies of peers that
+        wait too may still come behind that, until their streams are done: so it is done again, for as long as this device is
+        busy with what was enqueued."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
+            self._spoil()
             self._word_view[: self._n_words].copy_(self._poison, non_blocking=True)
+        threading.Thread(target=self._keep_spoiling, name="weft-spoil", daemon=True).start()
+
+    def _spoil(self) -> None:
+        if self.layout.buffer_bytes:
+            fill(self.region.address(self.rank), self.layout.buffer_bytes, 0xFF, self._poison_stream)
+
+    def _keep_spoiling(self) -> None:
+        until = time.monotonic() + _SPOIL_S
+        with contextlib.suppress(Exception), torch.cuda.device(self.device):  # the region may be closed meanwhile
+            while time.monotonic() < until:
+                self._spoil()
+                time.sleep(0.002)
 
 
 def _not_hindered_by_captures() -> None:

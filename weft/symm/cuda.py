@@ -1,27 +1,32 @@
-"""Symmetric memory on GPUs: slabs of torch symmetric memory, carved.
+"""Symmetric memory on GPUs: slabs of device memory that every rank maps, carved.
 
-A slab is one `torch.distributed._symmetric_memory` allocation, mapped by every rank of the group over NVLink or PCIe
-peer access. It lives as long as its domain and the tensors over it, and is never returned to torch's pool: an allocation
-that was, and was handed out again, has been seen to alias another one. Regions are cut from slabs, and may be given back to
-them. All ranks cut alike: `allocate` is collective, takes the same size everywhere, and places it where every rank has room.
+A slab is one allocation of each rank (`weft.symm.cuda_driver`), mapped by every rank of the group over NVLink or PCIe peer
+access. It lives as long as its domain and the tensors over it. Regions are cut from slabs, and may be given back to them. All
+ranks cut alike: `allocate` is collective, takes the same size everywhere, and places it where every rank has room. Every wait is
+one of the domain's, with its deadline.
 
 A group of one rank needs no peer: its slab is ordinary memory.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from weft import _core
 from weft.errors import DisagreementError, OutOfSharedMemoryError
+from weft.symm.cuda_driver import DriverError, Memory, fill, make, rounded, take
 
 if TYPE_CHECKING:
     from weft.symm.domain import Domain
 
 _ALIGNMENT = 512  # what a cudaMalloc guarantees at least; keeps vector accesses and copy engines happy
+_UINT8, _CUDA = (1, 8), 2  # DLPack's type code and bits, and its device
 _SLAB_BYTES = 8 << 20  # the smallest slab: signals and small buffers share one
 
 
@@ -73,27 +78,58 @@ class _Slab:
         if domain.world_size == 1:
             self.buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=domain.device)]
         else:
-            import torch.distributed._symmetric_memory as symm_mem
-
-            with torch.cuda.device(domain.device):
-                try:
-                    mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=domain.device)
-                except torch.OutOfMemoryError as error:
-                    free, total = torch.cuda.mem_get_info(domain.device)
-                    raise OutOfSharedMemoryError(
-                        f"rank {domain.rank}: {nbytes} bytes of symmetric memory wanted on {domain.device}, {free} of {total} "
-                        f"free: make the batch smaller, or lower `outputs`"
-                    ) from error
-                mine.zero_()
-                torch.cuda.synchronize(domain.device)
-                handle = symm_mem.rendezvous(mine, group=domain.group.group_name)
-                self._handle = handle
-                self.buffers = [
-                    mine if rank == domain.rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
-                    for rank in range(domain.world_size)
-                ]
+            self.buffers = _shared(domain, nbytes)
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
         _synchronize(domain.device)
+
+
+def _shared(domain: Domain, nbytes: int) -> list[torch.Tensor]:
+    """uint8 [nbytes] of each rank, this rank's cleared before anybody has it. Two rounds, after each of which all ranks know the
+    same."""
+    device, what = domain.device, f"{nbytes} bytes of symmetric memory on GPUs"
+    memory, descriptor, error = None, None, ""
+    try:
+        memory, descriptor = _made(nbytes, device)
+        fill(memory.address, nbytes, 0, torch.cuda.current_stream(device))
+        _synchronize(device)
+    except (DriverError, RuntimeError) as trouble:
+        free, total = torch.cuda.mem_get_info(device)
+        error = f"{trouble}; {free} of {total} bytes free on {device}"
+    files: list[int | None] = []
+    try:
+        made = domain.all_gather_files(error, descriptor, what=what)
+        files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
+        _agree(what, [text for text, _ in made])
+        everybody: list[Memory] = []
+        try:
+            for rank, (_, file) in enumerate(made):
+                if file is None:
+                    raise OSError(errno.EMFILE, f"no descriptor came from rank {rank}, {os.strerror(errno.EMFILE)}")
+                assert memory is not None
+                everybody.append(memory if rank == domain.rank else take(file, nbytes, device))
+        except (DriverError, OSError) as trouble:
+            error = f"mapping failed: {trouble}"
+        _agree(what, domain.all_gather(error, what=f"{what}, mapped"))
+    finally:
+        for one in [descriptor, *files]:
+            if one is not None:
+                os.close(one)
+    return [_core.lease(one.address, [nbytes], *_UINT8, _CUDA, device.index or 0, one) for one in everybody]
+
+
+def _made(nbytes: int, device: torch.device) -> tuple[Memory, int]:
+    try:
+        return make(nbytes, device)
+    except DriverError as error:
+        if not error.out_of_memory:
+            raise
+        torch.cuda.empty_cache()  # what torch keeps for later
+        return make(nbytes, device)
+
+
+def _agree(what: str, errors: list[str]) -> None:
+    if bad := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]:
+        raise OutOfSharedMemoryError(f"{what}: {'; '.join(bad)}: make the batch smaller, or lower `outputs`")
 
 
 _slabs: weakref.WeakKeyDictionary[Domain, list[_Slab]] = weakref.WeakKeyDictionary()
@@ -109,7 +145,8 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
     wanted = _rounded(nbytes)
     place = smallest_place([free for _, free in asked], wanted)
     if place is None:
-        slab, offset = _Slab(domain, max(wanted, _SLAB_BYTES)), 0
+        size = max(wanted, _SLAB_BYTES)
+        slab, offset = _Slab(domain, size if domain.world_size == 1 else rounded(size, domain.device)), 0
         slabs.append(slab)
     else:
         slab, offset = slabs[place[0]], place[1]

@@ -1,0 +1,155 @@
+"""Device memory that other processes can map, from CUDA's driver: made, sent as a file descriptor, mapped, cleared.
+
+torch's symmetric memory does the same, but waits for peers inside, without a deadline and with the interpreter's lock held: a
+peer that dies or stops meanwhile holds up every thread of the process. Here nothing waits; descriptors travel over a domain's
+sockets (`weft.symm.cuda`), which have deadlines and notice a death.
+
+The driver library is what the GPU's driver brings, and is loaded at the first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_PINNED, _POSIX_FD, _DEVICE, _READ_WRITE, _RECOMMENDED = 1, 1, 1, 3, 1  # CUDA's names for them: CU_MEM_...
+_OUT_OF_MEMORY = 2
+
+
+class DriverError(RuntimeError):
+    """`code` as CUDA's driver numbers them."""
+
+    def __init__(self, function: str, code: int) -> None:
+        name = ctypes.c_char_p()
+        _library().cuGetErrorName(code, ctypes.byref(name))
+        super().__init__(f"{function}: {(name.value or b'?').decode()}")
+        self.out_of_memory = code == _OUT_OF_MEMORY
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("security", ctypes.c_void_p),
+        ("flags", _Flags),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    code = getattr(_library(), function)(*arguments)
+    if code:
+        raise DriverError(function, code)
+
+
+def _properties(device: torch.device) -> _Properties:
+    assert device.index is not None
+    return _Properties(_PINNED, _POSIX_FD, _Location(_DEVICE, device.index), None, _Flags())
+
+
+def rounded(nbytes: int, device: torch.device) -> int:
+    """The size that an allocation for so many bytes has."""
+    torch.cuda.init()
+    with torch.cuda.device(device):
+        granule = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granule), ctypes.byref(_properties(device)), _RECOMMENDED)
+        return -(-max(1, nbytes) // granule.value) * granule.value
+
+
+def make(nbytes: int, device: torch.device) -> tuple[Memory, int]:
+    """`nbytes` (as `rounded` gives them) of this process, mapped here, and a file descriptor for others; the caller closes that.
+
+    Raises `DriverError`.
+    """
+    with torch.cuda.device(device):
+        handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
+        _call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(_properties(device)), ctypes.c_ulonglong(0))
+        try:
+            _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_FD, ctypes.c_ulonglong(0))
+            try:
+                return _mapped(handle, nbytes, device), descriptor.value
+            except DriverError:
+                os.close(descriptor.value)
+                raise
+        finally:
+            _call("cuMemRelease", handle)  # the mapping keeps the memory
+
+
+def take(descriptor: int, nbytes: int, device: torch.device) -> Memory:
+    """A peer's memory, mapped here. The descriptor is still the caller's."""
+    with torch.cuda.device(device):
+        handle = ctypes.c_ulonglong()
+        _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _POSIX_FD)
+        try:
+            return _mapped(handle, nbytes, device)
+        finally:
+            _call("cuMemRelease", handle)
+
+
+def _mapped(handle: ctypes.c_ulonglong, nbytes: int, device: torch.device) -> Memory:
+    address, size, none = ctypes.c_ulonglong(), ctypes.c_size_t(nbytes), ctypes.c_ulonglong(0)
+    _call("cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), none, none)
+    try:
+        _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, none)
+        try:
+            access = _Access(_Location(_DEVICE, device.index or 0), _READ_WRITE)
+            _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        except DriverError:
+            _call("cuMemUnmap", address, size)
+            raise
+    except DriverError:
+        _call("cuMemAddressFree", address, size)
+        raise
+    return Memory(address.value, nbytes, device)
+
+
+class Memory:
+    """A mapping of device memory here; it ends when nobody holds this object, and the memory with its last mapping anywhere."""
+
+    def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
+        self.address, self.nbytes, self.device = address, nbytes, device
+
+    def __del__(self) -> None:
+        # What was enqueued may still use it. Where that cannot be waited for (a capture, a broken device, the end of the
+        # interpreter) it stays mapped until the process ends.
+        with contextlib.suppress(Exception):
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.device(self.device):
+                address, size = ctypes.c_ulonglong(self.address), ctypes.c_size_t(self.nbytes)
+                _call("cuMemUnmap", address, size)
+                _call("cuMemAddressFree", address, size)
+
+
+def fill(address: int, nbytes: int, byte: int, stream: torch.cuda.Stream) -> None:
+    """Every byte, in order of the stream. Loads no kernel, and so may be called while other streams wait."""
+    _call(
+        "cuMemsetD8Async", ctypes.c_ulonglong(address), ctypes.c_ubyte(byte), ctypes.c_size_t(nbytes),
+        ctypes.c_void_p(stream.cuda_stream),
+    )  # fmt: skip
