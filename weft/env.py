@@ -9,20 +9,25 @@ from pathlib import Path
 
 def deadline_s() -> float:
     """`WEFT_DEADLINE_S`: how long any wait for another rank may take, in seconds (default 60)."""
-    text = os.environ.get("WEFT_DEADLINE_S", "60")
+    return _seconds("WEFT_DEADLINE_S", "60", "a wait")
+
+
+def setup_deadline_s() -> float:
+    """`WEFT_SETUP_DEADLINE_S`: the same where ranks set something up together and none computes or compiles meanwhile, in seconds
+    (default 20). `WEFT_DEADLINE_S` bounds it where it is set."""
+    wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
+    return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
+
+
+def _seconds(variable: str, default: str, what: str) -> float:
+    text = os.environ.get(variable, default)
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"WEFT_DEADLINE_S={text!r} must be a positive number: it is how many seconds a wait may take")
+        raise ValueError(f"{variable}={text!r} must be a positive number: it is how many seconds {what} may take")
     return value
-
-
-def setup_deadline_s() -> float:
-    """`WEFT_SETUP_DEADLINE_S`: how long a wait of set-up may take where nobody compiles (default 20, or WEFT_DEADLINE_S if that is
-    shorter)."""
-    return min(20.0, deadline_s())
 
 
 def check_calls() -> bool:

@@ -15,7 +15,14 @@ class DeadlineError(WeftError):
 
 
 class PeerLostError(WeftError):
-    """A rank of the group died or closed its end while others still needed it."""
+    """A rank of the group died or closed its end while others still needed it.
+
+    rank: which, as the group counts; None where it is not one alone, or not known.
+    """
+
+    def __init__(self, text: str = "", rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class RefusedError(WeftError, ValueError):

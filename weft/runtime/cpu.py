@@ -220,12 +220,14 @@ class EmbeddingAllToAllCpu:
         count = batch_sizes[domain.rank] * sum(self.plan.slices_per_sample)
         flags, until = self._flags.address(domain.rank), time.monotonic() + deadline_s
         while True:
-            remaining = max(0.0, min(_LOOK_S, until - time.monotonic()))
-            status, index, found = _core.wait_flags(flags, count, self._epoch, remaining, domain.failed_address)
+            # Read before the flags are: a process that was stopped past its deadline may find them raised.
+            remaining = until - time.monotonic()
+            patience_s = max(0.0, min(_LOOK_S, remaining))
+            status, index, found = _core.wait_flags(flags, count, self._epoch, patience_s, domain.failed_address)
             if status == 0:
                 return
             domain.check()
-            if time.monotonic() >= until:
+            if remaining <= 0:
                 text = (
                     f"rank {domain.rank} waited {deadline_s:g} s for embedding_all_to_all slice flag {index} from rank "
                     f"{self._source(index, batch_sizes)}: wanted {self._epoch}, found {found}"

@@ -4,7 +4,7 @@ A daemon thread, the watchdog, reads the sockets to all peers (`weft.symm.mesh`)
 computes or waits:
 
 - *data*: a peer's part in a set-up collective, possibly with a file descriptor, or its end if *more* came before;
-- *goodbye*: the peer left in order. No failure, until somebody waits for something only it could do;
+- *goodbye*: the peer left in order, and why. No failure, until somebody waits for something only it could do;
 - *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
 - *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
 - *call*: what a peer calls, where that is compared (`weft.symm.calls`);
@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
@@ -37,17 +37,26 @@ from weft.symm.calls import CallLog
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _PART_BYTES = mesh.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
+_LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
+EXITING = "the process is exiting"
+_TICK_S = 0.25  # how often the watchdog looks when nothing comes
+_STALE_S = 1.0  # since its last look: this process has been stopped, and news may lie unread
 _log = logging.getLogger("weft")
 
 
 class Control:
-    """Rank `rank` of `world_size`, connected to `peers`. `failed` is told the text of a failure when there is one."""
+    """Rank `rank` of `world_size`, connected to `peers`, whose sockets it takes over. `failed` is told of a failure at once, in
+    the thread that notices.
 
-    def __init__(self, rank: int, world_size: int, peers: list[mesh.Peer], failed: Callable[[str], None]):
+    Where there is no descriptor or no thread for a watchdog, the peers are told why before the error is raised."""
+
+    def __init__(self, rank: int, world_size: int, peers: list[mesh.Peer], failed: Callable[[WeftError], None]):
         self.rank, self.world_size = rank, world_size
-        self.gone: set[int] = set()  # who said goodbye
+        self.gone: dict[int, str] = {}  # who said goodbye, and why
+        self.ended: dict[int, str] = {}  # whose process has, and how
         self.closed = ""  # why, once it is
         self.failure: tuple[type[WeftError], str] | None = None
+        self._lost: int | None = None
         self._tell_owner = failed
         self._reported = False
         self._goodbyes_sent = False
@@ -59,9 +68,16 @@ class Control:
         self._calls = CallLog(rank, world_size, self.poison)
         self._changed = threading.Condition()  # reentrant; guards everything above and the life of descriptors
         self._collective = threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
-        self._watchdog.start()
+        self._looked_at = time.monotonic()  # the watchdog
+        self._wake = -1
+        try:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
+            self._watchdog.start()
+        except BaseException as error:
+            self.poison(f"rank {rank}: making a watchdog: {error!r}")
+            self._release()
+            raise
 
     @property
     def failed_address(self) -> int:
@@ -74,8 +90,19 @@ class Control:
     # -- failure
 
     def check(self) -> None:
+        if not self._word.value and time.monotonic() - self._looked_at > _STALE_S:
+            self._let_watchdog_look()
         if self._word.value:
             raise self.error()
+
+    def _let_watchdog_look(self) -> None:
+        """After a stop of the process this thread may go on before the watchdog has read what came meanwhile."""
+        before, until = self._looked_at, time.monotonic() + _STALE_S
+        self._rouse()
+        while (
+            self._looked_at == before and time.monotonic() < until and threading.current_thread() is not self._watchdog
+        ):
+            time.sleep(0.0005)
 
     def error(self, context: str = "") -> Exception:
         """What to raise now that the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
@@ -84,9 +111,7 @@ class Control:
                 return ValueError(f"this domain (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
             kind, text = self.failure
             first, self._reported = not self._reported, True
-        if first and kind is PeerLostError:
-            return kind(text + context)
-        return unusable(text, context)
+        return PeerLostError(text + context, self._lost) if first and kind is PeerLostError else unusable(text, context)
 
     def poison(self, text: str) -> None:
         self._fail(PoisonedGroupError, text, _POISON + text.encode()[:_PART_BYTES])
@@ -99,8 +124,14 @@ class Control:
         for rank in self._peers:
             self._send(rank, _CALL + message, until=time.monotonic() + _CALL_S)
 
-    def lose(self, text: str) -> None:
-        self._fail(PeerLostError, text, _LOST + text.encode())
+    def lose(self, rank: int | None, text: str) -> None:
+        """rank: which one; None: all others."""
+        self._fail(PeerLostError, text, _LOST + f"{'' if rank is None else rank} {text}".encode(), rank)
+
+    def lose_who_left(self, ranks: list[int]) -> None:
+        why = dict.fromkeys(self.gone[rank] for rank in ranks)
+        whom = f"{and_list(map(self.name, ranks))} closed {'its' if len(ranks) == 1 else 'their'} end of the group"
+        self.lose(ranks[0] if len(ranks) == 1 else None, f"{whom} ({', '.join(why)})")
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
         key = object()
@@ -116,12 +147,12 @@ class Control:
 
         return take_back
 
-    def _fail(self, kind: type[WeftError], text: str, news: bytes = b"") -> None:
+    def _fail(self, kind: type[WeftError], text: str, news: bytes = b"", lost: int | None = None) -> None:
         with self._changed:
             if self.failure is not None or self.closed:
                 return
-            self.failure = (kind, text)
-            self._tell_owner(text)
+            self.failure, self._lost = (kind, text), lost
+            self._tell_owner(PeerLostError(text, lost) if kind is PeerLostError else kind(text))
             self._word.value = 1
             self._changed.notify_all()
         for rank in self._peers if news else ():
@@ -133,21 +164,21 @@ class Control:
     def all_gather(self, obj: Any, file: int | None, what: str, deadline_s: float) -> list[tuple[Any, int | None]]:
         """Every rank's `obj` and file descriptor, by rank; see `Domain.all_gather`."""
         self.check()
-        data = pickle.dumps((what, obj))
-        *parts, last = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
         until = time.monotonic() + deadline_s
         taken: list[tuple[Any, int | None]] = [(obj, file)] * self.world_size
         names = [what] * self.world_size
         received: list[int] = []
         try:
             with self._collective, self._whole(what):
+                data = pickle.dumps((what, obj))
+                *parts, last = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
                 for rank in self._peers:
                     for part in parts:
                         self._send(rank, _MORE + part, until=until)
                     self._send(rank, _DATA + last, file, until)
-                for rank in self._peers:
-                    data, files = self._take(rank, what, until, deadline_s)
-                    received += files
+                messages = self._take_all(what, until, deadline_s)
+                received += [file for _, files in messages.values() for file in files]
+                for rank, (data, files) in messages.items():
                     names[rank], value = pickle.loads(data)
                     taken[rank] = (value, files[0] if files else None)
             if len(set(names)) > 1:
@@ -168,22 +199,29 @@ class Control:
             self.poison(f"rank {self.rank}: {what}: {error!r}")
             raise
 
-    def _take(self, rank: int, what: str, until: float, deadline_s: float) -> tuple[bytes, list[int]]:
-        context = f"; rank {self.rank} was waiting for its part in {what}"
+    def _take_all(self, what: str, until: float, deadline_s: float) -> dict[int, tuple[bytes, list[int]]]:
+        """Every peer's message, when all are here."""
+        has_looked_again = False
         with self._changed:
-            while not self._inbox[rank]:
-                if not self._word.value and rank in self.gone:
-                    self.lose(f"{self.name(rank)} closed its end of the group")
+            while missing := [rank for rank in self._peers if not self._inbox[rank]]:
+                if not self._word.value and (left := [rank for rank in missing if rank in self.gone]):
+                    self.lose_who_left(left)
+                whose = f"the part of {and_list(map(self.name, missing))} in {what}"
                 if self._word.value:
-                    raise self.error(context)
-                remaining = until - time.monotonic()
-                if remaining <= 0:
-                    whom = f"{self.name(rank)}'s part in {what}"
-                    text = f"rank {self.rank} waited {deadline_s:g} s for {whom}: wanted 1 message, found 0"
+                    raise self.error(f"; rank {self.rank} was waiting for {whose}")
+                if has_looked_again:
+                    found = f"wanted {self.world_size} ranks, found {self.world_size - len(missing)}"
+                    text = f"rank {self.rank} waited {deadline_s:g} s for {whose}: {found}"
                     self.poison(text)
                     raise DeadlineError(text)
-                self._changed.wait(remaining)
-            return self._inbox[rank].popleft()
+                remaining = until - time.monotonic()
+                if remaining > 0:
+                    self._changed.wait(remaining)
+                    continue
+                # This process may have been stopped, with messages in its sockets that the watchdog has not read yet.
+                self._changed.wait_for(lambda: all(self._inbox.values()) or self._word.value, _LAST_LOOK_S)
+                has_looked_again = True
+            return {rank: inbox.popleft() for rank, inbox in self._inbox.items()}
 
     # -- the end
 
@@ -197,7 +235,7 @@ class Control:
             self._changed.notify_all()
             self._callbacks.clear()
         for rank in self._peers:
-            self._send(rank, _GOODBYE)
+            self._send(rank, _GOODBYE + why.encode())
         self._goodbyes_sent = True
         self._rouse()
         if threading.current_thread() is not self._watchdog:
@@ -228,13 +266,17 @@ class Control:
         for descriptor in ranks:
             poll.register(descriptor, select.POLLIN)
         while not self._goodbyes_sent:
-            for descriptor, _ in poll.poll():
+            for descriptor, _ in poll.poll(1000 * _TICK_S):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
                 elif not self._read(ranks[descriptor]):
                     poll.unregister(descriptor)
+            self._looked_at = time.monotonic()
             if self.failure is not None:
                 self._run_callbacks()
+        self._release()
+
+    def _release(self) -> None:
         with self._changed:  # so that no other thread is about to use a descriptor that is being closed
             for peer in self._peers.values():
                 peer.socket.close()
@@ -243,7 +285,8 @@ class Control:
                     for file in files:
                         os.close(file)
                 inbox.clear()
-            os.close(self._wake)
+            if self._wake >= 0:
+                os.close(self._wake)
             self._wake = -1
 
     def _run_callbacks(self) -> None:
@@ -251,10 +294,8 @@ class Control:
             callbacks = list(self._callbacks.values())
             self._callbacks.clear()
         for callback in callbacks:
-            try:
+            with logged(self.rank):
                 callback()
-            except Exception:
-                _log.exception("rank %d: a callback for the group's failure failed itself", self.rank)
 
     def _read(self, rank: int) -> bool:
         """Take in what `rank` has sent; False at the end of its stream."""
@@ -269,7 +310,8 @@ class Control:
                 continue
             if not data:
                 if rank not in self.gone:
-                    self.lose(f"{self.name(rank)} died: its connection ended without a goodbye")
+                    self.ended[rank] = f"{self.name(rank)} died: its connection ended without a goodbye"
+                    self.lose(rank, self.ended[rank])
                 return False
             kind, body = data[:1], data[1:]
             if kind == _MORE:
@@ -281,12 +323,15 @@ class Control:
                     self._changed.notify_all()
             elif kind == _GOODBYE:
                 with self._changed:
-                    self.gone.add(rank)
+                    self.gone[rank] = body.decode()
+                    if self.gone[rank] == EXITING:
+                        self.ended[rank] = f"{self.name(rank)} has left: {EXITING}"
                     self._changed.notify_all()
             elif kind == _POISON:
                 self._fail(PoisonedGroupError, body.decode(errors="replace"))  # its sender has told everybody
             elif kind == _LOST:
-                self.lose(body.decode())
+                lost, _, text = body.decode().partition(" ")
+                self.lose(int(lost) if lost else None, text)
             elif kind == _CALL:
                 self._calls.heard(rank, body)
 
@@ -305,6 +350,20 @@ class Control:
                 time.sleep(0.001)
             except OSError:
                 return
+
+
+@contextlib.contextmanager
+def logged(rank: int) -> Iterator[None]:
+    """Around what is told of a failure: its own may not keep others from hearing."""
+    try:
+        yield
+    except BaseException:
+        _log.exception("rank %d: a callback for the group's failure failed itself", rank)
+
+
+def and_list(names: Iterable[str]) -> str:
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def unusable(text: str, context: str = "") -> PoisonedGroupError:

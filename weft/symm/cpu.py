@@ -65,12 +65,14 @@ class CpuRegion:
         return self._mappings[rank]
 
 
-def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
+def allocate(domain: Domain, nbytes: int, what: str, deadline_s: float | None) -> CpuRegion:
     """Reserve and exchange; see `Domain.allocate`. Three rounds, after each of which all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Is there room for all? Asked before anybody takes any: reserving more than there is wakes the kernel's
     # out-of-memory killer rather than failing.
-    free = min(domain.all_gather(available_bytes(), what=what))
+    rooms = domain.all_gather(_room(), what=what, deadline_s=deadline_s)
+    free = min(room for room, _ in rooms)
+    _agree(what, size, free, [trouble for _, trouble in rooms])
     total = size * domain.world_size
     if total > (1 - _KEEP_FREE) * free:
         raise OutOfSharedMemoryError(
@@ -81,7 +83,7 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
     descriptor, error = _reserve(size)
     files: list[int | None] = []
     try:
-        made = domain.all_gather_files(error, descriptor, what=what)
+        made = domain.all_gather_files(error, descriptor, what=what, deadline_s=deadline_s)
         files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
         _agree(what, size, free, [text for text, _ in made])
         # 3. Everybody maps all of them.
@@ -93,12 +95,20 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:
             error = f"mapping failed: {trouble}"
-        _agree(what, size, free, domain.all_gather(error, what=what))
+        _agree(what, size, free, domain.all_gather(error, what=what, deadline_s=deadline_s))
     finally:
         for file in [descriptor, *files]:
             if file is not None:
                 os.close(file)
     return CpuRegion(nbytes, mappings)
+
+
+def _room() -> tuple[int, str]:
+    """What is free, or what went wrong."""
+    try:
+        return available_bytes(), ""
+    except OSError as trouble:  # no descriptor to read it with
+        return 0, f"asking for free memory failed: {trouble}"
 
 
 def _reserve(size: int) -> tuple[int | None, str]:

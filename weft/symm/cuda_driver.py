@@ -90,7 +90,13 @@ def make(nbytes: int, device: torch.device) -> tuple[Memory, int]:
     """
     with torch.cuda.device(device):
         handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
-        _call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(_properties(device)), ctypes.c_ulonglong(0))
+        _call(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            ctypes.c_size_t(nbytes),
+            ctypes.byref(_properties(device)),
+            ctypes.c_ulonglong(0),
+        )
         try:
             _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_FD, ctypes.c_ulonglong(0))
             try:

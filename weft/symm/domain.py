@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from weft import _core, env
-from weft.errors import DeadlineError
-from weft.symm import mesh
-from weft.symm.control import Control, unusable
+from weft.errors import DeadlineError, WeftError
+from weft.symm import cpu, mesh
+from weft.symm.control import EXITING, Control, unusable
 
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
 _COME_OUT_S = 1.0  # how long the exit of the process waits for threads
@@ -119,10 +120,10 @@ class Domain:
         """
         return self._control.on_failure(callback)
 
-    def _remember_failure(self, text: str) -> None:
+    def _remember_failure(self, error: WeftError) -> None:
         group = self._group()
         if group is not None:
-            _poisoned[group] = text
+            _failures.setdefault(group, error)
 
     # -- waiting
 
@@ -140,29 +141,30 @@ class Domain:
         deadline_s = env.deadline_s() if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         while True:
-            # Asked before the counter is read: who has said goodbye has by then written all it ever will.
-            left = self._who_left(peer)
-            remaining = 0.0 if left else max(0.0, until - time.monotonic())
-            outcome, found = _core.signal_wait(address, wanted, min(remaining, _LOOK_S), control.failed_address)
+            # Asked before the counter is read: who has said goodbye has by then written all it ever will, and a process that
+            # was stopped past its deadline may find that the counter has been raised meanwhile.
+            left, remaining = self._who_left(peer), until - time.monotonic()
+            patience_s = 0.0 if left else max(0.0, min(remaining, _LOOK_S))
+            outcome, found = _core.signal_wait(address, wanted, patience_s, control.failed_address)
             if outcome == 0:
                 return found
             whom = "" if peer is None else f" from {control.name(peer)}"
             values = f"{name}{whom}: wanted {wanted}, found {found}"
             if left and outcome != 2:
-                control.lose(f"{left} closed its end of the group")
+                control.lose_who_left(left)
             if left or outcome == 2:
                 raise control.error(f"; rank {self.rank} was waiting for {values}")
-            if time.monotonic() >= until:
+            if remaining <= 0:
                 text = f"rank {self.rank} waited {deadline_s:g} s for {values}"
                 control.poison(text)
                 raise DeadlineError(text)
 
-    def _who_left(self, peer: int | None) -> str:
-        """Who is to blame if nobody is left that could raise the signal which we wait for, else ''."""
+    def _who_left(self, peer: int | None) -> list[int]:
+        """Those that are to blame if nobody is left that could raise the signal which we wait for."""
         gone = self._control.gone
         if peer is not None:
-            return self._control.name(peer) if peer in gone else ""
-        return "every other rank" if self.world_size > 1 and len(gone) == self.world_size - 1 else ""
+            return [peer] if peer in gone else []
+        return list(gone) if self.world_size > 1 and len(gone) == self.world_size - 1 else []
 
     # -- set-up collectives
 
@@ -170,7 +172,7 @@ class Domain:
         """Every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms a rank.
 
         All ranks must make the same calls in the same order; `what` says which this is, and ranks that meet with
-        different ones raise `DisagreementError`. Deadline and failures as in `wait`.
+        different ones raise `DisagreementError`. Deadline (default `WEFT_SETUP_DEADLINE_S`) and failures as in `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
@@ -178,26 +180,32 @@ class Domain:
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
         """`all_gather` in which each rank may hand over a file descriptor too; the receiver closes what peers sent."""
-        return self._control.all_gather(obj, file, what, env.deadline_s() if deadline_s is None else deadline_s)
+        deadline_s = env.setup_deadline_s() if deadline_s is None else deadline_s
+        return self._control.all_gather(obj, file, what, deadline_s)
 
-    def allocate(self, nbytes: int, *, what: str = "") -> Region:
+    def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
         """`nbytes` of zeroed symmetric memory on every rank. Collective: every rank asks for the same.
 
         Raises `OutOfSharedMemoryError` on every rank if any cannot reserve it (nothing stays reserved then, and the
-        group stays usable), `DisagreementError` if sizes (or `what`, the description) differ.
+        group stays usable), `DisagreementError` if sizes (or `what`, the description) differ. Deadline and failures as in
+        `all_gather`; any other error of this rank alone ends the group, and the others hear of it.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
         what = f"allocating {nbytes} bytes{' for ' if what else ''}{what}"
         region: Region
-        if self.device.type == "cpu":
-            from weft.symm import cpu
+        try:
+            if self.device.type == "cpu":
+                region = cpu.allocate(self, nbytes, what, deadline_s)
+            else:
+                from weft.symm import cuda
 
-            region = cpu.allocate(self, nbytes, what)
-        else:
-            from weft.symm import cuda
-
-            region = cuda.allocate(self, nbytes, what)
+                region = cuda.allocate(self, nbytes, what, deadline_s)
+        except WeftError:
+            raise
+        except BaseException as error:
+            self.poison(f"{what}: {error!r}")
+            raise
         self._holders.add(region)
         return region
 
@@ -228,7 +236,7 @@ class Domain:
 _cache: list[Domain] = []
 _cache_lock = threading.RLock()
 _setup_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-_poisoned: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, WeftError] = weakref.WeakKeyDictionary()
 _exit_hook_of = 0  # pid
 
 
@@ -236,12 +244,13 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     """The domain of `group` on this type of device: the open one if there is one, else a new one.
 
     Making it is collective over the ranks of the group and takes milliseconds; `deadline_s` (default
-    `WEFT_DEADLINE_S`) bounds the wait for the others. It stays until `close()`, until the process group is destroyed,
+    `WEFT_SETUP_DEADLINE_S`, 20) bounds the wait for the others. It stays until `close()`, until the process group is destroyed,
     or until the interpreter exits; each of these is an orderly goodbye.
 
-    Raises `ValueError` if `group` is None, was destroyed, or does not contain this rank, or if its ranks are on
-    different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank does not come, be it
-    late or dead; `PeerLostError` if one dies once it has come, or if the store of the group died with its process.
+    Raises `ValueError` if `group` is None, was destroyed, or does not contain this
+    rank, or if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank
+    does not come, be it late or dead; `PeerLostError` if one has an error or dies once it has come, or is known to have ended
+    from another group, or if the store of the group died with its process.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -258,17 +267,12 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
                 return known
             if not _is_registered(known._group()):  # destroyed, though something still refers to it
                 known._close("its process group was destroyed")
-        if group in _poisoned:
-            raise unusable(_poisoned[group])
-        deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+        if group in _failures:
+            raise unusable(str(_failures[group]))
+        deadline_s = env.setup_deadline_s() if deadline_s is None else deadline_s
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
-        peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s)
-        try:
-            made = Domain(group, device, peers)
-        except BaseException:
-            for peer in peers:
-                peer.socket.close()
-            raise
+        peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group))
+        made = Domain(group, device, peers)
         with _cache_lock:
             _cache.append(made)
         _close_at_exit()
@@ -311,10 +315,23 @@ def _is_registered(group: dist.ProcessGroup | None) -> bool:
         return False
 
 
+def _ended(group: dist.ProcessGroup, rank: int) -> str:
+    """What another group of this process knows of a rank of `group` whose process has ended, else ''."""
+    wanted = dist.get_global_rank(group, rank)
+    for known in list(_cache):
+        other = known._group()
+        if other is None or not _is_registered(other):
+            continue
+        for peer, text in list(known._control.ended.items()):
+            if dist.get_global_rank(other, peer) == wanted:
+                return text if other is group else f"{text} (rank {peer} of another group, rank {rank} of this one)"
+    return ""
+
+
 def close_all() -> None:
     """Close every domain of this process, as happens at interpreter exit."""
     for open_domain in list(_cache):
-        open_domain._close("the process is exiting")
+        open_domain._close(EXITING)
 
 
 def _leave_all() -> None:

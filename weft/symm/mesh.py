@@ -6,7 +6,10 @@ one; the one packet sent on that connection says who it is, shows the token of w
 one end of a fresh socket pair, which alone is used from there on (an accepted socket would go on bearing the listener's
 name). When a rank has all its sockets it sends "ready" with the other's token down each of them and waits for the same
 from all. Then the listener is closed and the published entry wiped: nothing has a name, and only the pairs remain.
-A rank that fails half-way hangs up and leaves the reason in its entry, for those whose entries it had seen.
+A rank that fails half-way leaves the reason in its entry and hangs up. It is for those whose entries that rank had seen; and an
+error of its own, no missed deadline, is for every other rank once, also for one that comes later.
+
+Who has died is not waited for: an entry says the pid, and `ended` what is known otherwise.
 
 Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough.
 Entries of an earlier attempt that failed may still be in the store: a refused connection is tried again with a fresh
@@ -19,6 +22,7 @@ means that the process on the other end is gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -28,15 +32,17 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.errors import DeadlineError, PeerLostError
 
 PREFIX = "weft-"
+_LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
 MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
 
 
@@ -56,13 +62,15 @@ class _Entry:
     token: str
     host: str
     kernel: str  # boot id and network namespace: abstract sockets reach no further
+    pid: int
+    pids: str  # the namespace in which it has that pid
 
     @staticmethod
-    def of_this_process(rank: int) -> _Entry:
+    def of_this_process(rank: int, name: str) -> _Entry:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/net")
-        kernel = f"{boot} {namespace}"
-        return _Entry(rank, PREFIX + secrets.token_hex(16), secrets.token_hex(16), socket.gethostname(), kernel)
+        kernel = f"{boot} {os.readlink('/proc/self/ns/net')}"
+        token, pids = secrets.token_hex(16), os.readlink("/proc/self/ns/pid")
+        return _Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids)
 
 
 # Sockets are inherited by a forked child, and one that outlives us there would hide our death from the peers.
@@ -77,51 +85,101 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def connect(store: dist.Store, rank: int, world_size: int, deadline_s: float) -> list[Peer]:
+_heard: set[tuple[int, str]] = set()  # by this rank: errors of others, by the name of the attempt that they ended
+_spare = [
+    os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+]  # for last words in a store that is a file, when no other one is left
+
+
+def connect(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    deadline_s: float,
+    ended: Callable[[int], str] = lambda rank: "",
+) -> list[Peer]:
     """A connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
     Raises `ValueError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
-    `deadline_s` seconds, `PeerLostError` if another rank gave up in the middle, or the store is gone with the process that
-    kept it. In all cases nothing stays open.
+    `deadline_s` seconds, `PeerLostError` if another rank died or gave up in the middle, with its reason, or the store is gone
+    with the process that kept it. In all cases nothing stays open.
 
-    Of a rank that died before it came here nothing is known, not even its pid, so the others wait for it until the deadline.
+    ended: what is known of a rank whose process has ended, from elsewhere, else "". Of one that died before it came here nothing
+    else is known, not even its pid, so the others wait for it until the deadline.
     """
     if world_size == 1:
         return []
-    setup = _Setup(store, rank, world_size, deadline_s)
-    last_words = ""
+    setup = _Setup(store, rank, world_size, deadline_s, ended)
     try:
         setup.run()
     except BaseException as error:
-        for peer in setup.peers.values():
-            peer.socket.close()
-        last_words = json.dumps({"gave_up": str(error), "met": [entry.name for entry in setup.entries.values()]})
+        words = json.dumps(setup.last_words(error))
+        said = setup.say(words)  # before it hangs up, so that who sees that finds the reason
+        setup.close(*setup.peers.values())
+        if not said:
+            _say_at_any_price(setup, words)
         if isinstance(error, dist.DistNetworkError):
             raise PeerLostError(
                 f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}): the process "
                 "that kept it has ended, which is rank 0 unless a launcher keeps it: start the ranks again"
             ) from error
         raise
-    finally:
-        setup.listener.close()
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that kept it
-            # Not deleted: a peer that has just found the entry there would wait for it to come back.
-            store.set(str(rank), last_words)
+    setup.close()
+    setup.say("")
     return [setup.peers[other] for other in sorted(setup.peers)]
 
 
+def _say_at_any_price(setup: _Setup, words: str) -> None:
+    """The store had no descriptor to say it with. The sockets are closed now; if there were none yet, the spare one helps."""
+    if not setup.say(words) and _spare:
+        os.close(_spare.pop())
+        setup.say(words)
+        with contextlib.suppress(OSError):
+            _spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
 class _Setup:
-    def __init__(self, store: dist.Store, rank: int, world_size: int, deadline_s: float):
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str]
+    ) -> None:
         self.store, self.rank, self.world_size, self.deadline_s = store, rank, world_size, deadline_s
+        self.ended = ended
         self.until = time.monotonic() + deadline_s
-        self.mine = _Entry.of_this_process(rank)
-        self.entries = {rank: self.mine}
+        self.name = PREFIX + secrets.token_hex(16)
+        self.entries: dict[int, _Entry] = {}
+        self.gave_up: dict[int, str] = {}  # in earlier attempts
+        self.has_looked_again = False  # after the deadline
+        self.cause = ""  # the attempt whose error has ended this one, by its name
         self.peers: dict[int, Peer] = {}
-        self.listener = _socket()
-        self.listener.bind("\0" + self.mine.name)
-        self.listener.listen(128)
+        self.listener: socket.socket | None = None
+
+    def say(self, text: str) -> bool:
+        """Whether the store has taken this rank's entry; it may have gone with the rank that kept it."""
+        try:
+            # Last words replace an entry: without one, a peer that has just found it there would wait for it to come back.
+            self.store.set(str(self.rank), text)
+        except RuntimeError:
+            return False
+        return True
+
+    def last_words(self, error: BaseException) -> dict[str, Any]:
+        """`cause` makes it an answer to every other rank, come or not; who was late or lost a peer may come back."""
+        cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
+        _heard.add((self.rank, cause))  # others will repeat it
+        met = [entry.name for entry in self.entries.values()]
+        return {"gave_up": str(error) or repr(error), "met": met, "cause": cause}
+
+    def close(self, *peers: Peer) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        for peer in peers:
+            peer.socket.close()
 
     def run(self) -> None:
+        self.mine = self.entries[self.rank] = _Entry.of_this_process(self.rank, self.name)
+        self.listener = _socket()
+        self.listener.bind("\0" + self.name)
+        self.listener.listen(128)
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
         self._read_entries()
         for other in range(self.rank):
@@ -161,7 +219,11 @@ class _Setup:
         entry = json.loads(text)
         if "gave_up" not in entry:
             self.entries[rank] = _Entry(**entry)
-        elif self.mine.name in entry["met"]:  # in this attempt, not in an earlier one
+            return
+        cause, self.gave_up[rank] = entry["cause"], entry["gave_up"]
+        if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
+            _heard.add((self.rank, cause))
+            self.cause = cause
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}")
 
     def _reach(self, other: int) -> None:
@@ -185,38 +247,46 @@ class _Setup:
                 socket.send_fds(sock, [hello], [theirs.fileno()])
 
     def _accept(self) -> None:
-        if self._is_anybody_there(max(0.0, self.until - time.monotonic())):
+        if self._is_anybody_there(min(_LOOK_S, max(0.0, self.until - time.monotonic()))):
+            assert self.listener is not None
             self._welcome(self.listener.accept()[0])
-        elif time.monotonic() >= self.until:
-            raise self._too_late([r for r in range(self.rank + 1, self.world_size) if r not in self.peers])
+            return
+        missing = [r for r in range(self.rank + 1, self.world_size) if r not in self.peers]
+        for rank in missing:
+            self._look_up(rank)
+        self._still_wait_for(missing)
 
     def _is_anybody_there(self, timeout_s: float) -> bool:
         """Whether a connection has come in; raises if a peer that we have met has hung up."""
         poll = select.poll()
-        poll.register(self.listener, select.POLLIN)
+        poll.register(self.listener, select.POLLIN)  # type: ignore[arg-type]
         for peer in self.peers.values():
             poll.register(peer.socket, 0)  # hang-ups only: what they send is read later
         ready = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
         for peer in self.peers.values():
             if peer.socket.fileno() in ready:
-                self._look_up(peer.rank)  # it may have left word why
-                raise PeerLostError(f"rank {peer.rank} gave up while this group was being set up")
+                raise self._lost(peer.rank, "it hung up")
         return bool(ready)
 
     def _welcome(self, sock: socket.socket) -> None:
         """Take in who has connected, or turn it away: it may be a stranger, or a rank that has just died."""
         files: list[int] = []
-        with sock, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            pid = _same_user(sock)
-            sock.settimeout(max(0.001, self.until - time.monotonic()))
-            data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
-            hello = json.loads(data)
-            if hello.pop("to") == self.mine.token and len(files) == 1:
-                entry = _Entry(**hello)
-                if self.rank < entry.rank < self.world_size and entry.rank not in self.peers:
-                    self.entries[entry.rank] = entry
-                    self.peers[entry.rank] = Peer(entry.rank, pid, socket.socket(fileno=files.pop()))
-                    _sockets.add(self.peers[entry.rank].socket)
+        with sock:
+            try:
+                pid = _same_user(sock)
+                sock.settimeout(max(0.001, self.until - time.monotonic()))
+                data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+                hello = json.loads(data)
+                is_ours = hello.pop("to") == self.mine.token
+                entry = _Entry(**hello) if is_ours else self.mine
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                is_ours = False
+        if is_ours and self.rank < entry.rank < self.world_size and entry.rank not in self.peers:
+            if not files:  # the kernel drops a descriptor for which this process has no room
+                raise OSError(errno.EMFILE, f"no descriptor came from rank {entry.rank}, {os.strerror(errno.EMFILE)}")
+            self.entries[entry.rank] = entry
+            self.peers[entry.rank] = Peer(entry.rank, pid, socket.socket(fileno=files.pop()))
+            _sockets.add(self.peers[entry.rank].socket)
         for file in files:
             os.close(file)
 
@@ -237,20 +307,56 @@ class _Setup:
         try:
             yield
         except (ConnectionError, BrokenPipeError) as error:
-            raise PeerLostError(f"rank {rank} gave up while this group was being set up: {error}") from error
+            raise self._lost(rank, str(error)) from error
+
+    def _lost(self, rank: int, text: str) -> PeerLostError:
+        """A rank that we have met has hung up: why, if it says so, or has ended, either of which may take it a moment."""
+        until = time.monotonic() + _LOOK_S
+        while time.monotonic() < until:
+            self._look_up(rank)
+            self._raise_if_ended(rank)
+            time.sleep(0.002)
+        return PeerLostError(f"rank {rank} gave up while this group was being set up: {text}")
 
     def _pause(self, missing: list[int]) -> None:
         """Wait a moment for `missing` ranks, or raise if the deadline has passed or somebody has given up."""
         self._is_anybody_there(0.0)
-        if time.monotonic() >= self.until:
-            raise self._too_late(missing)
+        self._still_wait_for(missing)
         time.sleep(0.002)
 
+    def _still_wait_for(self, missing: list[int]) -> None:
+        """Raise if there is no time left, or if one of these will never come."""
+        for rank in missing:
+            self._raise_if_ended(rank)
+        if self.has_looked_again:
+            raise self._too_late(missing)
+        # This process may have been stopped, and they have come meanwhile.
+        self.has_looked_again = time.monotonic() >= self.until
+
+    def _raise_if_ended(self, rank: int) -> None:
+        entry, text = self.entries.get(rank), self.ended(rank)
+        if entry is not None and entry.pids == self.mine.pids and _has_ended(entry.pid):
+            text = f"rank {rank} (pid {entry.pid}) died"
+        if text:
+            raise PeerLostError(f"{text}; rank {self.rank} was waiting for it to set up symmetric memory", rank)
+
     def _too_late(self, missing: list[int]) -> DeadlineError:
+        before = "".join(f"; rank {r} gave up before: {self.gave_up[r]}" for r in missing if r in self.gave_up)
         return DeadlineError(
             f"rank {self.rank} waited {self.deadline_s:g} s for ranks {missing} to set up symmetric memory: wanted "
-            f"{self.world_size} ranks, found {self.world_size - len(missing)}. Every rank of the group must make the call"
+            f"{self.world_size} ranks, found {self.world_size - len(missing)}{before}. Every rank of the group must make the call "
+            "within that time, which deadline_s or WEFT_SETUP_DEADLINE_S says"
         )
+
+
+def _has_ended(pid: int) -> bool:
+    """Also if its parent has not yet asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # no descriptor to look with
+        return False
 
 
 def _socket() -> socket.socket:

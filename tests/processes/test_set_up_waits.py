@@ -1,0 +1,327 @@
+"""Waits while ranks set something up together: they say who has not come, and who never will; they end early where somebody cannot
+come any more or has no descriptor or thread to come with; and a process that was stopped finds what came meanwhile.
+
+The functions with a `group` argument run on the ranks. Where a deadline may not be what ends a wait it is LONG_S.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import assert_deadline, error_of, traces
+
+import weft
+from weft import _core, symm
+from weft.errors import PeerLostError
+from weft.launch import Pool
+from weft.symm import mesh
+from weft.symm.control import Control
+
+BAD_RANK = 1
+LONG_S = 50.0
+PROMPT_S = 10.0  # far below LONG_S, and enough for a busy machine
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(list(range(group.size())))
+
+
+def timed(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The error that `call` raises, or ("", "") for none, and how long that took."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+# -- who has not come
+
+
+def two_do_not_come(group, how):
+    domain = symm.domain(own_group(group), "cpu")
+    domain.all_gather(None, what="all are here")
+    error = ("", "")
+    if group.rank() % 2 == 0:
+        if how == "all_gather":
+            error = error_of(lambda: domain.all_gather(1, what="a census", deadline_s=0.5))
+        else:
+            error = error_of(lambda: domain.allocate(64, what="a census", deadline_s=0.5))
+    dist.barrier(group)
+    return error
+
+
+@pytest.mark.parametrize("how", ["all_gather", "allocate"])
+def test_everybody_who_has_not_come_is_named(pool: Pool, how: str) -> None:
+    errors = pool.run(two_do_not_come, how, ranks=4)[::2]
+    assert_deadline(
+        errors,
+        r"rank [02] waited 0.5 s for the part of rank 1 \(pid \d+\) and rank 3 \(pid \d+\) in .*a census: wanted 4 ranks, found 2",
+    )
+
+
+def one_leaves(group):
+    """Rank 2 says goodbye; rank 1 is only late, and waited for first."""
+    domain = symm.domain(own_group(group), "cpu")
+    domain.all_gather(None, what="all are here")
+    if group.rank() == 2:
+        domain.close()
+    try:
+        if group.rank() == 0:
+            domain.all_gather(1, what="a census", deadline_s=LONG_S)
+    except PeerLostError as error:
+        return str(error), error.rank
+    finally:
+        dist.barrier(group)
+
+
+def test_who_has_left_ends_the_wait_though_another_is_late(pool: Pool) -> None:
+    text, lost = pool.run(one_leaves, ranks=3, timeout_s=30)[0]
+    assert re.search(r"rank 2 \(pid \d+\) closed its end of the group \(close\(\) was called\)", text)
+    assert "rank 0 was waiting for the part of rank 1 " in text
+    assert lost == 2
+
+
+def set_up_after_a_death(group):
+    """Rank 1 is killed after it made groups, and before anything is set up on the second one."""
+    others = dist.new_group([1, 2])  # in which it is rank 0
+    domain = symm.domain(group, "cpu")
+    domain.all_gather(None, what="all are here")
+    if group.rank() == BAD_RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error_of(lambda: domain.all_gather(1, deadline_s=LONG_S))
+    return timed(lambda: symm.domain(others, "cpu", deadline_s=LONG_S)) if group.rank() == 2 else None
+
+
+def test_a_rank_that_another_group_saw_die_is_not_waited_for() -> None:
+    with Pool(3) as pool:
+        kind, text, seconds = pool.run(set_up_after_a_death, return_exceptions=True, timeout_s=40)[2]
+    assert kind == "PeerLostError"
+    assert re.search(r"rank 1 \(pid \d+\) died.*\(rank 1 of another group, rank 0 of this one\)", text)
+    assert seconds < PROMPT_S
+
+
+def killed_in_set_up(group, method):
+    """Rank 1 has said where it can be reached, and is killed before it has met anybody."""
+    if group.rank() == BAD_RANK:
+
+        def kill(*_: object) -> None:
+            while not all(setup_store.check([str(rank)]) for rank in range(group.size())):
+                time.sleep(0.01)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        run = mesh._Setup.run
+
+        def remember(setup: mesh._Setup) -> None:
+            nonlocal setup_store
+            setup_store = setup.store
+            run(setup)
+
+        setup_store: Any = None
+        mesh._Setup.run = remember
+        setattr(mesh._Setup, method, kill)
+    return timed(lambda: symm.domain(group, "cpu", deadline_s=LONG_S))
+
+
+@pytest.mark.parametrize("method", ["_read_entries", "_reach", "_accept"])
+def test_a_rank_killed_in_the_middle_of_set_up_is_not_waited_for(method: str) -> None:
+    with Pool(3) as pool:
+        pid = pool.pids()[BAD_RANK]
+        found = pool.run(killed_in_set_up, method, return_exceptions=True, timeout_s=40)
+    for kind, text, seconds in (found[0], found[2]):
+        assert kind == "PeerLostError"
+        assert f"rank 1 (pid {pid}) died" in text
+        assert seconds < PROMPT_S
+
+
+# -- how long
+
+
+def wait_by_default(group, what):
+    os.environ["WEFT_SETUP_DEADLINE_S"] = "0.5"
+    own = own_group(group)
+    if what != "domain":
+        domain = symm.domain(own, "cpu")
+        domain.all_gather(None, what="all are here", deadline_s=LONG_S)
+    try:
+        if group.rank() == BAD_RANK:
+            return None
+        if what == "domain":
+            return error_of(lambda: symm.domain(own, "cpu"))
+        if what == "all_gather":
+            return error_of(lambda: domain.all_gather(None))
+        return error_of(lambda: domain.allocate(64))
+    finally:
+        del os.environ["WEFT_SETUP_DEADLINE_S"]
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize("what", ["domain", "all_gather", "allocate"])
+def test_set_up_has_a_deadline_of_its_own(pool: Pool, what: str) -> None:
+    kind, text = pool.run(wait_by_default, what, ranks=2)[0]
+    assert kind == "DeadlineError"
+    assert "rank 0 waited 0.5 s for" in text
+
+
+# -- a process that was stopped
+
+
+def stopped_past_its_deadline(group, rounds):
+    """Rank 0 is stopped while it waits, and rank 1's part comes while it cannot look. Its watchdog is the last thread to go on."""
+    native = Control._read
+
+    def read_late(control: Control, rank: int) -> bool:
+        time.sleep(0.05)
+        return native(control, rank)
+
+    domain = symm.domain(own_group(group), "cpu")
+    pids = domain.all_gather(os.getpid())
+    if group.rank() == 0:
+        Control._read = read_late
+    try:
+        for _ in range(rounds):
+            domain.all_gather(None, what="all are here", deadline_s=LONG_S)
+            if group.rank() == 1:
+                time.sleep(0.1)
+                os.kill(pids[0], signal.SIGSTOP)
+                time.sleep(0.3)
+                threading.Timer(0.1, os.kill, (pids[0], signal.SIGCONT)).start()
+            values = domain.all_gather(group.rank(), what="a census", deadline_s=0.2 if group.rank() == 0 else LONG_S)
+            assert values == [0, 1]
+    finally:
+        Control._read = native
+
+
+def test_a_process_that_was_stopped_finds_what_came_meanwhile(pool: Pool) -> None:
+    pool.run(stopped_past_its_deadline, 3, ranks=2)
+
+
+def set_while_stopped(group, wait):
+    """The process stands still between a look at the counter and one at the clock; the counter is raised meanwhile."""
+    native = _core.signal_wait
+
+    def stand_still(address: int, wanted: int, *arguments: Any) -> tuple[int, int]:
+        found = native(address, wanted, *arguments)
+        time.sleep(0.4)
+        _core.signal_set(address, wanted)
+        return found
+
+    with symm.Signal(group=own_group(group)) as counter:
+        _core.signal_wait = stand_still
+        try:
+            return counter.wait(1, deadline_s=0.2)
+        finally:
+            _core.signal_wait = native
+
+
+def test_a_signal_that_came_while_the_process_stood_still_counts(pool: Pool) -> None:
+    assert pool.run(set_while_stopped, None, ranks=1) == [1]
+
+
+# -- no descriptor, no thread
+
+
+@contextmanager
+def room_for(descriptors: int) -> Iterator[None]:
+    """This process can open so many more."""
+    is_open = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+    limit, free = 0, 0
+    while free < descriptors or limit in is_open:
+        free += limit not in is_open
+        limit += 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def set_all_up(group: dist.ProcessGroup) -> None:
+    with symm.domain(group, "cpu", deadline_s=LONG_S) as domain:
+        domain.allocate(4096, what="a little", deadline_s=LONG_S).tensor(0, (4096,), torch.uint8)
+
+
+def call(group: dist.ProcessGroup) -> None:
+    options: Any = {"schedule": "shard[chunks=1,send=in_turn,by=dma]", "deadline_s": LONG_S}
+    weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, group, **options)
+
+
+def without_descriptors(group, function, rooms, late):
+    """Rank 1 has few descriptors, and comes first or last."""
+    function(own_group(group))  # loads modules
+    found: list[tuple[tuple[str, str, float], tuple[str, str, float]]] = []
+    for room in rooms:
+        own, before = own_group(group), traces()
+        dist.barrier(group)
+        if (group.rank() == BAD_RANK) == late:
+            time.sleep(0.3)
+        if group.rank() == BAD_RANK:
+            with room_for(room):
+                first = timed(lambda own=own: function(own))
+        else:
+            first = timed(lambda own=own: function(own))
+        dist.barrier(group)
+        found.append((first, timed(lambda own=own: function(own))))
+        assert traces()["memfd descriptors"] == before["memfd descriptors"]
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("function", [set_all_up, call])
+def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> None:
+    """However many there are: too few for the first socket, for a peer's, for what wakes the watchdog, for memory, or enough."""
+    with Pool(3) as pool:
+        found = pool.run(without_descriptors, function, range(8), late, timeout_s=100)
+    by_room = list(zip(*found, strict=True))
+    assert all(first[0] for first, _ in by_room[0])
+    assert not any(first[0] for first, _ in by_room[-1])
+    for room, of_ranks in enumerate(by_room):
+        firsts, agains = zip(*of_ranks, strict=True)
+        assert all(kind for kind, _, _ in firsts) or not any(kind for kind, _, _ in firsts), (
+            f"room for {room}: {firsts}"
+        )
+        # With room for all, the group works, or has ended for all.
+        assert {kind for kind, _, _ in agains} in ({""}, {"PoisonedGroupError"}), f"room for {room}: {agains}"
+        for kind, text, seconds in (*firsts, *agains):
+            assert not kind or "Too many open files" in text, f"room for {room}: {kind}: {text}"
+            assert seconds < PROMPT_S, f"room for {room}: {seconds:.1f} s"
+
+
+def without_threads(group):
+    own, start = own_group(group), threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if group.rank() == BAD_RANK:
+        threading.Thread.start = fail  # type: ignore[method-assign]
+    try:
+        first = timed(lambda: set_all_up(own))
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    return first, timed(lambda: symm.domain(own, "cpu", deadline_s=LONG_S)), len(traces()["memfd descriptors"])
+
+
+def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:
+    found = pool.run(without_threads, ranks=3, timeout_s=40)
+    assert [first[0] for first, _, _ in found] == ["PoisonedGroupError", "RuntimeError", "PoisonedGroupError"]
+    for first, second, left in found:
+        assert "can't start new thread" in first[1]
+        assert second[0] == "PoisonedGroupError"
+        assert "rank 1: making a watchdog: RuntimeError" in second[1]
+        assert max(first[2], second[2]) < PROMPT_S
+        assert left == 0

@@ -1,0 +1,39 @@
+"""What environment variables mean: seconds that a wait may take."""
+
+import pytest
+
+from weft import env
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_DEADLINE_S", raising=False)
+    monkeypatch.delenv("WEFT_SETUP_DEADLINE_S", raising=False)
+
+
+def test_set_up_is_given_less_time_than_a_call() -> None:
+    assert env.setup_deadline_s() < env.deadline_s() / 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "seconds"),
+    [
+        ({"WEFT_DEADLINE_S": "3"}, 3),  # who wants to hear within 3 seconds wants it of set-up too
+        ({"WEFT_SETUP_DEADLINE_S": "7"}, 7),
+        ({"WEFT_SETUP_DEADLINE_S": "200"}, 200),
+        ({"WEFT_SETUP_DEADLINE_S": "200", "WEFT_DEADLINE_S": "100"}, 100),
+        ({"WEFT_SETUP_DEADLINE_S": "7", "WEFT_DEADLINE_S": "100"}, 7),
+    ],
+)
+def test_the_variables_say_how_much(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], seconds: float) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert env.setup_deadline_s() == seconds
+
+
+@pytest.mark.parametrize("variable", ["WEFT_DEADLINE_S", "WEFT_SETUP_DEADLINE_S"])
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon", ""])
+def test_what_is_no_time_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=f"{variable}={text!r}"):
+        env.setup_deadline_s()
