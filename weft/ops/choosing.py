@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +36,7 @@ from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
+from weft.warn import warn
 
 Tensors: TypeAlias = dict[str, Any]
 """A call's, by buffer; for an output whose rows only the run knows a function from their number to a tensor."""
@@ -179,7 +179,7 @@ def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
         return None
     model, note, refused = plan.calibrated(load_machine(file), world_size)
     if refused:
-        warnings.warn(f"planning with the machine file's numbers, {note}", stacklevel=2)
+        warn(f"planning with the machine file's numbers, {note}")
     return model
 
 

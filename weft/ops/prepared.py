@@ -7,7 +7,6 @@ calls of a known shape find what was prepared by a key.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
@@ -23,6 +22,7 @@ from weft.ops.in_turn import Marks, Turn, Turns
 from weft.schedule import NotApplicableError
 from weft.symm import Domain
 from weft.timeline import Timeline
+from weft.warn import warn
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
@@ -225,7 +225,7 @@ def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
     """Once for each layout."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
-        warnings.warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}", stacklevel=5)
+        warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}")
 
 
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
