@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.caller import warn
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 from weft.ops import choosing, prepared
 from weft.plan import choose, store
-from weft.warn import warn
 
 TABLE = weft.EmbeddingBagConfig(4, 2, "t", ("f",))
 

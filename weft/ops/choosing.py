@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from weft import plan
+from weft.caller import warn
 from weft.errors import ScheduleError
 from weft.hw import file_of, load_machine
 from weft.plan import gemms
@@ -36,7 +37,6 @@ from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 from weft.symm import Domain
-from weft.warn import warn
 
 Tensors: TypeAlias = dict[str, Any]
 """A call's, by buffer; for an output whose rows only the run knows a function from their number to a tensor."""

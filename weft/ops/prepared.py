@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from weft import symm
+from weft.caller import warn
 from weft.errors import WeftError
 from weft.ops import choosing
 from weft.ops.in_turn import Marks, Turn, Turns
 from weft.schedule import NotApplicableError
 from weft.symm import Domain
 from weft.timeline import Timeline
-from weft.warn import warn
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from weft import env
+from weft.caller import warn
 from weft.plan import pin
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, named
 from weft.sim import Model
-from weft.warn import warn
 from weft.words import counted
 
 CLEARLY, CLEARLY_US = 0.03, 2.0

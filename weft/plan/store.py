@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.warn import warn
+from weft.caller import warn
 
 _warned = False
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from weft import _core, env
+from weft.caller import warn
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.agreement import agree, refuse, topic_of
 from weft.runtime.embedding_plan import EmbeddingPlan
@@ -25,7 +26,6 @@ from weft.sparse import EmbeddingSharding, JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, check_offsets, first_bad_index
 from weft.symm import Domain
 from weft.timeline import Timeline
-from weft.warn import warn
 from weft.words import counted
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weft import env
+from weft.caller import warn
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.agreement import refuse
@@ -23,7 +24,6 @@ from weft.sparse import JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain
 from weft.timeline import Timeline
-from weft.warn import warn
 from weft.words import counted
 
 _WAIT_NAMES = {device_code.WAIT_READY: "ready", device_code.WAIT_DONE: "done", device_code.WAIT_FLAG: "slice flag"}
