@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.ops import choosing
+from weft.ops.derivatives import once, refused
 from weft.ops.flattened import UNEVEN, check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
 from weft.ops.gathered import gathered_by_library, gradients
 from weft.ops.prepared import (
@@ -85,7 +86,7 @@ def all_gather_matmul(
     Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
     number, timeline or group, and a dimension or deadline that cannot be, which only its own rank can tell; then others wait
     until their deadline), and `DisagreementError` when ranks describe different calls, on CPU at later calls too;
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
@@ -199,9 +200,9 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        saved, *Bs = ctx.saved_tensors
+    @once(_Prepared.operator)
+    def backward(ctx: Any, tensors: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
+        saved, *Bs = tensors
         prepared, wanted = ctx.prepared, ctx.needs_input_grad[3:]
         with together(_BACKWARD, prepared.group, saved, ctx.deadline_s):
             turn = prepared.turn(ctx.deadline_s)
@@ -353,3 +354,4 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("weft::all_gather_matmul", _fake, lib=_library)
 torch.library.register_fake("weft::all_gather_matmul_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("weft::all_gather_matmul", _backward, setup_context=_set_up, lib=_library)
+torch.library.register_autograd("weft::all_gather_matmul_backward", refused(_Prepared.operator), lib=_library)

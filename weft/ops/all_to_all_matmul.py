@@ -11,6 +11,7 @@ what comes in is made once, for `capacity` tokens a rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from weft import plan
 from weft.errors import TooManyRowsError
 from weft.ops import choosing
+from weft.ops.derivatives import once, refused
 from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
 from weft.ops.in_turn import turn_on
 from weft.ops.prepared import Prepared, Table, check_options, contiguous, group_of, strided, warn_of_copy
@@ -99,7 +101,7 @@ def all_to_all_matmul(
         (CPU) and T above the capacity (where there is one: not "serial") are a `RefusedError` on every rank on CPU; on GPUs,
         where hosts do not meet, a T above the capacity is a `RefusedError` on its rank and ends the group. `TooManyRowsError`,
         on CPU, on a rank to which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and
-        `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+        `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
     GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.
@@ -267,9 +269,9 @@ class _Function(torch.autograd.Function):
         return y, received
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        tokens, w, _ = ctx.saved_tensors
+    @once(_Prepared.operator)
+    def backward(ctx: Any, saved: Sequence[torch.Tensor], grad_y: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        tokens, w = saved[:2]
         wanted = ctx.needs_input_grad[5:]
         if tokens is None:
             shape, dtype = ctx.tokens_like
@@ -458,3 +460,4 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("weft::all_to_all_matmul", _fake, lib=_library)
 torch.library.register_fake("weft::all_to_all_matmul_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("weft::all_to_all_matmul", _backward, setup_context=_set_up, lib=_library)
+torch.library.register_autograd("weft::all_to_all_matmul_backward", refused(_Prepared.operator), lib=_library)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from weft import plan
+from weft.caller import warn
 from weft.errors import ScheduleError
 from weft.hw import file_of, load_machine
 from weft.plan import gemms
@@ -179,7 +179,7 @@ def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
         return None
     model, note, refused = plan.calibrated(load_machine(file), world_size)
     if refused:
-        warnings.warn(f"planning with the machine file's numbers, {note}", stacklevel=2)
+        warn(f"planning with the machine file's numbers, {note}")
     return model
 
 

@@ -60,7 +60,7 @@ def embedding_pool(
     check_offsets(jagged, plan.sharding, 0, checked)
     table = slot_table(plan.sharding, 0, list(weights), checked.key_of_slot)
     counts = run_native(plan, 0, table, jagged, checked.batch_sizes, [out.data_ptr()], [], 0)
-    warn_of_bad_indices(plan.sharding, 0, counts, stacklevel=3)
+    warn_of_bad_indices(plan.sharding, 0, counts)
     return out
 
 

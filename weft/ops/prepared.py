@@ -7,7 +7,6 @@ calls of a known shape find what was prepared by a key.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from weft import symm
+from weft.caller import warn
 from weft.errors import WeftError
 from weft.ops import choosing
 from weft.ops.in_turn import Marks, Turn, Turns
@@ -225,7 +225,7 @@ def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
     """Once for each layout."""
     if (name, x.stride()) not in _warned:
         _warned.add((name, x.stride()))
-        warnings.warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}", stacklevel=5)
+        warn(f"{name} is copied at every call: it has strides {x.stride()}, {reason}")
 
 
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from weft import env, symm
+from weft.caller import caller
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.runtime.meeting import Topic, calls_on, meeting_of
 from weft.schedule import NotApplicableError
-from weft.words import caller
 
 _NUMBER = struct.Struct("<qq")
 

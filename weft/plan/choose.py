@@ -7,11 +7,11 @@ among themselves.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from weft import env
+from weft.caller import warn
 from weft.plan import pin
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, named
@@ -259,9 +259,8 @@ def warn_once(problem: Problem, mode: Mode, reason: str) -> None:
     if _warned or env.quiet() or not problem.has_work:
         return
     _warned = True
-    warnings.warn(
+    warn(
         f"weft runs {problem.name} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
         "WEFT_QUIET=1 not at all",
         NoOverlapWarning,
-        stacklevel=3,
     )

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
 from weft import env
+from weft.caller import warn
 
 _warned = False
 
@@ -29,10 +29,9 @@ def keep(path: Path, content: dict[str, Any]) -> None:
         write(path, content)
     except OSError as error:
         if not _warned:
-            warnings.warn(
+            warn(
                 f"measured times cannot be kept in {path.parent} ({error}), and are measured anew in each process: set "
-                f"WEFT_CACHE_DIR to a folder that can be written",
-                stacklevel=2,
+                f"WEFT_CACHE_DIR to a folder that can be written"
             )
         _warned = True
 

@@ -11,13 +11,13 @@ written again only after its owner has offered it anew in the exchange of a late
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
 from weft import _core, env
+from weft.caller import warn
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.agreement import agree, refuse, topic_of
 from weft.runtime.embedding_plan import EmbeddingPlan
@@ -87,14 +87,11 @@ def run_native(
     )
 
 
-def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[int, ...], stacklevel: int) -> None:
+def warn_of_bad_indices(sharding: EmbeddingSharding, rank: int, counts: tuple[int, ...]) -> None:
     bad, slot, sample, position, value = counts[:5]
     if bad:
         first = bad_index_message(sharding, rank, slot, sample, position, value)
-        warnings.warn(
-            f"{counted(bad, 'index', 'indices')} out of range, read as zero rows; the first: {first}",
-            stacklevel=stacklevel,
-        )
+        warn(f"{counted(bad, 'index', 'indices')} out of range, read as zero rows; the first: {first}")
 
 
 class EmbeddingAllToAllCpu:
@@ -158,7 +155,7 @@ class EmbeddingAllToAllCpu:
             raise
         shape = (checked.batch_sizes[rank], sharding.total_dim)
         output = self.outputs.lend(slot, shape, sharding.dtype)
-        warn_of_bad_indices(sharding, rank, counts, stacklevel=4)
+        warn_of_bad_indices(sharding, rank, counts)
         return output
 
     def close(self) -> None:

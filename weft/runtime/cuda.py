@@ -8,12 +8,12 @@ kernels that wait for them return.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
 from weft import env
+from weft.caller import warn
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.agreement import refuse
@@ -182,7 +182,7 @@ class EmbeddingAllToAllCuda:
 
 
 def _warn_of_bad_input(
-    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, stacklevel: int = 4
+    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None
 ) -> None:
     """Warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
     bad, at, bad_offsets = (int(record[i]) for i in range(device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS + 1))
@@ -191,10 +191,9 @@ def _warn_of_bad_input(
     record[device_code.R_BAD_INDICES] = 0
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
-        warnings.warn(
+        warn(
             f"rank {kernel.rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
-            f"Check the offsets on the host, or pass bounds_check='fatal'",
-            stacklevel=stacklevel,
+            f"Check the offsets on the host, or pass bounds_check='fatal'"
         )
     if bad:
         where = f"the first at position {at} of values"
@@ -207,10 +206,7 @@ def _warn_of_bad_input(
                 where = "the first: " + bad_index_message(
                     kernel.plan.sharding, kernel.rank, checked.key_of_slot.index(block), sample, place, value
                 )
-        warnings.warn(
-            f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}",
-            stacklevel=stacklevel,
-        )
+        warn(f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
 
 
 class _LocalPool:

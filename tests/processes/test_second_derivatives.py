@@ -1,0 +1,88 @@
+"""Gradients of weft's operators are taken once: a second derivative is refused, whichever way it is asked for, and never a number
+that lacks a term. What the first derivatives are is tested with each operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from matmul_ranks import told
+
+import weft
+from weft.launch import Pool
+
+Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def gathered(group: dist.ProcessGroup, return_A: bool = False) -> Call:
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        A, (y,) = weft.all_gather_matmul(x, [w[0]], 0, group.group_name, return_A=return_A)
+        return y if A is None else torch.cat((y, A), 1)
+
+    return call
+
+
+def dispatched(group: dist.ProcessGroup) -> Call:
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        splits = torch.tensor([len(x)] + [0] * (group.size() - 1))
+        return weft.all_to_all_matmul(x, w, splits, group=group.group_name, max_rows=len(x) * group.size())
+
+    return call
+
+
+CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
+    "all_gather_matmul": gathered,
+    "all_gather_matmul, A wanted": lambda group: gathered(group, return_A=True),
+    "all_to_all_matmul": dispatched,
+}
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # Its gradient depends on the other operand alone, and not on what comes in from above.
+    "linear": torch.sum,
+    "quadratic": lambda y: (y**2).sum(),
+}
+
+
+def twice(group: dist.ProcessGroup, name: str, compiled: bool) -> dict[str, str]:
+    """What is told where the penalty has a part beside the gradients, so that torch does not find out by itself."""
+    call, found = CALLS[name](group), {}
+    if compiled:  # a backend that runs the operators as they are: others refuse themselves
+        call = torch.compile(call, backend="eager")
+    for loss in LOSSES:
+        for how in ("grad", "backward"):
+            x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
+            y = torch.nan_to_num(call(x, w))  # rows of ranks without tokens are not written
+            of_x, of_w = torch.autograd.grad(LOSSES[loss](y), [x, w], create_graph=True)
+            penalty = (of_x**2).sum() + (of_w**2).sum() + (x**2).sum() + (w**2).sum()
+            again = penalty.backward if how == "backward" else partial(torch.autograd.grad, penalty, [x, w])
+            found[f"{loss}, by {how}"] = told(again)
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_derivative_is_refused(pool: Pool, name: str, compiled: bool) -> None:
+    operator = name.split(",")[0]
+    for found in pool.run(twice, name, compiled, ranks=2, timeout_s=60):
+        assert len(found) == 4
+        for how, text in found.items():
+            assert text.startswith(f"NotImplementedError: {operator} can be differentiated once"), how
+
+
+def first_with_graph(group: dist.ProcessGroup, name: str) -> bool:
+    """Whether gradients are the same with create_graph=True, and the call after a refusal as good as the one before."""
+    call, found = CALLS[name](group), []
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
+    for create_graph in (False, True, False):
+        y = torch.nan_to_num(call(x, w))
+        found.append(torch.autograd.grad((y**2).sum(), [x, w], create_graph=create_graph))
+        if create_graph:
+            assert told(sum((grad**2).sum() for grad in found[-1]).backward).startswith("NotImplementedError")
+    return all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0], strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_first_derivatives_with_a_graph_are_the_same(pool: Pool, name: str) -> None:
+    assert pool.run(first_with_graph, name, ranks=2, timeout_s=60) == [True, True]

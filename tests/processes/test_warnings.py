@@ -1,0 +1,140 @@
+"""Warnings point at the line that called weft: by an operator, an autograd Function, a backward, a module, a compiled program."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.caller import warn
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingBagCollection
+from weft.ops import choosing, prepared
+from weft.plan import choose, store
+
+TABLE = weft.EmbeddingBagConfig(4, 2, "t", ("f",))
+
+
+def tall(columns: int) -> torch.Tensor:
+    """[8, columns] of which neither rows nor columns are in one piece."""
+    return torch.randn(16, 2 * columns)[::2, ::2]
+
+
+def all_gather_matmul(group: dist.ProcessGroup) -> None:
+    weft.all_gather_matmul(torch.randn(4, 8), [tall(3)], 0, group)  # the line
+
+
+def all_gather_matmul_rows(group: dist.ProcessGroup) -> None:
+    weft.all_gather_matmul(torch.randn(8, 4).t(), [torch.randn(8, 3)], 0, group)  # the line
+
+
+def with_gradients(group: dist.ProcessGroup) -> None:
+    weft.all_gather_matmul(torch.randn(8, 4).t().requires_grad_(), [torch.randn(8, 5)], 0, group)  # the line
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+
+    @torch.compile(backend="aot_eager")  # the line
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return weft.all_gather_matmul(x, [w], 0, name)[1][0] * 2
+
+    call(torch.randn(4, 8), tall(6))  # of the compiled program only the first line is known any more
+
+
+def scaled(group: dist.ProcessGroup) -> None:
+    x, w, one = torch.randn(4, 32).to(torch.float8_e4m3fn), torch.randn(32, 16).to(torch.float8_e4m3fn), torch.ones(1)
+    weft.all_gather_scaled_matmul(x, [w], one, [one], 0, group)  # the line
+
+
+def all_to_all_matmul(group: dist.ProcessGroup) -> None:
+    w = torch.randn(1, 3, 8).transpose(1, 2)
+    splits = torch.tensor([4] + [0] * (group.size() - 1))
+    weft.all_to_all_matmul(torch.randn(4, 8), w, splits, group=group, schedule="dispatch[by=dma,rest=each]")  # the line
+
+
+def without_overlap(group: dist.ProcessGroup) -> None:
+    os.environ["WEFT_QUIET"], choose._warned = "0", False
+    needed, choosing._CLEARLY_US["cpu"] = choosing._CLEARLY_US["cpu"], 1e9  # nothing is that much faster than serial
+    try:
+        weft.all_gather_matmul(torch.randn(2, 4), [torch.randn(4, 2)], 0, group)  # the line
+    finally:
+        os.environ["WEFT_QUIET"], choosing._CLEARLY_US["cpu"] = "1", needed
+
+
+def cannot_be_kept(group: dist.ProcessGroup) -> None:
+    cache, os.environ["WEFT_CACHE_DIR"], store._warned = os.environ["WEFT_CACHE_DIR"], "/dev/null/nowhere", False
+    try:
+        weft.all_gather_matmul(torch.randn(2, 6), [torch.randn(6, 2)], 0, group, schedule="autotune")  # the line
+    finally:
+        os.environ["WEFT_CACHE_DIR"] = cache
+
+
+def pooled(group: dist.ProcessGroup) -> None:
+    weft.embedding_pool([torch.ones(4, 2)], (torch.tensor([1, 9]), torch.tensor([0, 2])), [TABLE])  # the line
+
+
+def embedding_all_to_all(group: dist.ProcessGroup) -> None:
+    sharding = weft.place_tables([TABLE], group.size(), placement=[0])
+    mine = [torch.ones(4, 2)] if group.rank() == 0 else []
+    features = weft.KeyedJaggedTensor(["f"], torch.tensor([1, 9]), lengths=torch.tensor([1, 1]))
+    weft.embedding_all_to_all(mine, features, sharding, group=group)  # the line
+
+
+def module(group: dist.ProcessGroup) -> None:
+    ebc = ShardedEmbeddingBagCollection([TABLE], group=group, placement=[0])
+    # torch's own modules and its no_grad lie in between.
+    model = torch.no_grad()(torch.nn.Sequential(ebc))
+    model(weft.KeyedJaggedTensor(["f"], torch.tensor([1, 9]), lengths=torch.tensor([2])))  # the line
+
+
+# What calls, and words of its warning. Tables are on rank 0.
+CALLS: dict[Callable[[dist.ProcessGroup], None], str] = {
+    all_gather_matmul: "Bs[0] is copied",
+    all_gather_matmul_rows: "A_shard is copied",
+    with_gradients: "A_shard is copied",
+    compiled: "Bs[0] is copied",
+    scaled: "Bs[0] is copied",
+    all_to_all_matmul: "w_experts is copied",
+    without_overlap: "without overlap",
+    cannot_be_kept: "cannot be kept",
+    pooled: "out of range",
+    embedding_all_to_all: "out of range",
+    module: "out of range",
+}
+
+
+def warned(group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], None]) -> list[tuple[str, str, str]]:
+    """(text, file, line) of each warning of weft's."""
+    prepared._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(group)
+    words = CALLS[call]
+    return [
+        (str(w.message), w.filename, linecache.getline(w.filename, w.lineno)) for w in caught if words in str(w.message)
+    ]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_warning_points_at_the_line_that_called(pool: Pool, call: Callable[[dist.ProcessGroup], None]) -> None:
+    first, *_ = pool.run(warned, call, ranks=2, timeout_s=60)
+    assert len(first) == 1
+    ((_, file, line),) = first
+    assert Path(file).name == "test_warnings.py"
+    assert line.rstrip().endswith("# the line")
+
+
+def test_a_thread_without_a_caller_may_warn(recwarn: pytest.WarningsRecorder) -> None:
+    thread = threading.Thread(target=warn, args=("all alone",))
+    thread.start()
+    thread.join()
+    assert [(str(w.message), Path(w.filename).name) for w in recwarn] == [("all alone", "threading.py")]

@@ -1,0 +1,57 @@
+"""Gradients that may be taken once: who differentiates them again is told so.
+
+A backward that calls collectives is no function that autograd can look into. What it returns depends on the gradients that
+came in and, through what forward saved, on the operator's inputs: leave a part of that out, and second derivatives lack a term
+and nobody notices. `torch.autograd.function.once_differentiable` leaves out the second part, and `torch.autograd.grad` passes its
+node by, which leads nowhere. Here the results hang on everything that they were made of, by a node that raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+
+def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
+    """Around `backward(ctx, saved, *grads)` of an autograd Function: saved are the context's tensors."""
+
+    def decorated(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        @functools.wraps(backward)
+        def call(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                found = backward(ctx, saved, *grads)
+            if not torch.is_grad_enabled():  # no create_graph=True: nobody will ask again
+                return found
+            return _Refusing.apply(operator, len(found), *found, *grads, *saved)
+
+        return call
+
+    return decorated
+
+
+def refused(operator: str) -> Callable[..., NoReturn]:
+    """The backward of an operator's backward, for `torch.library.register_autograd`."""
+
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{operator} can be differentiated once, and here its gradients are differentiated too: take them without "
+            f"create_graph=True, or make this call of torch.matmul and the collectives of torch.distributed.nn.functional"
+        )
+
+    return refuse
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
+        """The first `count` of the tensors, which depend on the others."""
+        ctx.operator = operator
+        return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        refused(ctx.operator)(ctx, *grads)
