@@ -103,7 +103,7 @@ def _fill_with_nan(y, rows, stride, N: tl.constexpr, DTYPE: tl.constexpr):
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         for first in range(0, N, 128):
             nan = tl.full([128], float("nan"), tl.float32).to(DTYPE)
-            tl.store(y + row.to(tl.int64) * stride + first + columns, nan, mask=first + columns < N)
+            tl.store(y + row * stride + first + columns, nan, mask=first + columns < N)
 
 
 @triton.jit

@@ -6,8 +6,9 @@ wrong results on every rank, and no error. What becomes of an error that leaves 
 - A named one of weft's: all ranks raise it alike, or it has ended the group already.
 - Ctrl-C at any time, and whatever comes once this rank has said to its peers that it takes part: it ends the group, with its cause.
 - Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). The others raise `RefusedError`, and the group lives on.
-- Any other, on GPUs, where hosts do not meet: bad input is told over the sockets. If all ranks refuse, all raise, and the group
-  lives on; a rank alone misses the others there, which ends the group. What is not about input (no memory) ends it at once.
+- Any other, on GPUs, where hosts do not meet: bad input is told over the sockets (`weft.symm.calls`). A peer that has not come to
+  this call yet, or refuses it too, raises as well, and the group lives on; one that has made it ends the group. What is not about
+  input (no memory) ends it at once.
 
 At the first call of a shape hosts meet on GPUs too, and then compare how many calls each has made. `WEFT_CHECK_CALLS=1` has every
 call compared, off the critical path (`weft.symm.calls`).
@@ -15,8 +16,8 @@ call compared, off the critical path (`weft.symm.calls`).
 
 from __future__ import annotations
 
+import functools
 import struct
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -27,30 +28,11 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.caller import caller
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
-from weft.runtime.meeting import Topic, calls_on, meeting_of
+from weft.runtime.meeting import Topic, meeting_of, said_on
 from weft.schedule import NotApplicableError
+from weft.symm.calls import calls_of
 
 _NUMBER = struct.Struct("<qq")
-
-
-class _Count:
-    """Of the calls of a group by this rank, whichever operator."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.compared = env.check_calls()
-
-
-_counts: dict[int, _Count] = {}  # by identity of the group while it lives: every call looks here
-
-
-def _count_of(group: dist.ProcessGroup) -> _Count:
-    count = _counts.get(id(group))
-    if count is None:
-        symm.require_member(group)
-        count = _counts[id(group)] = _Count()
-        weakref.finalize(group, _counts.pop, id(group), None).atexit = False
-    return count
 
 
 class together:
@@ -63,32 +45,40 @@ class together:
         self._operator, self._group, self._like, self._deadline_s = operator, group, like, deadline_s
 
     def __enter__(self) -> None:
-        count = _count_of(self._group)
-        count.calls += 1
-        self._said = calls_on(self._group)
-        if count.compared and (domain := symm.open_domain(self._group, "cuda")) is not None:
-            domain.tell_call(count.calls, f"{self._operator}, called at {caller()}")
+        calls = calls_of(self._group, symm.require_member)
+        if refused := calls.begin():
+            raise RefusedError(refused)
+        self._said = said_on(self._group)
+        if _are_compared() and (domain := symm.open_domain(self._group, "cuda")) is not None:
+            domain.tell_call(calls.begun, f"{self._operator}, called at {caller()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, WeftError) or self._group.size() == 1:
+        group = self._group
+        if error is None:
+            if (refused := calls_of(group).end()) and (domain := symm.open_domain(group, "cuda")) is not None:
+                domain.poison(refused)
+                domain.check()
             return
-        device, deadline_s = _device_of(self._like, self._group), _usable(self._deadline_s)
-        is_input, said = isinstance(error, ValueError | TypeError), calls_on(self._group) != self._said
+        if isinstance(error, WeftError) or group.size() == 1:
+            return
+        device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
+        is_input, said = isinstance(error, ValueError | TypeError), said_on(group) != self._said
         text = str(error) if is_input else f"{self._operator}: {error!r}"
         if said and isinstance(error, NotApplicableError):  # to what ranks have agreed on: all raise it
             return
         if device.type == "cpu" and isinstance(error, Exception) and not said:
-            refusals = meeting_of(symm.domain(self._group, device, deadline_s=deadline_s)).refuse(
-                text, deadline_s=deadline_s
-            )
+            meeting = meeting_of(symm.domain(group, device, deadline_s=deadline_s))
+            refusals = meeting.refuse(text, deadline_s=deadline_s)
             if is_input:
                 raise RefusedError(refusals) from error
         elif device.type == "cuda" and is_input:
-            _compare_new(self._operator, self._group, device, "", 0, str(error), deadline_s)
-        elif (domain := symm.open_domain(self._group, device.type)) is not None:
-            domain.poison(text)
+            domain = symm.domain(group, device, deadline_s=deadline_s)
+            domain.tell_refusal(text)
+            raise RefusedError(f"rank {domain.rank}: {text}") from error
+        elif (domain_ := symm.open_domain(group, device.type)) is not None:
+            domain_.poison(text)
 
 
 def agree(
@@ -118,15 +108,8 @@ def agree(
         text, number = check()
     except Exception as error:
         refusal = str(error)
-    return _compare_new(operator, group, device, text, number, refusal, deadline_s)
-
-
-def _compare_new(
-    operator: str, group: dist.ProcessGroup, device: torch.device, text: str, number: int, refusal: str, deadline_s: float | None
-) -> list[int]:  # fmt: skip
-    """On GPUs: what all ranks have to say of this call, over the sockets."""
     domain = symm.domain(group, device, deadline_s=deadline_s)
-    mine = refusal, _count_of(group).calls, text, number
+    mine = refusal, calls_of(group).begun, text, number
     try:
         calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
     except DeadlineError as error:
@@ -148,6 +131,11 @@ def _compare_new(
 def _set_up(deadline_s: float | None) -> float | None:
     """Nobody compiles anything before ranks have agreed."""
     return env.setup_deadline_s() if deadline_s is None else deadline_s
+
+
+@functools.cache
+def _are_compared() -> bool:
+    return env.check_calls()
 
 
 def _device_of(like: Any, group: dist.ProcessGroup) -> torch.device:

@@ -129,7 +129,7 @@ def meeting_of(domain: Domain) -> Meeting:
     return meeting
 
 
-def calls_on(group: dist.ProcessGroup) -> int:
+def said_on(group: dist.ProcessGroup) -> int:
     """How many calls this rank has published to its peers on CPU."""
     for domain, meeting in _meetings.items():
         if domain.is_of(group):

@@ -1,17 +1,79 @@
-"""A mode for finding ranks that make different calls on GPUs, where hosts do not meet: `WEFT_CHECK_CALLS=1`.
+"""Calls of a group by their number, on GPUs, where hosts do not meet: which one a rank refuses, and, on demand, whether all make
+the same ones.
 
-Each rank tells its peers the number and the place of every call (operator, file and line). A peer's watchdog thread compares that
-with its own call of this number, off the critical path, and ends the group where they differ: by then a few more calls may have
-been enqueued. It costs each call a message to every peer, some microseconds of the host.
+A refusal is told to the peers. One that has not come to this call yet refuses it too, and the group lives on; so it does if the
+peer has refused it by itself. One that has made it has sent what the refusing rank will never answer: that ends the group.
+
+`WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls: each rank tells its peers the number and the place of
+every call (operator, file and line). A peer's watchdog thread compares that with its own call of this number, off the critical
+path, and ends the group where they differ: by then a few more calls may have been enqueued. It costs each call a message to every
+peer, some microseconds of the host.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 _NUMBER = struct.Struct("<q")
+
+
+class GroupCalls:
+    """How many calls this rank has begun and ended on a group, whichever operator, and which of them somebody refuses."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self._here: set[int] = set()
+        self._there: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> str:
+        """The next call; why a peer has refused it, or ''."""
+        self.begun += 1
+        return self.refused() if self._there else ""
+
+    def refused(self) -> str:
+        """Why a peer has refused the call that was begun last, or ''."""
+        return self._there.get(self.begun, "")
+
+    def end(self) -> str:
+        """The call is made; why a peer has refused it meanwhile, or ''."""
+        self.ended = self.begun
+        return self.refused() if self._there else ""
+
+    def refuse(self, text: str) -> bytes:
+        """This rank refuses the call that was begun last: the message to every peer."""
+        with self._lock:
+            self.ended = self.begun
+            self._here.add(self.begun)
+        return _NUMBER.pack(self.begun) + text.encode()
+
+    def heard(self, message: bytes) -> str:
+        """A peer refuses a call. What ends the group, if this rank has made that call; or ''."""
+        number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
+        with self._lock:
+            if number in self._here:
+                return ""
+            self._there[number] = text
+            return text if self.ended >= number else ""
+
+
+_of_group: dict[int, GroupCalls] = {}  # by identity of the group while it lives: every call looks here
+
+
+def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
+    """check: what to call with a group that is new here."""
+    calls = _of_group.get(id(group))
+    if calls is None:
+        if check is not None:
+            check(group)
+        calls = _of_group[id(group)] = GroupCalls()
+        weakref.finalize(group, _of_group.pop, id(group), None).atexit = False
+    return calls
 
 
 class CallLog:

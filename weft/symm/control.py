@@ -7,7 +7,7 @@ computes or waits:
 - *goodbye*: the peer left in order, and why. No failure, until somebody waits for something only it could do;
 - *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
 - *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
-- *call*: what a peer calls, where that is compared (`weft.symm.calls`);
+- *call*: what a peer calls, where that is compared; *refusal*: which call it does not make (`weft.symm.calls`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits look at), runs the
@@ -32,9 +32,10 @@ from typing import Any
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import mesh
-from weft.symm.calls import CallLog
+from weft.symm.calls import CallLog, GroupCalls
 
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
+_REFUSAL = b"R"
 _PART_BYTES = mesh.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
 _LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
@@ -50,7 +51,9 @@ class Control:
 
     Where there is no descriptor or no thread for a watchdog, the peers are told why before the error is raised."""
 
-    def __init__(self, rank: int, world_size: int, peers: list[mesh.Peer], failed: Callable[[WeftError], None]):
+    def __init__(
+        self, rank: int, world_size: int, peers: list[mesh.Peer], calls: GroupCalls, failed: Callable[[WeftError], None]
+    ):
         self.rank, self.world_size = rank, world_size
         self.gone: dict[int, str] = {}  # who said goodbye, and why
         self.ended: dict[int, str] = {}  # whose process has, and how
@@ -65,7 +68,7 @@ class Control:
         self._inbox: dict[int, deque[tuple[bytes, list[int]]]] = {peer.rank: deque() for peer in peers}
         self._begun = {peer.rank: b"" for peer in peers}  # what came of a message whose end is still to come
         self._callbacks: dict[object, Callable[[], None]] = {}
-        self._calls = CallLog(rank, world_size, self.poison)
+        self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
         self._changed = threading.Condition()  # reentrant; guards everything above and the life of descriptors
         self._collective = threading.Lock()
         self._looked_at = time.monotonic()  # the watchdog
@@ -120,9 +123,14 @@ class Control:
         self._fail(PoisonedGroupError, text)
 
     def tell_call(self, number: int, what: str) -> None:
-        message = self._calls.note(number, what)
+        self._tell(_CALL + self._log.note(number, what))
+
+    def tell_refusal(self, text: str) -> None:
+        self._tell(_REFUSAL + self._calls.refuse(text)[: _PART_BYTES - 1])
+
+    def _tell(self, message: bytes) -> None:
         for rank in self._peers:
-            self._send(rank, _CALL + message, until=time.monotonic() + _CALL_S)
+            self._send(rank, message, until=time.monotonic() + _CALL_S)
 
     def lose(self, rank: int | None, text: str) -> None:
         """rank: which one; None: all others."""
@@ -206,6 +214,8 @@ class Control:
             while missing := [rank for rank in self._peers if not self._inbox[rank]]:
                 if not self._word.value and (left := [rank for rank in missing if rank in self.gone]):
                     self.lose_who_left(left)
+                if refused := self._calls.refused():
+                    self.poison(refused)
                 whose = f"the part of {and_list(map(self.name, missing))} in {what}"
                 if self._word.value:
                     raise self.error(f"; rank {self.rank} was waiting for {whose}")
@@ -333,7 +343,12 @@ class Control:
                 lost, _, text = body.decode().partition(" ")
                 self.lose(int(lost) if lost else None, text)
             elif kind == _CALL:
-                self._calls.heard(rank, body)
+                self._log.heard(rank, body)
+            elif kind == _REFUSAL:
+                if text := self._calls.heard(body):
+                    self.poison(text)
+                with self._changed:
+                    self._changed.notify_all()  # a wait in this very call is over
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
         """Send at once, or by `until` if the peer's buffer is full. That a peer is dead is the watchdog's to notice."""

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from weft import _core, env
 from weft.errors import DeadlineError, WeftError
 from weft.symm import cpu, mesh
+from weft.symm.calls import calls_of
 from weft.symm.control import EXITING, Control, unusable
 
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
@@ -59,7 +60,7 @@ class Domain:
         self.device = device
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
-        self._control = Control(self.rank, self.world_size, peers, self._remember_failure)
+        self._control = Control(self.rank, self.world_size, peers, calls_of(group), self._remember_failure)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -108,6 +109,10 @@ class Domain:
     def end(self, text: str) -> None:
         """Declare this group unusable here, because of `text`, which every peer finds out and declares for itself."""
         self._control.end(text)
+
+    def tell_refusal(self, text: str) -> None:
+        """On GPUs: this rank does not make the call that it has begun; see `weft.symm.calls`."""
+        self._control.tell_refusal(f"rank {self.rank}: {text}")
 
     def tell_call(self, number: int, what: str) -> None:
         """Have peers compare this rank's call with theirs of this number; see `weft.symm.calls`."""
