@@ -101,8 +101,8 @@ TABLES = _Tables()
 @dataclass(frozen=True)
 class MeasuredDispatch(MeasuredArms):
     load: Load
-    chosen: dict[str, str]
-    """Variant -> name of the schedule, of those that choose."""
+    chosen: Mapping[Mode, Mapping[str, str]]
+    """Of those that choose, by mode and variant: the name of the schedule."""
 
     tables = TABLES
     beside = (GEMM, GEMM_EACH, EXCHANGE)
@@ -121,7 +121,7 @@ class MeasuredDispatch(MeasuredArms):
         return vars(self.load)
 
     def judged(self, mode: Mode, name: str) -> Record:
-        return {"chosen": self.chosen.get(name)}
+        return {"chosen": self.chosen.get(mode, {}).get(name)}
 
     def said(self) -> list[str]:
         load, link = self.load, self.ceilings[0].as_fields()["link_gbps"]
@@ -134,5 +134,5 @@ class MeasuredDispatch(MeasuredArms):
             + ("" if link is None else f", or {load.busiest_bytes / 1e6:.3g} MB at {link:.1f} GB/s: the longer"),
             f"all but {PADDED} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host "
             f"must learn how many rows come",
-            *(f"{variant} takes {name}" for variant, name in self.chosen.items()),
+            *(f"{variant}, {mode}, takes {name}" for mode, of in self.chosen.items() for variant, name in of.items()),
         ]

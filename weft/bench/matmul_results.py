@@ -13,7 +13,7 @@ from weft.bench.harness import Mode
 from weft.bench.matmul_operator import MeasuredArms, Tables
 from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.operator import Record
-from weft.bench.schedules import WEFT, Planned
+from weft.bench.schedules import WEFT, Planned, schedule_of
 from weft.bench.tables import geomean, milliseconds, number, share, times
 from weft.words import counted
 
@@ -112,11 +112,13 @@ TABLES = _Tables()
 class MeasuredMatmul(MeasuredArms):
     shape: MatmulShape
     planned: Mapping[Mode, Planned]
+    taken: Mapping[Mode, str]
+    """Which schedule the operator took."""
     least_ms: float
 
     tables = TABLES
     beside = (GEMM, COMMUNICATION, COLLECTIVE)
-    columns = ("over\nideal", "predicted\nms")
+    columns = ("over\nideal", "calibrated\nms", "blind\nms")
 
     def floor_ms(self, mode: Mode) -> float:
         return self.least_ms
@@ -130,16 +132,22 @@ class MeasuredMatmul(MeasuredArms):
 
     def judged(self, mode: Mode, name: str) -> Record:
         ms, ideal = self.ms(mode, name), self.ideal_ms(mode)
-        planned = self.planned.get("queued" if mode == "single" else mode)
+        taken = self.taken.get(mode, "serial")
+        schedule, planned = schedule_of(name, taken), self.planned.get(mode)
         return {
             "ideal_ratio": ms / ideal if ms and ideal else None,
-            "chosen": planned.chosen if planned and name == WEFT else None,
-            "predicted_ms": None if mode == "single" or planned is None else planned.of(name),
+            "chosen": taken if name == WEFT else None,
+            "predicted_ms": planned.calibrated_ms.get(schedule) if planned else None,
+            "predicted_blind_ms": planned.blind_ms.get(schedule) if planned else None,
         }
 
     def cells(self, mode: Mode, name: str) -> list[str]:
         found = self.judged(mode, name)
-        return [number(found["ideal_ratio"], 2), number(found["predicted_ms"], 4)]
+        return [
+            number(found["ideal_ratio"], 2),
+            number(found["predicted_ms"], 4),
+            number(found["predicted_blind_ms"], 4),
+        ]
 
     def said(self) -> list[str]:
         ceilings = self.ceilings[0].as_fields()
@@ -147,5 +155,5 @@ class MeasuredMatmul(MeasuredArms):
         return [
             f"floor {self.least_ms:.4f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}, "
             f"{ceilings['matmul_tflops']:.4g} TFLOP/s; ideal: the longer of {GEMM} and {COMMUNICATION}",
-            *(f"{WEFT}, {mode}, takes {planned.chosen}" for mode, planned in self.planned.items() if WEFT in self.arms),
+            *(f"{WEFT}, {mode}, takes {name}" for mode, name in self.taken.items()),
         ]
