@@ -127,7 +127,7 @@ def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -
     assert {r["config"] for r in rows} == {"criteo-kaggle"}
     assert rows[0]["scale"] == 1 / 1024
     assert "scaled by 1/1024" in found.stdout
-    assert "floor" in found.stdout
+    assert "roofline" in found.stdout
     assert "vs" in found.stdout
 
 

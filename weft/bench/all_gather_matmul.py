@@ -10,7 +10,7 @@ are bf16. Variants:
     a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
               beginning of a name means all that begin so, "all" every one
 
-Beside them run what an ideal overlap cannot beat: the GEMM alone on gathered rows, and the shard's copies to the peers alone
+Beside them run the two halves of an ideal overlap: the GEMM alone on gathered rows, and the shard's copies to the peers alone
 (copy engines on GPUs, memcpy into shared memory on CPUs). For information also the library's all-gather alone.
 """
 
@@ -140,7 +140,7 @@ class MatmulWorkload(Workload):
         world = self.ranks.world_size
         return None if world == 1 else choosing.machine_model(self.ranks.device, world)
 
-    def floor_ms(self, ceilings: Ceilings) -> float:
+    def roofline_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
         p, (m, n, k) = self.problem, (self.shape.m, self.shape.n, self.shape.k)
         memory = ((m * k + k * n) * self.operands.itemsize + m * n * self.dtype.itemsize) / ceilings.memory
@@ -299,7 +299,7 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
         taken = {mode: work.taken(mode) for mode in options.modes} if WEFT in arms else {}
         return MeasuredMatmul(
             preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.planned, taken,
-            max(work.floor_ms(c) for c in ceilings),
+            max(work.roofline_ms(c) for c in ceilings),
         )  # fmt: skip
 
 

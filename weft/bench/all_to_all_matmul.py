@@ -12,8 +12,8 @@ Tokens are sorted by expert, a router has drawn how many there are for each (`we
               of a name means all that begin so, "all" every one
     ...-bounded  the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
 
-Beside them run what no overlap can beat: the GEMMs alone on rows that lie in the order of experts, by torch's grouped GEMM
-and one by one; and for information the library's all-to-all of the tokens alone, sizes known.
+Beside them run, for information, torch's GEMMs alone on rows that lie in the order of experts, grouped and one by one (weft's own
+kernel can be faster), and the library's all-to-all of the tokens alone, sizes known.
 """
 
 from __future__ import annotations
@@ -289,7 +289,15 @@ class _AllToAllMatmul(MatmulOperator[MoeShape]):
         )
         chosen = {mode: {name: work.taken(name, mode) for name in MINE if name in arms} for mode in options.modes}
         return MeasuredDispatch(
-            preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.load, chosen
+            preset,
+            ranks.world_size,
+            tuple(arms),
+            results,
+            ceilings,
+            tuple(notes),
+            work.load,
+            work.dtype.itemsize,
+            chosen,
         )
 
 

@@ -1,7 +1,7 @@
 """Benchmark of embedding pooling fused with the all-to-all: presets x variants.
 
-For each configuration all ranks build the same tables and inputs, scaled to what fits this machine. The floor is what the
-bytes that must move take at the ceilings measured in the same run.
+For each configuration all ranks build the same tables and inputs, scaled to what fits this machine. The roofline is
+what the bytes that move take at the rates measured in the same run; what a cache holds can take less.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.harness import Call, Mode, Ranks, Timing, time_arms
+from weft.bench.harness import Call, Mode, Ranks, Timing, is_clear, time_arms
+from weft.bench.tables import times
 
 Step = Callable[[str, float], None]  # what is going on, and the share of it that has been done
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
@@ -89,6 +90,13 @@ class Results:
 
     def speedup(self, mode: Mode, name: str, over: str) -> float:
         return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
+
+    def gain(self, mode: Mode, name: str, over: str) -> str:
+        """ "1.25x", in parentheses where the two times differ by less than twice their noise; nothing if one is missing."""
+        if not (self.timed(mode, name) and self.timed(mode, over)):
+            return ""
+        factor, a, b = self.speedup(mode, name, over), self.timings[mode, name], self.timings[mode, over]
+        return times(factor, name == over or is_clear(factor, a.noise, b.noise))
 
     def timed(self, mode: Mode, name: str) -> bool:
         return (mode, name) in self.timings

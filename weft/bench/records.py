@@ -44,7 +44,7 @@ def common_fields(
     config: str,
     world_size: int,
     baseline: str,
-    floor_ms: float,
+    roofline_ms: float,
     ceilings: list[Ceilings],
     run: str,
 ) -> Record:
@@ -56,7 +56,7 @@ def common_fields(
         "ranks": world_size,
         "dtype": options.dtype,
         "baseline": baseline,
-        "floor_ms": floor_ms,
+        "roofline_ms": roofline_ms,
         "run": run,
         "threads": torch.get_num_threads() if options.device == "cpu" else None,
         "ceilings": [c.as_fields() for c in ceilings],
@@ -80,7 +80,7 @@ def arm_fields(results: Results, mode: Mode, name: str, common: Record, others: 
         "first_call_ms": results.first_call_ms[name],
         "speedup": results.speedup(mode, name, common["baseline"]) if results.timed(mode, common["baseline"]) else None,
         "speedup_over": {o: results.speedup(mode, name, o) for o in others if results.timed(mode, o)},
-        "floor_ratio": timing.p50_ms / common["floor_ms"],
+        "roofline_ratio": timing.p50_ms / common["roofline_ms"],
         "error": results.errors[name],
     }
 
