@@ -129,9 +129,12 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
         names = [r["variant"] for r in of_mode]
         assert names[:4] == ["serial", "padded", "weft", "weft-bounded"]
         assert set(names[4:]) == {"weft-serial", DMA, KERNEL, KERNEL + "-bounded"}, "DMA needs sizes on the host"
-        wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms "
-        wanted += "roofline_ratio error versions commit date host_us first_call_ms added_us chosen sources gemm_ms gemm_each_ms exchange_ms "
-        wanted += "tokens top_k experts n k skew rows max_rows capacity rank_skew expert_skew busiest_bytes"
+        wanted = (
+            "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms "
+            "roofline_ratio error versions commit date host_us first_call_ms added_us chosen sources gemm_ms gemm_each_ms "
+            "exchange_ms source variables harness tokens top_k experts n k skew rows max_rows capacity rank_skew expert_skew "
+            "busiest_bytes"
+        )
         for row in of_mode:
             assert set(wanted.split()) <= set(row)
             assert (row["config"], row["sources"], row["baseline"]) == (
@@ -160,7 +163,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
     # "..., in graphs ..." where a captured call takes another one.
     assert {name for text in chosen.values() for name in text.split(", in graphs ")} <= known
     json.dumps(rows, allow_nan=False)
-    assert f"| {SHAPE.name} |" in markdown(rows)
+    assert f"| {SHAPE.name} |" in markdown([r | {"device": "cuda"} for r in rows]), "as if it took a millisecond"
 
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:

@@ -196,6 +196,26 @@ def test_the_fastest_of_each_kind_is_told_where_there_are_many() -> None:
     assert "| 64x1x1 | 4 | 2 | 5 |" in many
 
 
+def test_times_under_a_millisecond_on_cpu_are_not_shown() -> None:
+    table = markdown([*_records("short", factor=0.2), *_records("long")])
+    assert "| long |" in table
+    assert "short" not in table, "though only some of its times are short: ratios are of two"
+    gpu = [r | {"device": "cuda"} for r in _records("short", factor=0.2)]
+    assert "| short |" in markdown(gpu)
+    with pytest.raises(ValueError, match="all 4 records are of times under 1 ms on CPU"):
+        markdown(_records("short", factor=0.2))
+
+
+def test_rows_of_another_harness_are_told_apart() -> None:
+    old = [r | {"commit": "1234567", "source": None, "variables": None, "harness": 1} for r in _records("old")]
+    table = markdown([*_records("new"), *_records("newer"), *old])
+    assert (
+        f"old: commit 1234567 (hash of sources not recorded), harness 1 of {HARNESS}; all others: commit abcdef0123"
+        in table
+    )
+    assert "all others" not in markdown(_records("new"))
+
+
 def test_a_bar_in_a_name_does_not_break_the_table() -> None:
     assert "| fused-inter/256\\|64 |" in markdown(_records("fused-inter/256|64"))
 

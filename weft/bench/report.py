@@ -31,6 +31,10 @@ TOO_SHORT_MS = 1.0
 def markdown(found: Sequence[Record]) -> str:
     """The tables of one results file, with a line that says where and with what they were measured."""
     latest = _long_enough(_latest_runs(found))
+    if not latest:
+        raise ValueError(
+            f"all {counted(len(found), 'record')} are of times under {TOO_SHORT_MS:g} ms on CPU, which are not shown"
+        )
     last = latest[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     parts = [
