@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from weft.bench import harness, remarks
+from weft.bench.demo import headline
 from weft.bench.harness import Timing, is_clear, noise, summarise, time_arms
+from weft.bench.measure import Results
 
 QUIET = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
@@ -38,6 +40,16 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
     assert cells == ["2.00x", "(1.03x)", "0.67x", ""]
     assert remarks.unclear(cells) == ["In parentheses: off 1 by less than twice its noise (1 of 3)."]
     assert remarks.unclear(["2.00x"]) == []
+
+
+def _results(**ms: float) -> Results:
+    timings = {("queued", name): Timing(0.99 * of, of, 1.01 * of, 0.0, 25) for name, of in ms.items()}
+    return Results({}, {}, timings)  # type: ignore[arg-type]
+
+
+def test_the_demos_headline_is_what_a_call_does_by_default() -> None:
+    assert headline(_results(embedding_bag=4.0, batched=3.0, direct=2.0, put=1.0)) == "2.00x", "not of the fastest"
+    assert headline(_results(embedding_bag=4.0, direct=4.01, put=1.0)) == "(1.00x)"
 
 
 def test_one_schedule_under_two_names_shows_the_noise() -> None:

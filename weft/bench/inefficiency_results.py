@@ -26,7 +26,8 @@ from weft.bench.inefficiency_sides import TRANSPORTS
 from weft.bench.operator import Record
 from weft.bench.tables import geomean, markdown_table, milliseconds
 
-# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
+# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up; the text does not say by which transport, and FiCCO's is
+# DMA), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
 
 
