@@ -38,8 +38,11 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
     base = _record(1.0)
     cells = [remarks.gain(_record(ms), base) for ms in (0.5, 0.97, 1.5)] + [remarks.gain(None, base)]
     assert cells == ["2.00x", "(1.03x)", "0.67x", ""]
-    assert remarks.unclear(cells) == ["In parentheses: off 1 by less than twice its noise (1 of 3)."]
+    assert remarks.unclear(cells) == [
+        "In parentheses: off 1 by less than twice its noise, or one schedule against itself (1 of 3)."
+    ]
     assert remarks.unclear(["2.00x"]) == []
+    assert remarks.gain(_record(0.5), base, same=True) == "(2.00x)", "nothing is faster than itself"
 
 
 def _results(**ms: float) -> Results:

@@ -196,6 +196,13 @@ def test_the_fastest_of_each_kind_is_told_where_there_are_many() -> None:
     assert "| 64x1x1 | 4 | 2 | 5 |" in many
 
 
+def test_serial_is_not_faster_than_serial() -> None:
+    rows = [_shape("64x1x1", "serial", 2.0), _shape("64x1x1", "weft", 1.0, asynctp=None, chosen="serial")]
+    text = markdown([r | _GATHER for r in rows])
+    assert "| 64x1x1 | 2 | 1 | (2.00x) |" in text
+    assert "1 pair, which differ by 50.0%" in text
+
+
 def test_times_under_a_millisecond_on_cpu_are_not_shown() -> None:
     table = markdown([*_records("short", factor=0.2), *_records("long")])
     assert "| long |" in table

@@ -61,7 +61,7 @@ class _Tables(Tables):
     baselines = BASELINES
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: BASELINES}  # exact rows are not compared with padding
     head, tail = ("tokens x N x K", "most / mean rows", "padded rows"), ("GEMMs alone", "roofline")
-    optional = (*head[1:], "best schedule", "of them")
+    optional = (*head[1:], "best schedule", "of them", "GEMMs alone")
 
     def described(self, record: Record) -> list[str]:
         padded = record["capacity"] * record["experts"] / record["rows"]

@@ -145,7 +145,9 @@ class Tables(ABC):
             by_variant = {r["variant"]: r for r in rows if r["config"] == config}
             cells = self.described(next(iter(by_variant.values())))
             cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
-            cells += [remarks.gain(by_variant.get(v), by_variant.get(over)) for v, over in compared]
+            for v, over in compared:
+                mine = by_variant.get(v)
+                cells.append(remarks.gain(mine, by_variant.get(over), mine is not None and self.twin(mine) == over))
             cells += self.judged(by_variant)
             if pinned:
                 cells += [cell for ms, name in best[config] for cell in (milliseconds(ms), name)] or ["", ""]

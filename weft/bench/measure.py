@@ -206,6 +206,7 @@ def measure_arms(
                 wrong.append(text)
                 del timed[name], arms[name]
         timings |= {(mode, name): timing for name, timing in timed.items()}
+        del inspector  # and its reference, which may be large
     return Results(checked.errors, first_ms, timings, tuple(wrong), not_captured)
 
 

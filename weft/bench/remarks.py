@@ -5,6 +5,7 @@ far one schedule differs from itself under another name, and which features the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from weft.bench import harness
 from weft.bench.operator import Record
@@ -27,26 +28,31 @@ def is_clear(one: Record, other: Record) -> bool:
     return harness.is_clear(one["p50_ms"] / other["p50_ms"], noise_of(one), noise_of(other))
 
 
-def gain(one: Record | None, base: Record | None) -> str:
-    """How many times as fast as `base`: "1.25x", in parentheses if that is within twice the noise; nothing without either."""
-    return times(base["p50_ms"] / one["p50_ms"], is_clear(one, base)) if one and base else ""
+def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
+    """How many times as fast as `base`: "1.25x", in parentheses if that is within twice the noise, or both are the same schedule;
+    nothing without either."""
+    return times(base["p50_ms"] / one["p50_ms"], not same and is_clear(one, base)) if one and base else ""
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
     """What parentheses among the cells of `gain` mean."""
     some = [cell for cell in cells if cell]
     in_them = sum(cell.startswith("(") for cell in some)
-    return [f"In parentheses: off 1 by less than twice its noise ({in_them} of {len(some)})."] if in_them else []
+    if not in_them:
+        return []
+    return [
+        f"In parentheses: off 1 by less than twice its noise, or one schedule against itself ({in_them} of {len(some)})."
+    ]
 
 
 def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
     """How far the same schedule differs under two names."""
     if not pairs:
         return []
-    off = sorted(abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs)
+    off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
     return [
         f"The same schedule under two names, as a measure of noise: {counted(len(off), 'pair')}, which differ by "
-        f"{off[len(off) // 2]:.1%} in the median and {off[-1]:.1%} at most."
+        f"{median(off):.1%} in the median and {max(off):.1%} at most."
     ]
 
 
