@@ -13,10 +13,10 @@ PIP := $(BIN)/python -m pip
 INSTALL := $(PIP) install -q --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint bench-cpu gpu-check wheel clean
+.PHONY: help setup build demo test lint bench-cpu gpu-check commit-note wheel clean
 
 help:  ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## Make .venv with everything that development needs (again after a change of csrc/ or pyproject.toml)
 
@@ -50,6 +50,9 @@ bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/resu
 
 gpu-check:  ## On a machine with GPUs, torch and Triton (no .venv, no network): build, test, measure into OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(OUT)
+
+commit-note: setup  ## Write benchmarks/.commit, by which a copy of this tree without .git knows its commit
+	@$(BIN)/python -m weft.bench.provenance
 
 wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .

@@ -5,8 +5,10 @@
 # than 590 s.
 #
 # Needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. No
-# network, no .venv. Writes OUT/doctor.txt, OUT/tests-NAME.txt, OUT/bench-NAME.txt and OUT/*.jsonl; goes on after a failure and
-# exits with 1 if there was one. WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
+# network, no .venv. Writes OUT/doctor.txt, OUT/tests-NAME.txt, OUT/gpu-tests.json (what the tests came to: append it to
+# benchmarks/results/h200-tests.json), OUT/bench-NAME.txt and OUT/*.jsonl; goes on after a failure and exits with 1 if there was
+# one. In a copy without .git, records know the commit by benchmarks/.commit (make commit-note, before the copy).
+# WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
 # WEFT_BENCH_S (default 110; operators with a GEMM: 165): seconds that each piece of the benchmark may take at most; records of
 # what it has finished stay.
 set -uo pipefail
@@ -72,9 +74,10 @@ tests() {
     esac
     [ $of = "$op" ] && files+=("$file")
   done
-  timeout -k 10 "$(at_most 240)" "$python" -m pytest -p no:cacheprovider -q --durations=8 "${files[@]}" 2>&1 |
-    tee "$out/tests-$op.txt"
+  timeout -k 10 "$(at_most 240)" "$python" -m pytest -p no:cacheprovider -q --durations=8 --junitxml="$scratch/tests.xml" \
+    "${files[@]}" 2>&1 | tee "$out/tests-$op.txt"
   [ "${PIPESTATUS[0]}" -eq 0 ] || fail "tests of $op"
+  "$python" -m weft.bench.gpu_tests "$op" "$scratch/tests.xml" "$out/gpu-tests.json" || fail "the record of the tests"
 }
 
 unpack_fbgemm() {

@@ -68,3 +68,16 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "weft"
     except RuntimeError:  # a user without an account, as in some containers
         return Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
+
+
+_PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")
+_OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
+
+
+def peer_variables() -> dict[str, str]:
+    """`NCCL_*`, `TORCH_SYMM_MEM_*` and the like, as they are set: what changes the libraries that weft is measured against, and so
+    belongs to a record. Of a value that is a path only that it is one."""
+    set_here = sorted(
+        (name, value) for name, value in os.environ.items() if name in _PEERS or name.startswith(_OF_PEERS)
+    )
+    return {name: "(a path)" if "/" in value else value for name, value in set_here}

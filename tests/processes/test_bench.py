@@ -86,19 +86,21 @@ def test_the_reference_is_embedding_bag_in_float64() -> None:
     torch.testing.assert_close(pooled_float64(weight, values, offsets), expected, rtol=0, atol=1e-14)
 
 
-def test_a_floor_is_the_larger_of_memory_and_wire() -> None:
+def test_a_roofline_is_the_larger_of_memory_and_wire() -> None:
     traffic = Traffic(rows=288, distinct_rows=100, ids=144, offsets=56, outputs=96, wire=48)
     assert traffic.memory == 584
-    assert traffic.floor_ms(Ceilings(memory=584e3, link=48e3)) == pytest.approx(1.0)
-    assert traffic.floor_ms(Ceilings(memory=584e3, link=24e3)) == pytest.approx(2.0)
-    assert traffic.floor_ms(Ceilings(memory=584e3, link=math.inf)) == pytest.approx(1.0)
+    assert traffic.roofline_ms(Ceilings(memory=584e3, link=48e3)) == pytest.approx(1.0)
+    assert traffic.roofline_ms(Ceilings(memory=584e3, link=24e3)) == pytest.approx(2.0)
+    assert traffic.roofline_ms(Ceilings(memory=584e3, link=math.inf)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("rich", [True, False])
 def test_a_table_shows_every_cell_with_and_without_rich(rich: bool, monkeypatch, capsys) -> None:
     if not rich:
         monkeypatch.setattr(console, "Console", None)
-    console.print_table("what", ("variant", "over\nfloor"), [("put", "1.25"), ("direct", "1.06")], ["scaled by 1/64"])
+    console.print_table(
+        "what", ("variant", "over\nroofline"), [("put", "1.25"), ("direct", "1.06")], ["scaled by 1/64"]
+    )
     shown = capsys.readouterr().out
     for text in ("what", "variant", "put", "1.25", "direct", "1.06", "scaled by 1/64"):
         assert text in shown
@@ -248,15 +250,15 @@ def _measured(group: dist.ProcessGroup) -> list[dict]:
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:
     rows = pool.run(_measured, ranks=2)[0]
     assert [r["variant"] for r in rows] == [BASELINE, "batched", "put", "direct-natural"]
-    wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms "
-    wanted += "floor_ratio error versions commit date first_call_ms host_us"
+    wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms "
+    wanted += "roofline_ratio error versions commit source variables harness date first_call_ms host_us"
     base = rows[0]
     for row in rows:
         assert set(wanted.split()) <= set(row)
         assert row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"]
         assert row["speedup"] == pytest.approx(base["p50_ms"] / row["p50_ms"])
         assert row["speedup_over"]["embedding_bag"] == row["speedup"]
-        assert row["floor_ratio"] == pytest.approx(row["p50_ms"] / row["floor_ms"])
+        assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert len(row["ceilings"]) == row["ranks"] == 2
         assert (row["pool_ms"] is not None) == (row["variant"] in (BASELINE, "batched"))
     # The output [11, 35] in fp32, twice (two result buffers); the serial arms hold what they send and receive.

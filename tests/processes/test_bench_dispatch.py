@@ -129,11 +129,12 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
         names = [r["variant"] for r in of_mode]
         assert names[:4] == ["serial", "padded", "weft", "weft-bounded"]
         assert set(names[4:]) == {"weft-serial", DMA, KERNEL, KERNEL + "-bounded"}, "DMA needs sizes on the host"
-        wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms floor_ratio "
-        wanted += (
-            "error versions commit date host_us first_call_ms added_us chosen sources gemm_ms gemm_each_ms exchange_ms "
+        wanted = (
+            "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms "
+            "roofline_ratio error versions commit date host_us first_call_ms added_us chosen sources gemm_ms gemm_each_ms "
+            "exchange_ms source variables harness tokens top_k experts n k skew rows max_rows capacity rank_skew expert_skew "
+            "busiest_bytes"
         )
-        wanted += "tokens top_k experts n k skew rows max_rows capacity rank_skew expert_skew busiest_bytes"
         for row in of_mode:
             assert set(wanted.split()) <= set(row)
             assert (row["config"], row["sources"], row["baseline"]) == (
@@ -143,9 +144,17 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
             )
             assert row["speedup"] == row["speedup_over"]["serial"] == pytest.approx(base["p50_ms"] / row["p50_ms"])
             assert row["speedup_over"]["padded"] == pytest.approx(padded["p50_ms"] / row["p50_ms"])
-            link = min(c["link_gbps"] for c in row["ceilings"])
-            wire_ms = 1e3 * row["busiest_bytes"] / (1e9 * link)
-            assert row["floor_ms"] == pytest.approx(max(min(row["gemm_ms"], row["gemm_each_ms"]), wire_ms))
+            came, item = row["rank_skew"] * row["rows"], 4 if dtype == "fp32" else 2
+            bytes_ = (3 * 40 * 16 + came * (40 + 16)) * item
+            needs = [
+                (
+                    bytes_ / c["memory_gbps"] / 1e6,
+                    row["busiest_bytes"] / c["link_gbps"] / 1e6,
+                    2 * came * 640 / c["matmul_tflops"] / 1e9,
+                )
+                for c in row["ceilings"]
+            ]
+            assert row["roofline_ms"] == pytest.approx(max(map(max, needs)))
             added = None if mode == "queued" else pytest.approx(1e3 * (row["p50_ms"] - base["p50_ms"]))
             assert row["added_us"] == added
     known = {c.name for c in candidates(AllToAllMatmul.even(48, 40, 16, 3, 2))}
@@ -154,7 +163,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
     # "..., in graphs ..." where a captured call takes another one.
     assert {name for text in chosen.values() for name in text.split(", in graphs ")} <= known
     json.dumps(rows, allow_nan=False)
-    assert f"| {SHAPE.name} |" in markdown(rows)
+    assert f"| {SHAPE.name} |" in markdown([r | {"device": "cuda"} for r in rows]), "as if it took a millisecond"
 
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:

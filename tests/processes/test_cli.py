@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -
     assert {r["config"] for r in rows} == {"criteo-kaggle"}
     assert rows[0]["scale"] == 1 / 1024
     assert "scaled by 1/1024" in found.stdout
-    assert "floor" in found.stdout
+    assert "roofline" in found.stdout
     assert "vs" in found.stdout
 
 
@@ -150,6 +151,7 @@ def test_demo_leaves_a_picture_and_a_trace(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert "scaled by 1/1024" in found.stdout
     assert "every variant agrees with the unfused float64 reference" in found.stdout
+    assert re.search(r"What a call does by default is \d+\.\d\dx as fast as", found.stdout)
     assert "https://ui.perfetto.dev" in found.stdout
     assert (tmp_path / "demo" / "overlap.png").read_bytes().startswith(b"\x89PNG")
     trace = json.loads((tmp_path / "demo" / "trace.json").read_text())

@@ -57,7 +57,7 @@ def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
     assert [what for what, _, _ in errors] == ["y", "x grad", "router grad", "gate_up grad", "down grad"]
     assert all(0 < float(ours) <= 2 * float(usual) < 1e-5 for _, ours, usual in errors)
     assert "to peers: copy tokens -> inbox@1" in printed
-    assert "forward and backward: " in printed
+    assert re.search(r"^forward and backward: .*: \d+\.\d\dx$", printed, re.MULTILINE)
 
 
 def test_experts_under_torchrun_with_the_librarys_calls() -> None:
@@ -65,6 +65,9 @@ def test_experts_under_torchrun_with_the_librarys_calls() -> None:
     small = ["--shrink", "128", "--tokens", "32", "--repetitions", "1", "--schedule", "serial"]
     printed = run(*launcher, EXAMPLES / "moe.py", *small)
     assert "    compute: exchange splits -> received (" in printed
+    assert re.search(r"^forward and backward: .*: the same schedule", printed, re.MULTILINE), (
+        "no gain over itself is claimed"
+    )
     assert printed.count("against float64") == 5
 
 

@@ -179,9 +179,7 @@ def test_a_run_records_prints_and_draws(pool: Pool, tmp_path: Path) -> None:
     assert nothing == []
     assert rows == [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert len(list((tmp_path / "pictures").glob("figure-*.png"))) == 4
-    wanted = (
-        "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup floor_ms floor_ratio "
-    )
+    wanted = "op config variant mode device ranks dtype p20_ms p50_ms p80_ms skew_ms baseline speedup roofline_ms roofline_ratio "
     wanted += "error machine versions commit date loss overlap op_to_byte traffic_bytes paper scaled"
     by_variant = {(r["config"], r["variant"]): r for r in rows}
     assert len(by_variant) == len(rows) == 2 * len({*BASELINES, *BASELINES.values()})
@@ -189,6 +187,6 @@ def test_a_run_records_prints_and_draws(pool: Pool, tmp_path: Path) -> None:
         assert set(wanted.split()) <= set(row)
         base = by_variant[row["config"], row["baseline"]]
         assert row["loss"] == pytest.approx(row["p50_ms"] / base["p50_ms"]) == pytest.approx(1 / row["speedup"])
-        assert row["floor_ratio"] == pytest.approx(row["p50_ms"] / row["floor_ms"])
+        assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert (row["overlap"] is not None) == ("beside" in row["variant"])
         assert row["paper"]["m"] / row["m"] == row["paper"]["n"] / row["n"] == 256

@@ -9,7 +9,8 @@ from weft.plan import static_pick
 from weft.plan.heuristic import peak_flops
 from weft.schedule import AllGatherMatmul, candidates
 
-# Table I: (M, N, K). N is the layer's; one GPU of eight computes N / 8 columns.
+# Table I: (M, N, K). The paper does not say whose N it is; here the layer's, of which one GPU of eight computes N / 8 columns.
+# (weft/bench/inefficiency_gemms.py takes it as what one GPU computes.)
 TABLE_I = {
     "g1": (16384, 16384, 131072), "g2": (131072, 16384, 16384), "g3": (53248, 16384, 131072),
     "g4": (131072, 53248, 16384), "g5": (8192, 8192, 262144), "g6": (262144, 8192, 8192),
@@ -18,6 +19,8 @@ TABLE_I = {
     "g13": (1607680, 57344, 8192), "g14": (147456, 28672, 4096), "g15": (327680, 28672, 4096),
     "g16": (229376, 28672, 4096),
 }  # fmt: skip
+# The paper's text names the first class only. Of the others it says how they are told apart, but not at which time: that threshold
+# is weft's (weft/hw/mi300x.toml), chosen such that all three occur. So these sets hold the code still, and are no finding.
 CLASSES = {
     "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]": {"g1", "g3", "g5", "g7"},
     "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]": {"g2", "g6", "g14", "g15", "g16"},
@@ -27,12 +30,20 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("name", TABLE_I)
-def test_the_papers_gemms_fall_into_its_classes(name: str) -> None:
+def test_table_1_is_classified_as_before(name: str) -> None:
     m, n, k = TABLE_I[name]
     problem = AllGatherMatmul.even(m, n // 8, k, 8)
     pick = static_pick(problem, load_machine("mi300x"))
     assert name in CLASSES[pick]
     assert pick in {candidate.name for candidate in candidates(problem)}
+
+
+def test_columns_are_cut_where_the_paper_says_so() -> None:
+    by_columns = {name for name, (m, _, k) in TABLE_I.items() if m < k}
+    assert by_columns == {"g1", "g3", "g5", "g7"}
+    for name, (m, n, k) in TABLE_I.items():
+        picked = static_pick(AllGatherMatmul.even(m, n // 8, k, 8), load_machine("mi300x"))
+        assert picked.startswith("ficco_2d") == (name in by_columns)
 
 
 def machine(flops_per_s: float, threshold_s: float, **more: float) -> Machine:

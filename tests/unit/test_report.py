@@ -1,17 +1,26 @@
 """Tables in documents come from recorded results, and those in this repository are up to date."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from weft.bench import records
+from weft.bench.harness import HARNESS
 from weft.bench.matmul_results import TABLES, Summary
 from weft.bench.report import main, markdown, rewrite
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = "shard[chunks=1,send=in_turn,by=dma]"
 VARIANTS = {"embedding_bag": 10.0, "batched": 6.0, "direct": 4.0, "put": 5.0}
+CODE = {"commit": "abcdef0123", "source": "0123456789abcdef", "variables": {}, "harness": HARNESS}
+
+
+def _spread(ms: float, noise: float = 0.001) -> dict:
+    """What a record says of a time whose median errs by so much."""
+    half = noise * ms * math.sqrt(9) * 1.6832 / 1.2533 / 2
+    return {"p20_ms": ms - half, "p50_ms": ms, "p80_ms": ms + half, "repetitions": 9}
 
 
 def _records(config: str, run: str = "a", factor: float = 1.0, scale: float = 1.0) -> list[dict]:
@@ -19,16 +28,19 @@ def _records(config: str, run: str = "a", factor: float = 1.0, scale: float = 1.
         {
             "op": "embedding_all_to_all", "config": config, "variant": variant,
             "mode": "queued", "dtype": "fp32", "run": run, "ranks": 2,
-            "p50_ms": ms * factor, "floor_ratio": ms * factor / 3.2, "scale": scale, "rows_scale": scale,
-            "machine": "an abacus", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
-        }
+            "roofline_ratio": ms * factor / 3.2, "scale": scale, "rows_scale": scale, "device": "cpu",
+            "machine": "an abacus", "versions": {"torch": "2.13.0"}, "date": "2026-11-21T10:00:00Z",
+        } | CODE | _spread(ms * factor)
         for variant, ms in VARIANTS.items()
     ]  # fmt: skip
 
 
 def test_speedups_and_their_geometric_mean() -> None:
     table = markdown([*_records("one"), *_records("two", factor=0.5, scale=1 / 64)])
-    assert "2 ranks, an abacus; torch 2.13.0; commit abc, 2026-11-21." in table
+    assert (
+        f"; torch 2.13.0; commit abcdef0123 (sources 0123456789abcdef), harness {HARNESS} of {HARNESS}; 2026-11-21."
+        in table
+    )
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
     ]
@@ -39,7 +51,7 @@ def test_speedups_and_their_geometric_mean() -> None:
     assert one[column] == two[column] == mean[column] == "2.50x"
     assert not [name for name in header if name.startswith(("put vs", "put /"))]  # of the default alone
     assert one[header.index("put, ms")]
-    assert one[header.index("direct / floor")] == "1.25"
+    assert one[header.index("direct / roofline")] == "1.25"
     assert two[header.index("embedding_bag, ms")] == "5"
     assert all(len(row) == len(header) for row in rows)
 
@@ -47,9 +59,11 @@ def test_speedups_and_their_geometric_mean() -> None:
 def _shape(config: str, variant: str, ms: float, *, asynctp: float | None = 1.2, mode: str = "queued", **more) -> dict:
     over = {"serial": 1.0 / ms} | ({"asynctp": asynctp / ms} if asynctp else {})
     return {
-        "config": config, "variant": variant, "mode": mode, "p50_ms": ms, "speedup": 1.0 / ms, "speedup_over": over,
+        "config": config, "variant": variant, "mode": mode, "speedup": 1.0 / ms, "speedup_over": over,
+        "device": "cuda", "dtype": "bf16", "ranks": 2, "chosen": SCHEDULE if variant == "weft" else None,
+        "predicted_blind_ms": None,
         "m": int(config.split("x")[0]), "ideal_ms": 0.5, "ideal_ratio": ms / 0.5, "added_us": None, "predicted_ms": None,
-    } | more  # fmt: skip
+    } | CODE | _spread(ms) | more  # fmt: skip
 
 
 def test_what_the_shapes_say_together() -> None:
@@ -57,28 +71,37 @@ def test_what_the_shapes_say_together() -> None:
     measured = {"512x1x1": (1.0, 0.99), "2048x1x1": (0.5, 0.5), "4096x1x1": (1.1, 0.8), "8192x1x1": (0.8, 0.79)}
     for config, (mine, best) in measured.items():
         rows += [_shape(config, "serial", 1.0), _shape(config, "asynctp", 1.2)]
-        rows += [_shape(config, "weft", mine, predicted_ms=0.95), _shape(config, SCHEDULE, best)]
+        rows += [
+            _shape(config, "weft", mine, predicted_ms=0.95, predicted_blind_ms=1.05),
+            _shape(config, SCHEDULE, best),
+        ]
     found = Summary.of(rows)
     assert found is not None
     assert found.shapes == 4
     assert found.over_serial == pytest.approx((1 * 2 * (1 / 1.1) * (1 / 0.8)) ** 0.25)
-    assert found.over_asynctp == pytest.approx(1.2 * found.over_serial)
+    small, large = found.over_asynctp
+    assert small == pytest.approx(1.2 * 2**0.5), "with 2048 rows torch would gather by multicast"
+    assert large == pytest.approx(1.2 * (1 / 1.1 / 0.8) ** 0.5)
     assert found.worst == (pytest.approx(1 / 1.1), "4096x1x1")
     assert found.not_slower == 0.75
     assert found.over_ideal == pytest.approx((1.0 * 2.2 * 1.6) ** (1 / 3)), "512 rows are too few to count"
-    assert found.near_best == 0.75
-    assert found.near_prediction == 0.25
+    assert found.near_best == (0.75, 1, 1)
+    assert found.near_calibrated == 0.25
+    assert found.near_blind == 0.5
     assert found.most_added is None
     added = Summary.of([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
     assert added is not None
     assert added.most_added == (7.5, "64x1x1")
-    assert added.over_asynctp is added.over_ideal is added.near_best is added.near_prediction is None
+    assert added.over_asynctp == (None, None)
+    assert added.over_ideal is added.near_best is added.near_calibrated is added.near_blind is None
     text = TABLES.markdown(rows)
     assert "| M x N x K | serial | asynctp | weft | weft vs serial | weft vs asynctp | ideal | weft / ideal |" in text
     assert (
         "| 2048x1x1 | 1 | 1.2 | 0.5 | 2.00x | 2.40x | 0.5 | 1.00 | 0.5 | shard[chunks=1,send=in_turn,by=dma] |" in text
     )
     assert "at worst 0.91x (4096x1x1), at least 0.98x on 75% of them" in text
+    assert "of the fastest of 1 schedule that ran under their names on 75%" in text
+    assert "on 25% where predictions were calibrated by the shape's own GEMMs, on 50% blind" in text
     assert Summary.of(rows[:2]) is None
 
 
@@ -87,11 +110,12 @@ def _layer(config: str, ms: dict[str, float], mode: str) -> list[dict]:
     return [
         {
             "op": "all_to_all_matmul", "config": config, "variant": variant, "mode": mode, "dtype": "bf16", "run": "a", "ranks": 2,
-            "p50_ms": of, "baseline": base, "speedup": ms[base] / of, "floor_ms": 0.5, "floor_ratio": of / 0.5,
+            "baseline": base, "speedup": ms[base] / of, "roofline_ms": 0.5, "roofline_ratio": of / 0.5,
             "speedup_over": {o: ms[o] / of for o in ("serial", "padded") if o in ms},
             "rank_skew": 1.234, "capacity": 24, "experts": 8, "rows": 96,
-            "machine": "an abacus", "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
-        }
+            "machine": "an abacus", "versions": {"torch": "2.13.0"}, "date": "2026-11-21T10:00:00Z", "device": "cuda",
+            "skew": 0.5 if "zipf" in config else 0.0, "gemm_ms": 0.4, "gemm_each_ms": None, "chosen": None,
+        } | CODE | _spread(of)
         for variant, of in ms.items()
     ]  # fmt: skip
 
@@ -105,29 +129,30 @@ def test_experts_have_baselines_by_mode() -> None:
         "dispatch[x]": 0.9,
         "dispatch[x]-bounded": 0.5,
     }
-    rows = [*_layer("one", queued, "queued"), *_layer("two", {"serial": 2.0, "weft": 4.0}, "queued")]
+    rows = [*_layer("one", queued, "queued"), *_layer("two-zipf1", {"serial": 2.0, "weft": 4.0}, "queued")]
     text = markdown([*rows, *_layer("one", {"padded": 3.0, "weft-bounded": 1.5}, "graph")])
-    assert "| one | 1.23 | 2.00x | 2 | 4 | 1 | 0.8 | 2.00x | 2.50x | 5.00x | 0.5 | 0.5 | dispatch[x]-bounded |" in text
-    assert "| two | 1.23 | 2.00x | 2 |  | 4 |  | 0.50x |  |  | 0.5 |  |  |" in text, (
+    lines = {line.split(" | ")[0]: line for line in text.splitlines()}
+    assert "| 2 | 4 | 1 | 0.8 | 2.00x | 2.50x | 5.00x | 0.4 | 0.5 | 0.5 | dispatch[x]-bounded |" in text
+    assert "| 2 |  | 4 |  | 0.50x |  |  | 0.4 | 0.5 |  |  |" in lines["| two-zipf1"], (
         "what was not measured is left empty"
     )
+    said = next(line for line in text.splitlines() if line.startswith("weft over 2 shapes"))
+    assert "2.00x serial over 1 with even routing, 0.50x serial over 1 with skewed routing" in said, "means apart"
+    assert "at worst 0.50x serial (two-zipf1); at least 0.98x serial on 50%; 4.00 times the roofline" in said
+    assert "within 3% of the fastest of 1 schedule that ran under their names on 0%" in said
+    bounded = next(line for line in text.splitlines() if line.startswith("weft-bounded over 1 shape"))
     assert (
-        "weft over 2 shapes: 1.00x serial in the geometric mean, at worst 0.50x serial (two), at least 0.98x on 50% of"
-        in text
-    )
-    assert "4.00 times the floor; within 3% of the best measured schedule of its kind on 0%." in text
-    assert (
-        "weft-bounded over 1 shape: 2.50x serial and 5.00x padded in the geometric mean, at worst 2.50x serial (one)"
-        in text
+        "2.50x serial and 5.00x padded over 1 with even routing; at worst 2.50x serial (one) and 5.00x padded (one)"
+        in bounded
     )
     graph = text[text.index("**graph**") :]
-    assert "| one | 1.23 | 2.00x | 3 | 1.5 | 2.00x | 0.5 |" in graph
-    assert "weft-bounded over 1 shape: 2.00x padded in the geometric mean, at worst 2.00x padded (one)" in graph
+    assert "| 3 | 1.5 | 2.00x | 0.4 | 0.5 |" in graph
+    assert "2.00x padded over 1 with even routing; at worst 2.00x padded (one)" in graph
 
 
 _GATHER = {
     "op": "all_gather_matmul", "dtype": "bf16", "run": "b", "ranks": 2, "machine": "an abacus",
-    "versions": {"torch": "2.13.0"}, "commit": "abc", "date": "2026-11-21T10:00:00Z",
+    "versions": {"torch": "2.13.0"}, "date": "2026-11-21T10:00:00Z",
 }  # fmt: skip
 """What a record of that operator says of its run."""
 
@@ -138,7 +163,7 @@ def test_one_file_may_hold_several_operators() -> None:
     both = markdown([*_records("one"), *shapes])
     assert both.index("embedding_all_to_all, **queued**, fp32") < both.index("all_gather_matmul, **queued**, bf16")
     assert "| 64x1x1 | 1 | 1.2 | 0.8 | 1.25x | 1.50x | 0.5 | 1.60 |" in both
-    assert both.endswith("at least 0.98x on 100% of them; 1.50x asynctp.\n")
+    assert "at least 0.98x on 100% of them; 1.50x asynctp for M <= 2048." in both
     assert "all_gather_matmul" not in markdown(shapes), "a file of one operator need not name it"
 
 
@@ -171,6 +196,33 @@ def test_the_fastest_of_each_kind_is_told_where_there_are_many() -> None:
     assert "| 64x1x1 | 4 | 2 | 5 |" in many
 
 
+def test_serial_is_not_faster_than_serial() -> None:
+    rows = [_shape("64x1x1", "serial", 2.0), _shape("64x1x1", "weft", 1.0, asynctp=None, chosen="serial")]
+    text = markdown([r | _GATHER for r in rows])
+    assert "| 64x1x1 | 2 | 1 | (2.00x) |" in text
+    assert "1 pair, which differ by 50.0%" in text
+
+
+def test_times_under_a_millisecond_on_cpu_are_not_shown() -> None:
+    table = markdown([*_records("short", factor=0.2), *_records("long")])
+    assert "| long |" in table
+    assert "short" not in table, "though only some of its times are short: ratios are of two"
+    gpu = [r | {"device": "cuda"} for r in _records("short", factor=0.2)]
+    assert "| short |" in markdown(gpu)
+    with pytest.raises(ValueError, match="all 4 records are of times under 1 ms on CPU"):
+        markdown(_records("short", factor=0.2))
+
+
+def test_rows_of_another_harness_are_told_apart() -> None:
+    old = [r | {"commit": "1234567", "source": None, "variables": None, "harness": 1} for r in _records("old")]
+    table = markdown([*_records("new"), *_records("newer"), *old])
+    assert (
+        f"old: commit 1234567 (hash of sources not recorded), harness 1 of {HARNESS}; all others: commit abcdef0123"
+        in table
+    )
+    assert "all others" not in markdown(_records("new"))
+
+
 def test_a_bar_in_a_name_does_not_break_the_table() -> None:
     assert "| fused-inter/256\\|64 |" in markdown(_records("fused-inter/256|64"))
 
@@ -201,7 +253,7 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
         ('{"op": "sorting"}', "line 2: op 'sorting' is no operator: remove the line, or correct it to one of embedding_"),
         ('{"op": []}', "line 2: op [] is no operator"),
         ('{"config": "one"}', "line 2: the record has no 'op': remove the line, or measure one again"),
-        (json.dumps({k: v for k, v in _records("one")[2].items() if k != "floor_ratio"}), "line 2: the record has no 'floor"),
+        (json.dumps({k: v for k, v in _records("one")[2].items() if k != "roofline_ratio"}), "line 2: the record has no 'roof"),
         (None, "results:cpu has no records: record a run"),
     ],
 )  # fmt: skip

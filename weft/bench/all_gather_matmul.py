@@ -10,7 +10,7 @@ are bf16. Variants:
     a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
               beginning of a name means all that begin so, "all" every one
 
-Beside them run what an ideal overlap cannot beat: the GEMM alone on gathered rows, and the shard's copies to the peers alone
+Beside them run the two halves of an ideal overlap: the GEMM alone on gathered rows, and the shard's copies to the peers alone
 (copy engines on GPUs, memcpy into shared memory on CPUs). For information also the library's all-gather alone.
 """
 
@@ -50,12 +50,15 @@ from weft.bench.schedules import (
     gemm_limit,
     wanted_schedules,
 )
+from weft.ops import all_gather_matmul as plain
+from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import AllGatherMatmul, Compute, Schedule, described
+from weft.sim import Model
 from weft.symm import SymmetricBuffer
 
 _FIXED = (BASELINE, ASYNCTP, WEFT)
@@ -64,6 +67,8 @@ _BLOCK = 4096  # rows of the reference that are computed at a time
 
 class MatmulWorkload(Workload):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
+
+    claims = ((WEFT, BASELINE), (WEFT, ASYNCTP))
 
     def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
         self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, dtype, input_sets
@@ -112,12 +117,30 @@ class MatmulWorkload(Workload):
     def choices(self) -> dict[Mode, plan.Choice]:
         """What the planner says of queued and of captured calls; nothing where it does not know the machine, and the operator
         measures instead. Look at it after the operator's first call, which is timed and should not find the choice made."""
-        model = choosing.machine_model(self.ranks.device, self.ranks.world_size)
-        if model is None or self.ranks.world_size == 1:
+        model = self._model()
+        if model is None:
             return {}
         return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
 
-    def floor_ms(self, ceilings: Ceilings) -> float:
+    @cached_property
+    def planned(self) -> dict[Mode, Planned]:
+        model = self._model()
+        return {m: Planned.of(choice, model, self.taken(m)) for m, choice in self.choices.items() if model is not None}
+
+    def taken(self, mode: Mode) -> str:
+        """Which schedule the operator took, where none was pinned; serial if it was not called."""
+        calls = (scaled if self.scaled else plain).prepared_calls(self.ranks.group)
+        found = [call.taken for call in calls if call.pinned is None and call.p == self.problem]
+        return found[-1][mode == "graph"] if found else "serial"
+
+    def twins(self, mode: Mode) -> dict[str, str]:
+        return {WEFT: BASELINE} if self.taken(mode) == "serial" else {}
+
+    def _model(self) -> Model | None:
+        world = self.ranks.world_size
+        return None if world == 1 else choosing.machine_model(self.ranks.device, world)
+
+    def roofline_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
         p, (m, n, k) = self.problem, (self.shape.m, self.shape.n, self.shape.k)
         memory = ((m * k + k * n) * self.operands.itemsize + m * n * self.dtype.itemsize) / ceilings.memory
@@ -273,9 +296,11 @@ class _AllGatherMatmul(MatmulOperator[MatmulShape]):
         results = measure_arms(
             work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
-        planned = {mode: Planned.of_choice(choice) for mode, choice in work.choices.items()}
-        floor_ms = max(work.floor_ms(c) for c in ceilings)
-        return MeasuredMatmul(preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), planned, floor_ms)
+        taken = {mode: work.taken(mode) for mode in options.modes} if WEFT in arms else {}
+        return MeasuredMatmul(
+            preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.planned, taken,
+            max(work.roofline_ms(c) for c in ceilings),
+        )  # fmt: skip
 
 
 OPERATOR = _AllGatherMatmul()

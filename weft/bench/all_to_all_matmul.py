@@ -12,8 +12,8 @@ Tokens are sorted by expert, a router has drawn how many there are for each (`we
               of a name means all that begin so, "all" every one
     ...-bounded  the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
 
-Beside them run what no overlap can beat: the GEMMs alone on rows that lie in the order of experts, by torch's grouped GEMM
-and one by one; and for information the library's all-to-all of the tokens alone, sizes known.
+Beside them run, for information, torch's GEMMs alone on rows that lie in the order of experts, grouped and one by one (weft's own
+kernel can be faster), and the library's all-to-all of the tokens alone, sizes known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.bench.dispatch_results import (
     MeasuredDispatch,
 )
 from weft.bench.dispatch_shapes import MoeShape, find_shapes
-from weft.bench.harness import Call, Ranks
+from weft.bench.harness import Call, Mode, Ranks
 from weft.bench.matmul_operator import MatmulOperator
 from weft.bench.matmul_shapes import shapes_file
 from weft.bench.measure import Arms, Step, Workload, measure_arms
@@ -78,6 +78,8 @@ def _variants_of(p: AllToAllMatmul) -> tuple[tuple[AllToAllMatmul, str], ...]:
 
 class DispatchWorkload(Workload):
     """Normally distributed tokens, weights scaled so that outputs are about 1; other tokens and splits in each input set."""
+
+    claims = tuple((variant, over) for variant, overs in TABLES.compared.items() for over in overs)
 
     def __init__(self, shape: MoeShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
         self.shape, self.ranks, self.dtype, self.input_sets = shape, ranks, dtype, input_sets
@@ -126,13 +128,17 @@ class DispatchWorkload(Workload):
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE])
 
-    def taken(self, *, bounded: bool) -> str:
-        """Which schedule the operator took, where none was pinned."""
+    def taken(self, variant: str, mode: Mode) -> str:
+        """Which schedule the operator took for a variant that pins none; serial if it was not called."""
         group, p = self.ranks.group, self.problem
-        like = (p.experts, p.n, p.k, p.dtype, not bounded)
+        like = (p.experts, p.n, p.k, p.dtype, not variant.endswith(BOUNDED))
         found = [one for one in prepared_calls(group) if one.pinned is None]
-        usual, captured = [c.taken for c in found if (c.p.experts, c.p.n, c.p.k, c.p.dtype, c.p.exact) == like][-1]
-        return f"{usual}, in graphs {captured}" if bounded and captured != usual else usual
+        takes = [c.taken for c in found if (c.p.experts, c.p.n, c.p.k, c.p.dtype, c.p.exact) == like]
+        return takes[-1][mode == "graph"] if takes else "serial"
+
+    def twins(self, mode: Mode) -> dict[str, str]:
+        """With `max_rows`, weft's serial schedule is not what the baseline does: its result has another shape."""
+        return {WEFT: BASELINE} if self.taken(WEFT, mode) == "serial" else {}
 
     @cached_property
     def load(self) -> Load:
@@ -281,9 +287,17 @@ class _AllToAllMatmul(MatmulOperator[MoeShape]):
         results = measure_arms(
             work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
-        chosen = {name: work.taken(bounded=name != WEFT) for name in MINE if name in arms}
+        chosen = {mode: {name: work.taken(name, mode) for name in MINE if name in arms} for mode in options.modes}
         return MeasuredDispatch(
-            preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.load, chosen
+            preset,
+            ranks.world_size,
+            tuple(arms),
+            results,
+            ceilings,
+            tuple(notes),
+            work.load,
+            work.dtype.itemsize,
+            chosen,
         )
 
 

@@ -117,7 +117,8 @@ class SerialArm(Arm):
 
 
 class EmbeddingBagArm(SerialArm):
-    """One `nn.EmbeddingBag` per table: what a user of plain torch writes, and what both papers start from."""
+    """One `nn.EmbeddingBag` per table: what a user of plain torch writes. (The PGAS paper starts from TorchRec's
+    EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the exchange.)"""
 
     def __init__(self, work: EmbeddingWorkload):
         super().__init__(work)
@@ -264,7 +265,8 @@ class FusedArm(Arm):
 
 
 class PerTableArm(FusedArm):
-    """weft's kernel launched once for each table instead of once for all: the fused paper's intra-node variant."""
+    """weft's kernel launched once for each table instead of once for all. (So does the fused paper within a node, by a kernel
+    that is not persistent; this one is.)"""
 
     def __init__(self, work: EmbeddingWorkload):
         super().__init__(work, Variant("direct"))

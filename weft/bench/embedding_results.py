@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.bench import records
+from weft.bench import records, remarks
 from weft.bench.ceilings import Ceilings
 from weft.bench.console import print_table
 from weft.bench.embedding_arms import BASELINES, Arm, FusedArm
@@ -20,7 +20,7 @@ from weft.words import counted
 
 POOL = " pooling alone"
 DEFAULT = "direct"  # what transport="auto" takes
-_LAST_COLUMNS = ("over\nfloor", "pool\nms", "extra\nMB", "error")
+_LAST_COLUMNS = ("over\nroofline", "pool\nms", "extra\nMB", "error")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class MeasuredEmbedding:
         return self.results.wrong
 
     @property
-    def floor_ms(self) -> float:
-        return max(t.floor_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
+    def roofline_ms(self) -> float:
+        return max(t.roofline_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
 
     def put_us_per_slice(self, mode: Mode, name: str) -> float | None:
         """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
@@ -59,10 +59,10 @@ class MeasuredEmbedding:
 
     def records(self, options: BenchOptions, run: str) -> list[Record]:
         config = self.work.config
-        floors = [t.floor_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True)]
-        traffic = self.traffic[floors.index(max(floors))]
+        times_ms = [t.roofline_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True)]
+        traffic = self.traffic[times_ms.index(max(times_ms))]
         common = records.common_fields(
-            options, config.name, self.work.ranks.world_size, BASELINE, self.floor_ms, self.ceilings, run
+            options, config.name, self.work.ranks.world_size, BASELINE, self.roofline_ms, self.ceilings, run
         ) | {
             "scale": float(config.scale.batch),
             "rows_scale": float(config.scale.rows),
@@ -94,7 +94,7 @@ class MeasuredEmbedding:
         for mode in options.modes:
             for name in self._timed(mode):
                 timing, pool = self.results.timings[mode, name], self.results.timings.get((mode, name + POOL))
-                over = [times(self.results.speedup(mode, name, o)) for o in others]
+                over = [self.results.gain(mode, name, o) for o in others]
                 rows.append(
                     (
                         name,
@@ -103,7 +103,7 @@ class MeasuredEmbedding:
                         f"{timing.p20_ms:.3f} - {timing.p80_ms:.3f}",
                         f"{timing.skew_ms:.3f}",
                         *over,
-                        f"{timing.p50_ms / self.floor_ms:.2f}",
+                        f"{timing.p50_ms / self.roofline_ms:.2f}",
                         f"{pool.p50_ms:.3f}" if pool else "",
                         f"{self.memory[name][0] / 1e6:.1f}",
                         f"{self.results.errors[name]:.1e}",
@@ -117,7 +117,7 @@ class MeasuredEmbedding:
             rows,
             (
                 f"{config.describe()}; {config.scale}",
-                f"floor {self.floor_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
+                f"roofline {self.roofline_ms:.3f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}",
                 *self._kernel_notes(options.modes),
                 *self.wrong,
             ),
@@ -157,30 +157,30 @@ def show_means(written: Sequence[Record], options: BenchOptions) -> None:
 
 
 def table(rows: Sequence[Record]) -> str:
-    """Markdown: the time of every arm, and the default variant's speedup over each baseline and time over the floor."""
+    """Markdown: the time of every arm, and the default variant's speedup over each baseline and time over the roofline."""
     variants = list(dict.fromkeys(r["variant"] for r in rows))
     baselines = [v for v in BASELINES if v in variants]
     fused = [v for v in variants if v not in BASELINES]
     # Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them.
     judged = [DEFAULT] if DEFAULT in fused else fused[:1]
+    pairs = [(f, b) for f in judged for b in baselines]
     header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
-    header += [f"{f} vs {b}" for f in judged for b in baselines] + [f"{f} / floor" for f in judged]
-    lines = []
-    gains: dict[tuple[str, str], list[float]] = {(f, b): [] for f in judged for b in baselines}
+    header += [f"{f} vs {b}" for f, b in pairs] + [f"{f} / roofline" for f in judged]
+    lines, gains = [], []
+    factors: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
     for config in dict.fromkeys(r["config"] for r in rows):
         by_variant = {r["variant"]: r for r in rows if r["config"] == config}
         cells = [config + _scale(next(iter(by_variant.values())))]
         cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
-        for (f, b), found in gains.items():
-            gain = by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"] if {f, b} <= set(by_variant) else None
-            found += [] if gain is None else [gain]
-            cells.append(times(gain))
-        cells += [f"{by_variant[f]['floor_ratio']:.2f}" if f in by_variant else "" for f in judged]
-        lines.append(cells)
+        gains += (mine := [remarks.gain(by_variant.get(f), by_variant.get(b)) for f, b in pairs])
+        for (f, b), found in factors.items():
+            found += [by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"]] if {f, b} <= set(by_variant) else []
+        ratios = [f"{by_variant[f]['roofline_ratio']:.2f}" if f in by_variant else "" for f in judged]
+        lines.append(cells + mine + ratios)
     if len(lines) > 1:
         empty = [""] * len(baselines + fused)
-        lines.append(["geometric mean", *empty, *(times(geomean(g)) for g in gains.values()), *([""] * len(judged))])
-    return markdown_table(header, lines)
+        lines.append(["geometric mean", *empty, *(times(geomean(f)) for f in factors.values()), *([""] * len(judged))])
+    return "\n\n".join([markdown_table(header, lines), *remarks.unclear(gains)])
 
 
 def _scale(record: Record) -> str:

@@ -42,8 +42,9 @@ class Traffic:
     def memory(self) -> float:
         return self.rows + self.ids + self.offsets + self.outputs
 
-    def floor_ms(self, ceilings: Ceilings) -> float:
-        """The least time: the larger of memory traffic and wire traffic over what this rank was measured to do."""
+    def roofline_ms(self, ceilings: Ceilings) -> float:
+        """The larger of memory traffic and wire traffic over what this rank was measured to do. Rows that are read again may come
+        from a cache, and then a call takes less."""
         return 1e3 * max(self.memory / ceilings.memory, self.wire / ceilings.link)
 
 

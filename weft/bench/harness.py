@@ -11,20 +11,28 @@
 - `graph`: a call captured in a CUDA graph and replayed, many times as in `queued`: how decoding runs.
 
 Arms take turns inside each repetition (clocks, temperature and neighbours drift), in another order each time: an arm that
-always follows the same one would be measured at the clock that this one leaves behind.
+always follows the same one would be measured at the clock that this one leaves behind. Repetitions go on while a difference
+that is to be published is within twice its noise, up to a limit.
+
+What is timed can be looked at: in the last repetition the output of each row's last call is handed on.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+HARNESS = 4
+"""The number of this way of measuring, which every record has. Raise it when times of the same code would come out differently,
+and say in benchmarks/README.md what changed."""
 
 Mode = Literal["single", "queued", "graph"]
 MODES: tuple[Mode, ...] = ("single", "queued", "graph")
@@ -37,6 +45,8 @@ _LONGEST_SLEEP_S = 0.2
 _MOST_CALLS = 20  # in a row
 _MOST_REPLAYS = 12  # of graphs: with more of NCCL's before it, launching one waits for the device
 _ATTEMPTS = 4  # to enqueue a row of calls before the sleep is over
+_LONGER = 4  # times as many repetitions as asked for, at most, while a difference is within its noise
+_CLEAR = 2.0  # of its noise: what a difference must exceed
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,23 @@ class Timing:
     calls: int = 1
     host_us: float | None = None
 
+    @property
+    def noise(self) -> float:
+        return noise(self.p20_ms, self.p50_ms, self.p80_ms, self.repetitions)
+
     def __str__(self) -> str:
         return f"{self.p50_ms:.3f} ms ({self.p20_ms:.3f} to {self.p80_ms:.3f})"
+
+
+def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
+    """The standard error of a median, relative to it, as if times were normally distributed: 60% of them lie within 1.68
+    standard deviations, and the median of n errs by 1.25 / sqrt(n) of one."""
+    return 1.2533 * (p80 - p20) / 1.6832 / math.sqrt(repetitions) / p50
+
+
+def is_clear(ratio: float, noise_a: float, noise_b: float) -> bool:
+    """Whether two medians with this ratio differ by more than twice the noise of their difference."""
+    return abs(math.log(ratio)) > _CLEAR * math.hypot(noise_a, noise_b)
 
 
 def summarise(
@@ -135,13 +160,20 @@ def time_arms(
     seconds: float = 1.0,
     repetitions: tuple[int, int] = (5, 25),
     waiting: Collection[str] = (),
+    claims: Collection[tuple[str, str]] = (),
     advance: Callable[[float], None] = lambda share: None,
+    before_last: Callable[[], None] = lambda: None,
+    inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
 ) -> dict[str, Timing]:
     """Time `arms` in turns, on all ranks at once; every rank returns the same.
 
     The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through
     `input_sets`. `advance` is told after each repetition which share of the whole it was. For `graph` an arm is what
     replays. `waiting`: arms that wait for the device in each call.
+
+    claims: pairs of arms whose difference matters; while it is not clear, the two are repeated up to `_LONGER` times as often.
+    before_last, inspect: called before the last repetition, and in it after each arm's row, with the arm's name, the input set
+    and the output of the row's last call, in the same order on all ranks.
     """
     slowest_s = max(_warm_up(call, ranks, input_sets) for call in arms.values())
     most = _MOST_REPLAYS if mode == "graph" else _MOST_CALLS
@@ -149,20 +181,44 @@ def time_arms(
     calls = 1 if mode == "single" and ranks.device.type == "cpu" else calls
     count = max(repetitions[0], min(repetitions[1], round(seconds / (slowest_s * calls))))
     clock = _HostClock if ranks.device.type == "cpu" else _SingleClock if mode == "single" else _QueueClock
-    clocks: dict[str, _Clock] = {
-        name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in arms.items()
-    }
-    names = list(arms)
-    mine: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for repetition in range(count):
+    clocks = {name: clock(call, ranks, name in waiting, calls, input_sets) for name, call in arms.items()}
+    claims = [pair for pair in claims if set(pair) <= set(arms)]
+    mine: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+
+    def repeat(repetition: int, names: Sequence[str], looking: bool = False) -> None:
         for number in np.random.default_rng(repetition).permutation(len(names)):  # the same on all ranks
-            mine[names[number]].append(clocks[names[number]].measure(repetition))
+            name, taken = names[number], clocks[names[number]]
+            mine[name].append(taken.measure(repetition))
+            if looking:
+                inspect(name, *taken.last)
+            taken.last = (0, None)  # nobody else may lack its memory
+
+    def found() -> dict[str, Timing]:
+        timings = {}
+        for name in arms:
+            of_ranks, busy = (list(zip(*ranks.gather([row[i] for row in mine[name]]), strict=True)) for i in range(2))
+            timings[name] = summarise(of_ranks, calls, busy if ranks.device.type == "cuda" else None)
+        return timings
+
+    for repetition in range(count - 1):
+        repeat(repetition, list(arms))
         advance(1 / count)
-    timings = {}
-    for name in names:
-        of_ranks, busy = (list(zip(*ranks.gather([found[i] for found in mine[name]]), strict=True)) for i in range(2))
-        timings[name] = summarise(of_ranks, calls, busy if ranks.device.type == "cuda" else None)
-    return timings
+    for more in range(1, _LONGER):
+        timings = found() if claims and count > 1 else {}
+        unclear = dict.fromkeys(name for pair in claims if timings and not _clear(timings, *pair) for name in pair)
+        if not unclear:
+            break
+        for repetition in range(more * count, (more + 1) * count):
+            repeat(repetition, list(unclear))
+    before_last()
+    repeat(_LONGER * count, list(arms), looking=True)
+    advance(1 / count)
+    return found()
+
+
+def _clear(timings: Mapping[str, Timing], one: str, other: str) -> bool:
+    a, b = timings[one], timings[other]
+    return is_clear(a.p50_ms / b.p50_ms, a.noise, b.noise)
 
 
 def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
@@ -177,28 +233,33 @@ def _warm_up(call: Call, ranks: Ranks, input_sets: int) -> float:
     return max(ranks.most(seconds), 1e-6)
 
 
-class _Clock(Protocol):
-    def measure(self, repetition: int) -> tuple[float, float]:
-        """(milliseconds of a call, microseconds of it that the host was busy), on this rank."""
-
-
 @dataclass
 class _HostClock:
-    """A call returns when its result is there."""
+    """A row of calls, each of which returns when its result is there. `last`: the input set and the output of the last one.
+
+    A call's output is let go of before the next call, which may take its memory."""
 
     call: Call
     ranks: Ranks
     waits: bool
     calls: int
     input_sets: int
+    last: tuple[int, object] = field(default=(0, None), init=False)
 
     def measure(self, repetition: int) -> tuple[float, float]:
+        """(milliseconds of a call, microseconds of it that the host was busy), on this rank."""
         self.ranks.start_together()
         start = time.perf_counter()
-        for i in range(self.calls):
-            self.call((repetition + i) % self.input_sets)
+        self._row(repetition, self.calls)
         seconds = (time.perf_counter() - start) / self.calls
         return 1e3 * seconds, 1e6 * seconds
+
+    def _row(self, repetition: int, calls: int) -> None:
+        output = None
+        for i in range(calls):
+            del output
+            output = self.call((repetition + i) % self.input_sets)
+        self.last = (repetition + calls - 1) % self.input_sets, output
 
 
 class _SingleClock(_HostClock):
@@ -210,7 +271,8 @@ class _SingleClock(_HostClock):
         self.ranks.start_together()
         for i in range(1 + self.calls):
             start = time.perf_counter()
-            self.call((repetition + i) % self.input_sets)
+            self.last = (0, None)
+            self._row(repetition + i, 1)
             host_s = time.perf_counter() - start
             torch.cuda.synchronize(self.ranks.device)
             found.append((1e3 * (time.perf_counter() - start), 1e6 * host_s))
@@ -224,7 +286,7 @@ class _QueueClock(_HostClock):
     row is measured again behind a longer one; so the first row, behind none, says how long enqueueing takes. Calls that
     wait for the device would outlast any sleep."""
 
-    sleep_s: float = 0.0
+    sleep_s: float = field(default=0.0, init=False)
 
     def measure(self, repetition: int) -> tuple[float, float]:
         for _ in range(_ATTEMPTS):
@@ -233,10 +295,10 @@ class _QueueClock(_HostClock):
             self.ranks.start_together()
             torch.cuda._sleep(int(self.sleep_s * _SLEEP_CYCLES_PER_S))
             self.ranks.meet_on_device()
+            self.last = (0, None)
             before.record()
             start = time.perf_counter()
-            for i in range(self.calls):
-                self.call((repetition + i) % self.input_sets)
+            self._row(repetition, self.calls)
             enqueue_s = time.perf_counter() - start
             late = before.query()
             after.record()

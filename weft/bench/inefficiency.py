@@ -141,10 +141,10 @@ class MeasuredGemm:
         for name, timing in found.timings.items():
             base = BASELINES.get(name, name)
             loss = timing.p50_ms / found.timings[base].p50_ms
-            floor_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
-            common = common_fields(options, gemm.name, self.world_size, base, floor_ms, self.ceilings, run)
+            roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
+            common = common_fields(options, gemm.name, self.world_size, base, roofline_ms, self.ceilings, run)
             measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
-            judged = {"speedup": 1 / loss, "loss": loss, "floor_ratio": timing.p50_ms / floor_ms}
+            judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
             beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
             records.append({**common, **described, "variant": name, **measured, **judged, **beside})
         return records

@@ -43,8 +43,8 @@ class Claim:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """The paper's observations, in its order."""
-    found = []
+    """The paper's observations, in its order; those of which nothing is recorded are left out."""
+    found: list[Claim | None] = []
     for cut in ("rows", "columns"):
         few, many = cut_name(cut, 8), cut_name(cut, 64)
         found.append(_of_each("IV-C1", f"64 pieces by {cut} lose more than 8", [(r, few, many) for r in rows]))
@@ -68,7 +68,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     for by in TRANSPORTS:
         text = f"{by}'s loss beside a GEMM grows with the GEMM's traffic"
         found.append(_trend("IV-D2", text, rows, lambda r: r.traffic, gather_beside(by), 1))
-    return found
+    return [claim for claim in found if claim is not None]
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
@@ -96,7 +96,12 @@ def ranks_of(values: ArrayLike) -> np.ndarray:
     return (last - (count - 1) / 2)[which]
 
 
-def _trend(where: str, text: str, rows: Sequence[Row], along: Callable[[Row], float], variant: str, sign: int) -> Claim:
+def _trend(
+    where: str, text: str, rows: Sequence[Row], along: Callable[[Row], float], variant: str, sign: int
+) -> Claim | None:
+    rows = [row for row in rows if row.has(variant)]
+    if not rows:
+        return None
     x, y = [along(row) for row in rows], [row.loss(variant) for row in rows]
     if len(rows) < LEAST_GEMMS:
         return Claim(where, text, None, f"of {counted(len(rows), 'GEMM')}; it takes {LEAST_GEMMS}")
@@ -107,8 +112,11 @@ def _trend(where: str, text: str, rows: Sequence[Row], along: Callable[[Row], fl
     return Claim(where, text, sign * rho > 0 and chance <= _CHANCE, f"rho {rho:+.2f}, by chance {chance:.1%}")
 
 
-def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Claim:
+def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Claim | None:
     """Of (GEMM, variant, variant): that the first loses less than the second."""
+    pairs = [(row, less, more) for row, less, more in pairs if row.has(less) and row.has(more)]
+    if not pairs:
+        return None
     exceptions = [row.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
     holding = [row.name for row, _, _ in pairs if row.name not in exceptions]
     numbers = f"{len(holding)} of {len(pairs)}"

@@ -3,6 +3,9 @@
     op-to-byte   2 M N K / (bytes of the three matrices): arithmetic intensity
     traffic      bytes of the three matrices, each once
 
+Table I does not say whether N is a layer's or a GPU's. Here it is taken as it stands, as what one GPU computes; tests of the
+heuristic and of the simulator take it as a layer's, of which each of eight GPUs computes an eighth.
+
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and IV-C, IV-D.
 """
 

@@ -26,13 +26,14 @@ from weft.bench.inefficiency_sides import TRANSPORTS
 from weft.bench.operator import Record
 from weft.bench.tables import geomean, markdown_table, milliseconds
 
-# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
+# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up; the text does not say by which transport, and FiCCO's is
+# DMA), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
 
 
 @dataclass(frozen=True)
 class Row:
-    """All that was measured of one GEMM. `ms`, `overlap`: by variant."""
+    """All that was measured of one GEMM. `ms`, `overlap`: by variant; records may lack some."""
 
     gemm: Gemm
     scaled: str
@@ -55,6 +56,10 @@ class Row:
 
     def piece_op_to_byte(self, cut: str, pieces: int) -> float:
         return self.gemm.piece(**{cut: pieces}).op_to_byte(self.item_bytes)
+
+    def has(self, variant: str) -> bool:
+        """Whether its loss is known."""
+        return variant in self.ms and BASELINES[variant] in self.ms
 
     def loss(self, variant: str) -> float:
         """Its time over that of what it is compared with; 1 is no loss."""
@@ -87,7 +92,8 @@ class Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper."""
+    """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
+    of what was not recorded are left out."""
     cuts = [cut_name(*cut) for cut in CUTS]
     gathers = [gather_name(by) for by in TRANSPORTS]
     beside = [gemm_beside(by) for by in TRANSPORTS] + [gather_beside(by) for by in TRANSPORTS]
@@ -97,15 +103,15 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         (
             r.name,
             f"{r.gathered_bytes / 1e6:.1f}",
-            *(milliseconds(r.ms[gather_name(by, 1)]) for by in TRANSPORTS),
+            *(milliseconds(r.ms.get(gather_name(by, 1))) for by in TRANSPORTS),
             *_losses(r, gathers),
         )
         for r in rows
     ]
     together = [
-        (r.name, *_losses(r, beside), *(f"{r.overlap[gemm_beside(by)]:.0%}" for by in TRANSPORTS)) for r in rows
+        (r.name, *_losses(r, beside), *(_percent(r.overlap.get(gemm_beside(by))) for by in TRANSPORTS)) for r in rows
     ]
-    return [
+    made = [
         Table(
             "GEMM cut into 8 and 64, over the whole (figure 7)",
             ("GEMM", "M x N x K", "paper's over", "ops /\nbyte", "traffic\nMB", "whole\nms", *(_two_lines(c) for c in cuts)),
@@ -127,6 +133,15 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             together + _means(rows, beside, before=0, after=len(TRANSPORTS)),
         ),
     ]  # fmt: skip
+    kept = [_without_empty(table, rows) for table in made]
+    return [table for table in kept if any(line[0] == "mean" for line in table.cells)]
+
+
+def _without_empty(table: Table, rows: Sequence[Row]) -> Table:
+    """Without columns in which no GEMM has anything, and without means where no loss is left."""
+    filled = [i for i in range(len(table.columns)) if any(cells[i] for cells in table.cells[: len(rows)])]
+    cells = [tuple(line[i] for i in filled) for line in table.cells]
+    return Table(table.title, tuple(table.columns[i] for i in filled), [line for line in cells if any(line[1:])])
 
 
 def show_tables(rows: Sequence[Row], notes: Sequence[str]) -> None:
@@ -151,12 +166,16 @@ def _two_lines(name: str) -> str:
 
 
 def _losses(row: Row, variants: Sequence[str]) -> list[str]:
-    return [f"{row.loss(variant):.2f}" for variant in variants]
+    return [f"{row.loss(variant):.2f}" if row.has(variant) else "" for variant in variants]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def _means(rows: Sequence[Row], variants: Sequence[str], before: int, after: int = 0) -> list[tuple[str, ...]]:
     """Rows of geometric means: of what was measured here, and the paper's where it gives one."""
-    means = [geomean([row.loss(variant) for row in rows]) for variant in variants]
+    means = [geomean([row.loss(variant) for row in rows if row.has(variant)]) for variant in variants]
     here = ["" if mean is None else f"{mean:.2f}" for mean in means]
     found = [("mean", *[""] * before, *here, *[""] * after)]
     if any(variant in PAPER_MEANS for variant in variants):

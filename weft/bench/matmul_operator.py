@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar, TypeVar
 
-from weft.bench import records
+from weft.bench import records, remarks
 from weft.bench.ceilings import Ceilings
 from weft.bench.console import print_table
 from weft.bench.dispatch_shapes import MoeShape
@@ -21,11 +21,12 @@ from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.measure import Results
 from weft.bench.operator import Operator, Preset, Record
 from weft.bench.options import BenchOptions
-from weft.bench.tables import markdown_table, milliseconds, number, times
+from weft.bench.tables import markdown_table, milliseconds, number, share
 from weft.words import counted
 
 P = TypeVar("P", bound=Preset)
 
+NEAR_BEST = 0.03
 _MANY_KINDS = 3
 _BY_KIND = "the fastest of each kind of schedule, and of how many"
 
@@ -54,18 +55,31 @@ class Tables(ABC):
     def said(self, rows: Sequence[Record]) -> list[str]:
         """What the shapes say together, in sentences."""
 
+    @abstractmethod
+    def twin(self, record: Record) -> str | None:
+        """Of an arm that chooses: the variant that runs the same schedule under its own name, if its choice is recorded."""
+
+    def remarks(self, rows: Sequence[Record]) -> list[str]:
+        """What has to be known of them, in sentences."""
+        header, lines = self._lines(rows)
+        gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
+        named = {(r["config"], r["variant"]): r for r in rows}
+        pairs = [(r, other) for r in rows if (other := named.get((r["config"], self.twin(r) or "")))]
+        return remarks.unclear(gains) + remarks.twins(pairs)
+
     def show(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Print a table for each mode."""
         for mode in options.modes:
             rows = [r for r in written if r["mode"] == mode]
             if rows:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
-                print_table(title, *self._lines(rows), self.said(rows) + self._on_host(rows), optional=self.optional)
+                notes = self.said(rows) + self.remarks(rows) + self._on_host(rows)
+                print_table(title, *self._lines(rows), notes, optional=self.optional)
                 if by_kind := self._by_kind(rows):
                     print_table(f"{title}: {_BY_KIND}", *by_kind)
 
     def markdown(self, rows: Sequence[Record]) -> str:
-        parts = [markdown_table(*self._lines(rows)), *self.said(rows), *self._on_host(rows)]
+        parts = [markdown_table(*self._lines(rows)), *self.said(rows), *self.remarks(rows), *self._on_host(rows)]
         if by_kind := self._by_kind(rows):
             parts += [f"{_BY_KIND.capitalize()}:", markdown_table(*by_kind)]
         return "\n\n".join(parts)
@@ -105,16 +119,24 @@ class Tables(ABC):
         there = {over for r in rows if r["variant"] == variant for over in r["speedup_over"]}
         return [over for over in self.compared[variant] if over in there]
 
-    def fastest(self, rows: Sequence[Record], config: str) -> tuple[float, str] | None:
-        """(milliseconds, variant) of the fastest pinned schedule."""
-        pinned = [r for r in rows if r["config"] == config and r["variant"] not in (*self.baselines, *self.compared)]
-        return min(((r["p50_ms"], r["variant"]) for r in pinned), default=None)
+    def pinned(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
+        """(milliseconds, variant) of the schedules of a shape that were run under their names, the fastest first."""
+        chosen = (*self.baselines, *self.compared)
+        return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and r["variant"] not in chosen)
+
+    def near_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> tuple[float, int, int] | None:
+        """On which share of shapes `mine` is about as fast as the fastest pinned schedule, and of how many, least and most."""
+        others = [(r["p50_ms"], found) for r in mine if (found := self.pinned(rows, r["config"]))]
+        if not others:
+            return None
+        near = share([ms <= (1 + NEAR_BEST) * found[0][0] for ms, found in others]) or 0.0
+        return near, min(len(found) for _, found in others), max(len(found) for _, found in others)
 
     def _lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """(header, cells): shape, times, ratios, what they are judged by; where schedules were pinned the best of them."""
         variants = [v for v in (*self.baselines, *self.compared) if any(r["variant"] == v for r in rows)]
         compared = [(variant, over) for variant in self.compared for over in self.overs(rows, variant)]
-        best = {r["config"]: self.fastest(rows, r["config"]) for r in rows}
+        best = {r["config"]: self.pinned(rows, r["config"])[:1] for r in rows}
         pinned = any(best.values())
         header = [*self.head, *variants, *(f"{variant} vs {over}" for variant, over in compared), *self.tail]
         header += ["best schedule", "of them"] if pinned else []
@@ -123,13 +145,20 @@ class Tables(ABC):
             by_variant = {r["variant"]: r for r in rows if r["config"] == config}
             cells = self.described(next(iter(by_variant.values())))
             cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
-            cells += [times(by_variant.get(v, {}).get("speedup_over", {}).get(over)) for v, over in compared]
+            for v, over in compared:
+                mine = by_variant.get(v)
+                cells.append(remarks.gain(mine, by_variant.get(over), mine is not None and self.twin(mine) == over))
             cells += self.judged(by_variant)
             if pinned:
-                ms, name = best[config] or (None, "")
-                cells += [milliseconds(ms), name]
+                cells += [cell for ms, name in best[config] for cell in (milliseconds(ms), name)] or ["", ""]
             lines.append(cells)
         return header, lines
+
+
+def said_of_best(near: float, least: int, most: int) -> str:
+    """Of `Tables.near_best`."""
+    of = counted(most, "schedule") if least == most else f"{least} to {counted(most, 'schedule')}"
+    return f"within {NEAR_BEST:.0%} of the fastest of {of} that ran under their names on {near:.0%}"
 
 
 class MatmulOperator(Operator[P]):
@@ -177,8 +206,8 @@ class MeasuredArms(ABC):
     """Of an arm, beside those that all operators have."""
 
     @abstractmethod
-    def floor_ms(self, mode: Mode) -> float:
-        """What no arm can beat."""
+    def roofline_ms(self, mode: Mode) -> float:
+        """What bytes and operations take at the rates that were measured in the same run."""
 
     @abstractmethod
     def described(self, mode: Mode) -> Record:
@@ -216,7 +245,13 @@ class MeasuredArms(ABC):
         rows = []
         for mode in options.modes:
             common = records.common_fields(
-                options, self.shape.name, self.world_size, self.baseline(mode), self.floor_ms(mode), self.ceilings, run
+                options,
+                self.shape.name,
+                self.world_size,
+                self.baseline(mode),
+                self.roofline_ms(mode),
+                self.ceilings,
+                run,
             )
             common |= {"sources": list(self.shape.sources)} | self.described(mode)
             common |= {f"{name.replace('-', '_')}_ms": self.ms(mode, name) for name in self.beside}
@@ -237,7 +272,7 @@ class MeasuredArms(ABC):
         print_table(
             f"{options.op} {self.shape.name} ({'; '.join(self.shape.sources) or 'as asked for'}), {options.dtype}, "
             f"{counted(self.world_size, 'rank')}, {options.device}",
-            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), *self.columns, "over\nfloor",
+            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), *self.columns, "over\nroofline",
              "added\nus", "host\nus", "first\nms", "error"),
             rows,
             (
@@ -259,9 +294,9 @@ class MeasuredArms(ABC):
             return [*cells, *[""] * (len(overs) + len(self.columns) + 2), host, "", ""]
         return [
             *cells,
-            *(times(results.speedup(mode, name, over) if results.timed(mode, over) else None) for over in overs),
+            *(results.gain(mode, name, over) for over in overs),
             *self.cells(mode, name),
-            f"{timing.p50_ms / self.floor_ms(mode):.2f}",
+            f"{timing.p50_ms / self.roofline_ms(mode):.2f}",
             number(self.added_us(mode, name), 1),
             host,
             f"{results.first_call_ms[name]:.1f}",

@@ -1,6 +1,7 @@
 """What a GEMM with communication took: records, a table on the terminal, and what all shapes say together.
 
-The ideal is the longer of the GEMM alone and the communication alone, measured in the same run and mode.
+The ideal is the longer of the GEMM alone and the communication alone, measured in the same run and mode. It is no bound: two
+halves of a GEMM may be faster than the whole, and each row runs at the clock that it finds.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from weft.bench import remarks
 from weft.bench.harness import Mode
-from weft.bench.matmul_operator import MeasuredArms, Tables
+from weft.bench.matmul_operator import MeasuredArms, Tables, said_of_best
 from weft.bench.matmul_shapes import MatmulShape
 from weft.bench.operator import Record
-from weft.bench.schedules import WEFT, Planned
+from weft.bench.remarks import MULTICAST_M
+from weft.bench.schedules import OWN_SERIAL, WEFT, Planned, schedule_of
 from weft.bench.tables import geomean, milliseconds, number, share, times
 from weft.words import counted
 
@@ -25,7 +28,7 @@ NEVER_BELOW = 0.98
 """Of serial's speed: what counts as not slower."""
 LARGE_M = 2048
 """From here on a shape counts in the mean time over the ideal."""
-NEAR_BEST, NEAR_PREDICTION = 0.03, 0.10
+NEAR_PREDICTION = 0.10
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,16 @@ class Summary:
 
     shapes: int
     over_serial: float | None
-    over_asynctp: float | None
+    over_asynctp: tuple[float | None, float | None]  # up to, and above, the rows for which it would use multicast
     worst: tuple[float, str]  # speed over serial, shape
     not_slower: float  # share of shapes
     over_ideal: float | None
     most_added: tuple[float, str] | None  # us, shape; single calls
-    near_best: float | None  # share of shapes
-    near_prediction: float | None
+    near_best: (
+        tuple[float, int, int] | None
+    )  # share of shapes; how many schedules, at least and at most, it is the best of
+    near_calibrated: float | None  # share of shapes; by the shape's own GEMMs
+    near_blind: float | None
 
     @classmethod
     def of(cls, rows: Sequence[Record]) -> Summary | None:
@@ -52,18 +58,18 @@ class Summary:
         if not overs:
             return None
         added = [(r["added_us"], r["config"]) for r in mine if r["added_us"] is not None]
-        best = {r["config"]: found[0] for r in mine if (found := TABLES.fastest(rows, r["config"]))}
-        predicted = [r for r in mine if r["predicted_ms"] is not None]
+        small, large = ([r for r in mine if (r["m"] <= MULTICAST_M) == small] for small in (True, False))
         return cls(
             shapes=len(mine),
             over_serial=geomean([speed for speed, _ in overs]),
-            over_asynctp=geomean([r["speedup_over"][ASYNCTP] for r in mine if ASYNCTP in r["speedup_over"]]),
+            over_asynctp=(_over_asynctp(small), _over_asynctp(large)),
             worst=min(overs),
             not_slower=share([speed >= NEVER_BELOW for speed, _ in overs]) or 0.0,
             over_ideal=geomean([r["ideal_ratio"] for r in mine if r["m"] >= LARGE_M and r["ideal_ratio"] is not None]),
             most_added=max(added, default=None),
-            near_best=share([r["p50_ms"] <= (1 + NEAR_BEST) * best[r["config"]] for r in mine if r["config"] in best]),
-            near_prediction=share([abs(r["predicted_ms"] / r["p50_ms"] - 1) <= NEAR_PREDICTION for r in predicted]),
+            near_best=TABLES.near_best(mine, rows),
+            near_calibrated=_near(mine, "predicted_ms"),
+            near_blind=_near(mine, "predicted_blind_ms"),
         )
 
     def __str__(self) -> str:
@@ -72,8 +78,11 @@ class Summary:
             f"{WEFT} over {counted(self.shapes, 'shape')}: {times(self.over_serial)} {BASELINE} in the geometric mean, at worst "
             f"{times(speed)} ({shape}), at least {NEVER_BELOW}x on {self.not_slower:.0%} of them"
         ]
-        if self.over_asynctp is not None:
-            said.append(f"{times(self.over_asynctp)} {ASYNCTP}")
+        small, large = (times(mean) for mean in self.over_asynctp)
+        if small:
+            said.append(f"{small} {ASYNCTP} for M <= {MULTICAST_M}{f' and {large} above' if large else ''}")
+        elif large:
+            said.append(f"{large} {ASYNCTP}, all for M > {MULTICAST_M}")
         if self.over_ideal is not None:
             said.append(f"{self.over_ideal:.3f} of the ideal time for M >= {LARGE_M}")
         if self.most_added is not None:
@@ -82,10 +91,26 @@ class Summary:
                 f"at most {us:.1f} us more than {BASELINE} ({shape})" if us > 0 else f"never longer than {BASELINE}"
             )
         if self.near_best is not None:
-            said.append(f"within {NEAR_BEST:.0%} of the best measured schedule on {self.near_best:.0%}")
-        if self.near_prediction is not None:
-            said.append(f"within {NEAR_PREDICTION:.0%} of the predicted time on {self.near_prediction:.0%}")
+            said.append(said_of_best(*self.near_best))
+        if self.near_calibrated is not None:
+            blind = (
+                f", on {self.near_blind:.0%} blind" if self.near_blind is not None else "; blind ones were not recorded"
+            )
+            said.append(
+                f"within {NEAR_PREDICTION:.0%} of the predicted time on {self.near_calibrated:.0%} where predictions were "
+                f"calibrated by the shape's own GEMMs{blind}"
+            )
         return "; ".join(said) + "."
+
+
+def _over_asynctp(rows: Sequence[Record]) -> float | None:
+    return geomean([r["speedup_over"][ASYNCTP] for r in rows if ASYNCTP in r["speedup_over"]])
+
+
+def _near(rows: Sequence[Record], prediction: str) -> float | None:
+    """Share of those that were predicted."""
+    predicted = [r for r in rows if r[prediction] is not None]
+    return share([abs(r[prediction] / r["p50_ms"] - 1) <= NEAR_PREDICTION for r in predicted])
 
 
 class _Tables(Tables):
@@ -104,6 +129,15 @@ class _Tables(Tables):
         summary = Summary.of(rows)
         return [] if summary is None else [str(summary)]
 
+    def twin(self, record: Record) -> str | None:
+        if record["variant"] == OWN_SERIAL:
+            return BASELINE
+        return {"serial": BASELINE}.get(record["chosen"], record["chosen"]) if record["variant"] == WEFT else None
+
+    def remarks(self, rows: Sequence[Record]) -> list[str]:
+        peers = remarks.of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
+        return [*super().remarks(rows), *peers, *remarks.of_nccl(rows)]
+
 
 TABLES = _Tables()
 
@@ -112,13 +146,15 @@ TABLES = _Tables()
 class MeasuredMatmul(MeasuredArms):
     shape: MatmulShape
     planned: Mapping[Mode, Planned]
+    taken: Mapping[Mode, str]
+    """Which schedule the operator took."""
     least_ms: float
 
     tables = TABLES
     beside = (GEMM, COMMUNICATION, COLLECTIVE)
-    columns = ("over\nideal", "predicted\nms")
+    columns = ("over\nideal", "calibrated\nms", "blind\nms")
 
-    def floor_ms(self, mode: Mode) -> float:
+    def roofline_ms(self, mode: Mode) -> float:
         return self.least_ms
 
     def ideal_ms(self, mode: Mode) -> float | None:
@@ -130,22 +166,28 @@ class MeasuredMatmul(MeasuredArms):
 
     def judged(self, mode: Mode, name: str) -> Record:
         ms, ideal = self.ms(mode, name), self.ideal_ms(mode)
-        planned = self.planned.get("queued" if mode == "single" else mode)
+        taken = self.taken.get(mode, "serial")
+        schedule, planned = schedule_of(name, taken), self.planned.get(mode)
         return {
             "ideal_ratio": ms / ideal if ms and ideal else None,
-            "chosen": planned.chosen if planned and name == WEFT else None,
-            "predicted_ms": None if mode == "single" or planned is None else planned.of(name),
+            "chosen": taken if name == WEFT else None,
+            "predicted_ms": planned.calibrated_ms.get(schedule) if planned else None,
+            "predicted_blind_ms": planned.blind_ms.get(schedule) if planned else None,
         }
 
     def cells(self, mode: Mode, name: str) -> list[str]:
         found = self.judged(mode, name)
-        return [number(found["ideal_ratio"], 2), number(found["predicted_ms"], 4)]
+        return [
+            number(found["ideal_ratio"], 2),
+            number(found["predicted_ms"], 4),
+            number(found["predicted_blind_ms"], 4),
+        ]
 
     def said(self) -> list[str]:
         ceilings = self.ceilings[0].as_fields()
         link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
         return [
-            f"floor {self.least_ms:.4f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}, "
+            f"roofline {self.least_ms:.4f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}, "
             f"{ceilings['matmul_tflops']:.4g} TFLOP/s; ideal: the longer of {GEMM} and {COMMUNICATION}",
-            *(f"{WEFT}, {mode}, takes {planned.chosen}" for mode, planned in self.planned.items() if WEFT in self.arms),
+            *(f"{WEFT}, {mode}, takes {name}" for mode, name in self.taken.items()),
         ]

@@ -1,7 +1,7 @@
 """From arms to numbers, the same for every operator: first calls, checks on poisoned memory, graphs, timings.
 
-An arm is one way to compute the output of a workload. Nothing is timed that was not compared with the float64 reference;
-a captured call is compared as well.
+An arm is one way to compute the output of a workload. Nothing is timed that was not compared with the float64 reference, and
+what was timed is compared: the last output of a row of calls, or of replays of a graph. A time whose output is wrong is dropped.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.harness import Call, Mode, Ranks, Timing, time_arms
+from weft.bench.harness import Call, Mode, Ranks, Timing, is_clear, time_arms
+from weft.bench.tables import times
 
 Step = Callable[[str, float], None]  # what is going on, and the share of it that has been done
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
@@ -34,10 +35,16 @@ class Workload(ABC):
     dtype: torch.dtype
     waiting: Collection[str] = ()
     """Arms that wait for the device in each call: no queue of them, and no graph."""
+    claims: Collection[tuple[str, str]] = ()
+    """(arm, baseline) whose difference is published: they are repeated until it exceeds its noise."""
 
     @abstractmethod
     def reference(self, which: int) -> torch.Tensor:
         """float64, two-dimensional: this rank's output for that input set. Collective."""
+
+    def twins(self, mode: Mode) -> Mapping[str, str]:
+        """Arms that run the same schedule as another one does: how far their times differ is noise, and no claim."""
+        return {}
 
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
@@ -78,14 +85,26 @@ class Results:
     timings: dict[tuple[Mode, str], Timing]
     wrong: tuple[
         str, ...
-    ] = ()  # whose results differ from the reference, and by how much: not timed, or not as a graph
+    ] = ()  # whose results differ from the reference, and by how much: not timed, or not in every mode
     not_captured: dict[str, str] = field(default_factory=dict)  # why
 
     def speedup(self, mode: Mode, name: str, over: str) -> float:
         return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
 
+    def gain(self, mode: Mode, name: str, over: str) -> str:
+        """ "1.25x", in parentheses where the two times differ by less than twice their noise; nothing if one is missing."""
+        if not (self.timed(mode, name) and self.timed(mode, over)):
+            return ""
+        factor, a, b = self.speedup(mode, name, over), self.timings[mode, name], self.timings[mode, over]
+        return times(factor, name == over or is_clear(factor, a.noise, b.noise))
+
     def timed(self, mode: Mode, name: str) -> bool:
         return (mode, name) in self.timings
+
+
+Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
+"""A graph, and what its replays write. That is held as long as the graph: graphs share one pool, and another one would take the
+memory before anybody has looked at it."""
 
 
 @dataclass
@@ -94,7 +113,7 @@ class Checked:
 
     errors: dict[str, float]
     wrong: dict[str, str] = field(default_factory=dict)
-    graphs: dict[str, list[torch.cuda.CUDAGraph]] = field(default_factory=dict)
+    graphs: dict[str, list[Captured]] = field(default_factory=dict)
     not_captured: dict[str, str] = field(default_factory=dict)
 
 
@@ -109,7 +128,7 @@ class Recorder:
         self.stream = torch.cuda.Stream(self.ranks.device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, call: Call, which: int) -> tuple[torch.cuda.CUDAGraph, Any] | str:
+    def capture(self, call: Call, which: int) -> Captured | str:
         """(graph, what the call returned), or why that cannot be; the same decision on every rank. Collective."""
         here = torch.cuda.current_stream()
         graph, output, reason = torch.cuda.CUDAGraph(), None, ""
@@ -145,12 +164,13 @@ def measure_arms(
     step(f"{work.name}: checking every variant against float64", 0)
     first_ms = first_calls(arms, work.ranks)
     checked = check(arms, work)
+    baseline = next(iter(arms))
     wrong, not_captured = list(checked.wrong.values()), {}
     arms = {name: arm for name, arm in arms.items() if name not in checked.wrong}
-    calls: dict[str, Call] = {**arms, **beside}
     step(f"{work.name}: checking every variant against float64", STEPS)
     timings: dict[tuple[Mode, str], Timing] = {}
     for mode in modes:  # graph is the last: what was captured once may run otherwise from then on
+        calls: dict[str, Call] = {**arms, **beside}
         if mode == "graph":
             recorder = Recorder(work.ranks)
             arms = {name: arm for name, arm in arms.items() if name not in work.waiting}
@@ -159,6 +179,7 @@ def measure_arms(
             _capture_beside(beside, recorder, work.input_sets, checked)
             not_captured = checked.not_captured
             calls = {name: partial(_replay, graphs) for name, graphs in checked.graphs.items()}
+        inspector = _Inspector(work, [name for name in calls if name in arms])
         timed = time_arms(
             calls,
             work.ranks,
@@ -167,10 +188,51 @@ def measure_arms(
             seconds=seconds,
             repetitions=repetitions,
             waiting=work.waiting,
+            claims=[pair for pair in work.claims if work.twins(mode).get(pair[0]) != pair[1]],
             advance=partial(step, f"{work.name}: timing, {mode}"),
+            before_last=partial(_poison, checked.graphs if mode == "graph" else {}),
+            inspect=inspector,
         )
+        for name, error in inspector.errors.items():
+            checked.errors[name] = max(checked.errors[name], error)
+            limit = work.limit(name, checked.errors)
+            if not error <= limit:
+                text = (
+                    f"{work.name}: {name}, {mode}, differs from the float64 reference by {error:.3g} of the largest element in "
+                    f"the last of a row of calls; at most {limit:.3g} is allowed: its time is not kept"
+                )
+                if name == baseline:
+                    raise RuntimeError(text)
+                wrong.append(text)
+                del timed[name], arms[name]
         timings |= {(mode, name): timing for name, timing in timed.items()}
+        del inspector  # and its reference, which may be large
     return Results(checked.errors, first_ms, timings, tuple(wrong), not_captured)
+
+
+class _Inspector:
+    """Compares the outputs of rows that were timed. Arms' last calls are on the same input set, so one reference does."""
+
+    def __init__(self, work: Workload, names: Collection[str]) -> None:
+        self.work, self.names = work, names
+        self.errors: dict[str, float] = {}
+        self._which, self._reference = -1, torch.empty(0)
+
+    def __call__(self, name: str, which: int, output: Any) -> None:
+        """Collective."""
+        if name not in self.names:
+            return
+        if which != self._which:
+            self._which, self._reference = which, self.work.reference(which)
+        self.errors[name] = self.work.error(self.work.rows_of(name, output, which), self._reference)
+
+
+def _poison(captured: Mapping[str, list[Captured]]) -> None:
+    """NaN into what replays write. Calls that are no replays return memory that they take anew."""
+    for graphs in captured.values():
+        for _, output in graphs:
+            if isinstance(output, torch.Tensor):
+                output.fill_(math.nan)
 
 
 def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
@@ -236,7 +298,7 @@ def _output(
             found.graphs.pop(name, None)
             return None
         graph, output = captured
-        found.graphs.setdefault(name, []).append(graph)
+        found.graphs.setdefault(name, []).append(captured)
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
     stale = arm((which + 1) % work.input_sets)  # also: what peers receive into holds other data now
@@ -255,8 +317,10 @@ def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: 
         if isinstance(captured, str):
             found.not_captured[name] = captured
         else:
-            found.graphs[name] = [captured[0]] * input_sets
+            found.graphs[name] = [(captured[0], None)] * input_sets
 
 
-def _replay(graphs: list[torch.cuda.CUDAGraph], which: int) -> None:
-    graphs[which].replay()
+def _replay(captured: list[Captured], which: int) -> Any:
+    graph, output = captured[which]
+    graph.replay()
+    return output

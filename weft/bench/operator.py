@@ -51,7 +51,7 @@ P = TypeVar("P", bound=Preset)
 
 class Operator(ABC, Generic[P]):
     name: str
-    matmul: bool = False  # whether the floor needs the rate of a GEMM
+    matmul: bool = False  # whether the roofline needs the rate of a GEMM
     fp8: bool = False  # whether it can be measured with fp8 operands
     pictures: bool = False  # whether it draws its results
 

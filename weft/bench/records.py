@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from typing import Any, NoReturn
 import torch
 
 import weft
+from weft import env
 from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Mode
+from weft.bench.harness import HARNESS, Mode
 from weft.bench.measure import Results
 from weft.bench.operator import OPERATORS, Record
 from weft.bench.options import BenchOptions
+from weft.bench.provenance import provenance
 from weft.words import counted
 
 
@@ -29,10 +30,13 @@ class Environment:
     machine: str
     versions: dict[str, str]
     commit: str
+    source: str
+    variables: dict[str, str]
+    harness: int
     date: str
 
     def as_fields(self) -> dict[str, Any]:
-        return {"machine": self.machine, "versions": self.versions, "commit": self.commit, "date": self.date}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def common_fields(
@@ -40,7 +44,7 @@ def common_fields(
     config: str,
     world_size: int,
     baseline: str,
-    floor_ms: float,
+    roofline_ms: float,
     ceilings: list[Ceilings],
     run: str,
 ) -> Record:
@@ -52,7 +56,7 @@ def common_fields(
         "ranks": world_size,
         "dtype": options.dtype,
         "baseline": baseline,
-        "floor_ms": floor_ms,
+        "roofline_ms": roofline_ms,
         "run": run,
         "threads": torch.get_num_threads() if options.device == "cpu" else None,
         "ceilings": [c.as_fields() for c in ceilings],
@@ -76,14 +80,14 @@ def arm_fields(results: Results, mode: Mode, name: str, common: Record, others: 
         "first_call_ms": results.first_call_ms[name],
         "speedup": results.speedup(mode, name, common["baseline"]) if results.timed(mode, common["baseline"]) else None,
         "speedup_over": {o: results.speedup(mode, name, o) for o in others if results.timed(mode, o)},
-        "floor_ratio": timing.p50_ms / common["floor_ms"],
+        "roofline_ratio": timing.p50_ms / common["roofline_ms"],
         "error": results.errors[name],
     }
 
 
 @lru_cache
 def environment(device_type: str) -> Environment:
-    """This machine, these versions, this commit ("+" after it: with uncommitted changes), now."""
+    """This machine, these versions, this code, the variables that change what weft is compared with, and now."""
     versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device_type == "cuda":
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -96,7 +100,8 @@ def environment(device_type: str) -> Environment:
     else:
         machine = f"{counted(torch.get_num_threads(), 'thread')} a rank on {_cpu_name()}"
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Environment(machine, versions, _commit(), date)
+    code = provenance()
+    return Environment(machine, versions, code.commit, code.source, env.peer_variables(), HARNESS, date)
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
@@ -152,13 +157,3 @@ def _cpu_name() -> str:
     except (OSError, StopIteration):
         name = platform.machine()
     return name
-
-
-def _commit() -> str:
-    root = Path(weft.__file__).parents[1]
-    try:
-        git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
-        found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        found = ""
-    return found or "unknown"

@@ -17,21 +17,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from weft.bench import records
+from weft.bench.harness import HARNESS
 from weft.bench.operator import Record, operator
 from weft.words import counted
 
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
 
+TOO_SHORT_MS = 1.0
+"""On CPU a row of a table with a shorter time is left out: that is how long the system may keep a process waiting."""
+
+
 def markdown(found: Sequence[Record]) -> str:
     """The tables of one results file, with a line that says where and with what they were measured."""
-    latest = _latest_runs(found)
+    latest = _long_enough(_latest_runs(found))
+    if not latest:
+        raise ValueError(
+            f"all {counted(len(found), 'record')} are of times under {TOO_SHORT_MS:g} ms on CPU, which are not shown"
+        )
     last = latest[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-    commits = ", ".join(dict.fromkeys(r["commit"] for r in latest))
     parts = [
-        f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; commit {commits}, {last['date'][:10]}. "
-        "Milliseconds are the slowest rank's median."
+        f"{counted(last['ranks'], 'rank')}, {last['machine']}; {versions}; {', '.join(dict.fromkeys(map(_code, latest)))}; "
+        f"{last['date'][:10]}. Milliseconds are the slowest rank's median."
     ]
     several = len({r["op"] for r in latest}) > 1
     for op, dtype in dict.fromkeys((r["op"], r["dtype"]) for r in latest):
@@ -39,8 +47,38 @@ def markdown(found: Sequence[Record]) -> str:
             rows = [r for r in latest if (r["op"], r["dtype"], r["mode"]) == (op, dtype, mode)]
             if rows:
                 title = f"{op}, **{mode}**, {dtype}" if several else f"**{mode}**, {dtype}"
-                parts.append(f"{title}\n\n{operator(op).table(rows)}")
+                parts += [title, operator(op).table(rows), *_measured_by(rows, latest)]
     return "\n\n".join(parts) + "\n"
+
+
+def _code(record: Record) -> str:
+    source = f"sources {record['source']}" if record["source"] is not None else "hash of sources not recorded"
+    return f"commit {record['commit']} ({source}), harness {record['harness']} of {HARNESS}"
+
+
+def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
+    """Which of a table's rows were measured by which code, where a file has several."""
+    if len(set(map(_code, latest))) == 1:
+        return []
+    configs: dict[str, list[str]] = {}
+    for config, code in dict.fromkeys((r["config"], _code(r)) for r in rows):
+        configs.setdefault(code, []).append(config)
+    *few, most = sorted(configs, key=lambda code: len(configs[code]))
+    said = [f"{', '.join(configs[code])}: {code}" for code in few]
+    return ["; ".join([*said, f"{'all others' if few else 'all'}: {most}"]) + "."]
+
+
+def _long_enough(found: Sequence[Record]) -> list[Record]:
+    """Without what is too short on CPU: of operators with all variants of that configuration and mode."""
+
+    def key(r: Record) -> tuple[str, ...]:
+        alone = (
+            (r["variant"],) if r["op"] == "inefficiency" else ()
+        )  # each of whose variants has a table cell of its own
+        return r["op"], r["config"], r["dtype"], r["mode"], *alone
+
+    short = {key(r) for r in found if r["device"] == "cpu" and r["p50_ms"] < TOO_SHORT_MS}
+    return [r for r in found if key(r) not in short]
 
 
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:

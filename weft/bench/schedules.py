@@ -11,7 +11,10 @@ import torch
 
 from weft import plan
 from weft.bench.harness import Ranks
+from weft.plan.choose import decide
+from weft.plan.predict import least_us, predict
 from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates, named
+from weft.sim import Model
 
 WEFT, OWN_SERIAL = "weft", "weft-serial"
 """Variants: what the operator chooses, and its serial schedule when pinned."""
@@ -146,18 +149,29 @@ PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner takes, and what it predicts for each schedule: milliseconds of one of many calls, in a mode."""
+    """What the planner predicts for each schedule: milliseconds of one of many calls, in a mode. Calibrated by GEMMs of the very
+    shape that the first call has timed, and blind, by the machine's file (and `weft plan calibrate`) alone."""
 
-    chosen: str
-    predicted_ms: dict[str, float]
+    calibrated_ms: dict[str, float]
+    blind_ms: dict[str, float]
 
     @staticmethod
-    def of_choice(choice: plan.Choice) -> Planned:
-        times = {row.candidate.name: row.predicted_us / 1e3 for row in choice.rows if row.predicted_us is not None}
-        return Planned(choice.candidate.name, times)
+    def of(choice: plan.Choice, model: Model, taken: str) -> Planned:
+        """model: the machine's, which may know GEMMs. taken: a schedule that is wanted even if it is predicted to be hopeless."""
+        blind, p = model.with_measured({}), choice.problem
+        unseen = decide(p, blind, mode=choice.mode)
+        times = [
+            {row.candidate.name: row.predicted_us / 1e3 for row in rows if row.predicted_us is not None}
+            for rows in (choice.rows, unseen.rows)
+        ]
+        if taken not in times[1]:
+            times[1][taken] = predict(named(p, taken).build(), blind, choice.mode, least_us(p, blind)) / 1e3
+        return Planned(*times)
 
-    def of(self, variant: str) -> float | None:
-        return self.predicted_ms.get({WEFT: self.chosen, OWN_SERIAL: "serial"}.get(variant, variant))
+
+def schedule_of(variant: str, taken: str) -> str:
+    """The name of what a variant runs, where the operator takes `taken` if nobody pins it."""
+    return {WEFT: taken, OWN_SERIAL: "serial"}.get(variant, variant)
 
 
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:

@@ -22,9 +22,11 @@ def geomean(values: Sequence[float]) -> float | None:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
-def times(factor: float | None) -> str:
-    """ "1.25x"; nothing for None."""
-    return "" if factor is None else f"{factor:.2f}x"
+def times(factor: float | None, clear: bool = True) -> str:
+    """ "1.25x", in parentheses if not `clear`; nothing for None."""
+    if factor is None:
+        return ""
+    return f"{factor:.2f}x" if clear else f"({factor:.2f}x)"
 
 
 def number(value: float | None, digits: int) -> str:

@@ -95,8 +95,8 @@ def bench(
 ) -> None:
     """Measure an operator against its baselines, after checking every variant against float64.
 
-    Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over floor" is that time over
-    the least that this machine's bandwidth (and GEMM rate), measured in the same run, allows.
+    Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over roofline" is that
+    time over what its bytes (and operations) take at the rates measured in the same run; a cache can take less.
 
         weft bench embedding_all_to_all --preset dcnv2
 

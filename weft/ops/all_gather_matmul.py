@@ -214,6 +214,11 @@ class _Function(torch.autograd.Function):
 _table: Table[_Prepared] = Table()
 
 
+def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
+    """Of each shape that was called on `group`, the oldest first."""
+    return _table.known(group)
+
+
 def _prepared_for(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
     schedule: str | None, rows: Sequence[int] | None, deadline_s: float | None,

@@ -250,6 +250,11 @@ class _Prepared(Prepared):
 _table: Table[_Prepared] = Table()
 
 
+def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
+    """Of each shape that was called on `group`, the oldest first."""
+    return _table.known(group)
+
+
 def _prepared_for(call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None) -> _Prepared:
     pinned = plan.pinned(schedule)
     x, tensors = call.x, (call.scale, *call.B_scales, *call.biases)

@@ -103,8 +103,9 @@ def all_to_all_matmul(
         on CPU, on a rank to which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and
         `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
 
-    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
-    GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.4.
+    Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2
+    (all-to-all before the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
+    Collectives", 7.1 and 7.2, where the all-to-all is behind the GEMM.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         _check_options(tokens, max_rows, capacity, deadline_s, timeline)

@@ -1,8 +1,9 @@
 """What every call of one embedding_all_to_all shares: its options, and how the work of a rank is cut into units.
 
-A **unit** is what a program or thread takes at a time: up to `slice_size` pooled vectors of one sample. For `put` a unit
-is a **slice**: its output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
-`direct` a unit only says how much work is grabbed at once. The units of a sample are the same for every sample.
+A **unit** is what a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a **slice**: up to
+`slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
+`direct` a unit only says how much work is grabbed at once; on GPUs that is not `slice_size`, but what suits the bytes of a bag
+(`weft.runtime.embedding_kernel`). The units of a sample are the same for every sample.
 
 Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated:
 `plan_of` reads them off its tiles.

@@ -22,9 +22,10 @@ Blocks padded to a capacity would need no sizes either. They are no candidate: w
 they are as many times larger as there are ranks, and with less, tokens are lost, which no other schedule does. The benchmark of
 all_to_all_matmul has the library's way of it, with just enough room for the tokens that it sends, as `padded`.
 
-Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-B (all-to-all before the
-GEMMs of experts, asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
-Collectives", 7.4 (all-to-all of experts).
+Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2 (tokens go all-to-all
+before the GEMMs of experts), III-C with figure 5 (asymmetric traffic); "T3: Transparent Tracking & Triggering for Fine-grained
+Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all, experts). T3 fuses an all-to-all with the GEMM before it, these
+schedules with the GEMMs behind it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,12 @@ Nobody stores into a peer that has not begun its run, and whose last result may 
 "remote_first" a rank begins with what the next rank waits for, then the one after it, and its own samples come last;
 "natural" is the order of the batch.
 
-Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, flags, the
-remote first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation
-Systems", III-B (stores by the kernel that pools).
+A slice is one sample's vectors of neighbouring tables, by one program. The paper's is one table's vectors of several samples, by
+several work-groups, of which the last to finish, by a bitmask, sends it: such slices cannot be written here.
+
+Sources: "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 and 3.3 (slices, though others,
+see above; flags; the remote first); "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning
+Recommendation Systems", III-B (stores by the kernel that pools).
 """
 
 from __future__ import annotations

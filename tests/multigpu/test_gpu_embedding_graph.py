@@ -1,0 +1,136 @@
+"""A launch of embedding_all_to_all in a CUDA graph can be replayed: the epoch is in device memory, and the kernel advances it.
+
+Fresh ids are copied in before each replay, and what it writes is full of NaN until then. Between replays come ordinary calls of
+the same operator, and a rank that is late, so that a flag which is left over from before, or which a replay does not raise, shows
+as wrong numbers or as a missed deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import TRANSPORTS
+from reference import problem
+
+import weft
+from weft.launch import Pool
+
+pytestmark = ranks.MARKS
+REPLAYS = 40
+LENGTH = 6  # ids of every bag: a graph has the sizes of its capture
+FIXED = problem(2, (64, 64, 32, 8, 300), 301, rows=5000)
+
+
+def ids_of(seed: int, rank: int) -> torch.Tensor:
+    """Fresh ones for this rank's slots and the global batch."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    slots = len(FIXED.sharding.local_slots(rank))
+    return torch.randint(0, 5000, (slots * sum(FIXED.batch_sizes) * LENGTH,), generator=generator)
+
+
+def expected(seed: int, rank: int, weights: list[torch.Tensor]) -> torch.Tensor:
+    """float64 [this rank's samples, all columns]. weights: of all tables."""
+    batch, sharding = sum(FIXED.batch_sizes), FIXED.sharding
+    first = sum(FIXED.batch_sizes[:rank])
+    mine = slice(first, first + FIXED.batch_sizes[rank])
+    columns: dict[int, torch.Tensor] = {}
+    for owner in range(2):
+        ids = ids_of(seed, owner).view(-1, batch, LENGTH)
+        for slot, of_slot in zip(sharding.local_slots(owner), ids, strict=True):
+            rows = weights[slot.table].double()[of_slot[mine]]
+            columns[slot.column] = rows.mean(1) if sharding.tables[slot.table].pooling == "mean" else rows.sum(1)
+    return torch.cat([columns[column] for column in sorted(columns)], dim=1)
+
+
+def replayed(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
+    """The largest error of any replay or call, relative to the largest element."""
+    rank, device = group.rank(), ranks.device()
+    weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
+    ids = ids_of(0, rank).to(device)
+    bags = ids.numel() // LENGTH
+    features = (ids, torch.arange(bags + 1, device=device) * LENGTH)
+
+    def call() -> torch.Tensor:
+        return weft.embedding_all_to_all(
+            weights, features, FIXED.sharding, group=group, batch_sizes=FIXED.batch_sizes, outputs=4, **options
+        )
+
+    def check(output: torch.Tensor, seed: int) -> float:
+        right = expected(seed, rank, everybodys)
+        error = (output.cpu().double() - right).abs().max() / right.abs().max()
+        return math.inf if error.isnan() else float(error)
+
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        output = call()
+    worst = 0.0
+    for seed in range(1, REPLAYS + 1):
+        ids.copy_(ids_of(seed, rank))
+        output.fill_(math.nan)  # in stream order: a peer stores only once the replay has said that it may
+        if seed % 8 == 3 + rank:
+            time.sleep(0.02)
+        graph.replay()
+        found = output.clone()
+        torch.cuda.synchronize()
+        worst = max(worst, check(found, seed))
+        if seed % 5 == 0:
+            worst = max(worst, check(call(), seed))
+    return worst
+
+
+def in_a_row(group: dist.ProcessGroup, options: dict[str, Any]) -> float:
+    """Replays with nothing between them but the copies in and out, compared afterwards: ranks run ahead of each other."""
+    rank, device = group.rank(), ranks.device()
+    weights, everybodys = ranks.here(FIXED.local_weights(rank)), list(FIXED.weights)
+    fresh = [ids_of(seed, rank).to(device) for seed in range(REPLAYS)]
+    ids = fresh[0].clone()
+    offsets = torch.arange(ids.numel() // LENGTH + 1, device=device) * LENGTH
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+
+    def call() -> torch.Tensor:
+        return weft.embedding_all_to_all(
+            weights, (ids, offsets), FIXED.sharding, group=group, batch_sizes=FIXED.batch_sizes, **options
+        )
+
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    found = []
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        kept = call().clone()
+    for mine in fresh:
+        ids.copy_(mine)
+        kept.fill_(math.nan)
+        graph.replay()
+        found.append(kept.clone())
+    torch.cuda.synchronize()
+    errors = []
+    for seed, output in enumerate(found):
+        right = expected(seed, rank, everybodys)
+        errors.append((output.cpu().double() - right).abs().max() / right.abs().max())
+    worst = torch.stack(errors).max()
+    return math.inf if worst.isnan() else float(worst)
+
+
+@pytest.mark.parametrize("order", ranks.ORDERS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_captured_call_is_right_in_every_replay(pair: Pool, transport: str, order: str) -> None:
+    # Sums of LENGTH rows in fp32: a rounding for each of them.
+    for worst in pair.run(replayed, {"transport": transport, "order": order}, timeout_s=60):
+        assert worst <= LENGTH * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_replays_in_a_row_are_right(pair: Pool, transport: str) -> None:
+    for worst in pair.run(in_a_row, {"transport": transport}, timeout_s=60):
+        assert worst <= LENGTH * torch.finfo(torch.float32).eps

@@ -1,0 +1,128 @@
+"""What is timed is what is checked: a variant that is right when it is called by itself, and wrong in a row of calls or of replays,
+loses its time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.bench import measure
+from weft.bench.harness import Mode, Ranks
+from weft.bench.measure import Results, Workload, check, measure_arms
+from weft.launch import Pool
+
+
+class _Doubling(Workload):
+    """y = 2 x, in float32."""
+
+    name, input_sets, dtype = "doubling", 2, torch.float32
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.x = [torch.arange(8.0).view(4, 2) + 10 * which for which in range(self.input_sets)]
+
+    def reference(self, which: int) -> torch.Tensor:
+        return 2 * self.x[which].double()
+
+    def limit(self, name: str, errors: Any) -> float:
+        return 1e-6
+
+    def __call__(self, which: int) -> torch.Tensor:
+        return 2 * self.x[which]
+
+
+class _Tiring:
+    """Right for so many calls; from then on rank 1 returns what the call before returned."""
+
+    def __init__(self, work: _Doubling, calls: int) -> None:
+        self.work, self.left, self.before = work, calls, work(0)
+
+    def __call__(self, which: int) -> torch.Tensor:
+        self.left -= 1
+        found = self.before if self.left < 0 and self.work.ranks.rank == 1 else self.work(which)
+        self.before = self.work(which)
+        return found
+
+
+class _Recorder:
+    """A graph without a GPU: the same call again into the same memory. What is called `once` writes only for so many replays."""
+
+    def __init__(self, ranks: Ranks) -> None: ...
+
+    def capture(self, call: Callable[[int], torch.Tensor], which: int) -> Any:
+        output, left = call(which), [getattr(call, "replays", 10**9)]
+
+        class Graph:
+            def replay(self) -> None:
+                left[0] -= 1
+                if left[0] >= 0:
+                    output.copy_(call(which))
+
+        return Graph(), output
+
+
+def _measured(
+    group: dist.ProcessGroup, modes: tuple[Mode, ...], arms: dict[str, int | str]
+) -> tuple[Results, dict[str, str]]:
+    """arms: after how many calls they tire, or "replays", whose graphs write in their first replay only."""
+    work = _Doubling(Ranks(group, group, torch.device("cpu")))
+    made: dict[str, Any] = {"baseline": work}
+    for name, how in arms.items():
+        made[name] = _Tiring(work, how if isinstance(how, int) else 10**9)
+        if how == "replays":
+            made[name].replays = 1
+    eager = check(made, work).wrong
+    for name, how in arms.items():
+        if isinstance(how, int):
+            made[name].left = how
+    original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
+    try:
+        found = measure_arms(
+            work, made, {}, modes=modes, seconds=0.01, repetitions=(3, 3), step=lambda what, share: None
+        )
+    finally:
+        measure.Recorder = original  # type: ignore[misc]
+    return found, eager
+
+
+@pytest.mark.parametrize("mode", ["single", "queued"])
+def test_a_row_that_ends_wrong_has_no_time(pool: Pool, mode: Mode) -> None:
+    # 1 first call and 2 x 2 that are checked come before the timed ones.
+    for found, eager in pool.run(_measured, (mode, "graph"), {"fresh": 10**9, "tiring": 7}, ranks=2):
+        assert eager == {}
+        assert (mode, "fresh") in found.timings
+        assert (mode, "tiring") not in found.timings
+        assert ("graph", "tiring") not in found.timings, "nor is it captured"
+        (text,) = found.wrong
+        assert f"doubling: tiring, {mode}, differs from the float64 reference" in text
+        assert "its time is not kept" in text
+        assert found.errors["tiring"] > 0.1
+        assert found.errors["fresh"] == 0
+
+
+def test_a_graph_that_is_replayed_without_writing_has_no_time(pool: Pool) -> None:
+    for found, eager in pool.run(_measured, ("queued", "graph"), {"fresh": 10**9, "once": "replays"}, ranks=2):
+        assert eager == {}
+        assert {name for mode, name in found.timings if mode == "queued"} == {"baseline", "fresh", "once"}
+        assert {name for mode, name in found.timings if mode == "graph"} == {"baseline", "fresh"}
+        (text,) = found.wrong
+        assert "once, graph, differs" in text
+
+
+def _tiring_baseline(group: dist.ProcessGroup) -> str:
+    work = _Doubling(Ranks(group, group, torch.device("cpu")))
+    try:
+        measure_arms(
+            work, {"baseline": _Tiring(work, 7)}, {}, modes=("queued",), seconds=0.01, repetitions=(3, 3),
+            step=lambda what, share: None,
+        )  # fmt: skip
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_wrong_baseline_ends_the_run(pool: Pool) -> None:
+    for found in pool.run(_tiring_baseline, ranks=2):
+        assert "baseline, queued, differs" in found

@@ -1,0 +1,59 @@
+"""What a run of the GPU tests came to, as a record beside the benchmarks': how many passed, and which code it was.
+
+    python -m weft.bench.gpu_tests OPERATOR pytest's-junit.xml gpu-tests.json
+
+appends it to the list in that file. Without the first file the tests did not come to an end, which is recorded as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.bench.records import environment
+
+
+def summary(junit: Path) -> dict[str, Any]:
+    """Counts, seconds, the names of tests that failed, and why how many were skipped."""
+    if not junit.exists():
+        return {"finished": False}
+    suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases if _has(case, "failure", "error")]
+    skips = Counter(skip.get("message", "") for case in cases for skip in case.iter("skipped"))
+    return {
+        "finished": True,
+        "passed": sum(not _has(case, "failure", "error", "skipped") for case in cases),
+        "failed": len(failed),
+        "skipped": skips.total(),
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 3),
+        "failures": failed,
+        "skips": dict(skips),
+    }
+
+
+def _has(case: ElementTree.Element, *tags: str) -> bool:
+    return any(case.find(tag) is not None for tag in tags)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.bench.gpu_tests", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("operator")
+    parser.add_argument("junit", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    given = parser.parse_args(arguments)
+    known = json.loads(given.out.read_text()) if given.out.exists() else []
+    known.append({"tests_of": given.operator, **summary(given.junit), **environment(given.device).as_fields()})
+    given.out.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

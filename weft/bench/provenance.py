@@ -1,0 +1,120 @@
+"""Which code made a record: the commit, and a hash of the sources as they lay there.
+
+A machine with GPUs often gets a copy of the working tree without `.git`. The hash is therefore made by the program that
+measures, of the files it runs from. The commit comes from git, or else from `benchmarks/.commit`, which travels with the copy:
+
+    python -m weft.bench.provenance    # in the checkout, before the tree is copied
+
+That file has the hash of the commit's own sources. Where the hash found is another one, the tree was changed after the commit,
+and the commit is recorded as "8f7985d0c1+dirty".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+import weft
+
+ROOT = Path(weft.__file__).parents[1]
+NOTE = Path("benchmarks", ".commit")
+FOLDERS = ("weft", "csrc")
+SUFFIXES = (".py", ".pyi", ".toml", ".cpp", ".hpp")
+
+COMMIT = re.compile(r"[0-9a-f]{7,40}(\+dirty)?|unknown")
+"""How a record writes the commit."""
+SOURCE = re.compile(r"[0-9a-f]{16}")
+"""How it writes the hash."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    commit: str
+    source: str
+
+
+def provenance(root: Path = ROOT) -> Provenance:
+    """Of the code in `root`; the commit is "unknown" where neither git nor the note knows it."""
+    source = source_hash(_lying(root))
+    known = _from_git(root) or _from_note(root)
+    if known is None:
+        return Provenance("unknown", source)
+    return Provenance(known.commit if known.source == source else f"{known.commit}+dirty", source)
+
+
+def write_note(root: Path = ROOT) -> Path:
+    """What a copy without `.git` is told. `ValueError` where there is no git to ask."""
+    known = _from_git(root)
+    if known is None:
+        raise ValueError(
+            f"{root} is no git checkout with a commit: write the note where there is one, then copy the tree"
+        )
+    (root / NOTE).write_text(json.dumps(asdict(known)) + "\n")
+    return root / NOTE
+
+
+def source_hash(files: Iterable[tuple[str, bytes]]) -> str:
+    """16 hex digits over (path, content) of the source files, in the order of paths; of other files nothing."""
+    found = hashlib.sha256()
+    for path, content in sorted(files):
+        if PurePosixPath(path).suffix in SUFFIXES:
+            found.update(f"{path} {len(content)}\n".encode())
+            found.update(content)
+    return found.hexdigest()[:16]
+
+
+def _lying(root: Path) -> Iterator[tuple[str, bytes]]:
+    for folder in FOLDERS:
+        for path in (root / folder).rglob("*"):
+            if path.suffix in SUFFIXES and path.is_file():
+                yield path.relative_to(root).as_posix(), path.read_bytes()
+
+
+def _from_git(root: Path) -> Provenance | None:
+    """HEAD and the hash of its own sources; None if `root` is not the top of a checkout (it may be installed inside one)."""
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel").decode().strip()).resolve() != root.resolve():
+            return None
+        commit = _git(root, "rev-parse", "--short=10", "HEAD").decode().strip()
+        packed = _git(root, "archive", "--format=tar", "HEAD", *FOLDERS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        files = [(member.name, tar.extractfile(member)) for member in tar if member.isfile()]
+        return Provenance(commit, source_hash((name, file.read()) for name, file in files if file is not None))
+
+
+def _git(root: Path, *arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=30, check=True).stdout
+
+
+def _from_note(root: Path) -> Provenance | None:
+    try:
+        found = json.loads((root / NOTE).read_text())
+        return Provenance(str(found["commit"]), str(found["source"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{root / NOTE} cannot be read ({error!r}): write it again, python -m weft.bench.provenance"
+        ) from error
+
+
+def main() -> None:
+    try:
+        path = write_note()
+    except ValueError as error:
+        sys.exit(str(error))
+    print(f"{path}: {path.read_text().strip()}; this tree: {provenance()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What a reader of a table must know beside its numbers, said from the records alone: which differences are within their noise, how
+far one schedule differs from itself under another name, and which features the libraries beside weft ran without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from weft.bench import harness
+from weft.bench.operator import Record
+from weft.bench.tables import times
+from weft.words import counted
+
+MULTICAST_M = 2048
+"""Up to here torch's fused_all_gather_matmul(return_A=False) gathers by NVLink multicast, where a machine has it."""
+
+_NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
+
+
+def noise_of(record: Record) -> float:
+    """Of its median, relative to it."""
+    return harness.noise(record["p20_ms"], record["p50_ms"], record["p80_ms"], record["repetitions"])
+
+
+def is_clear(one: Record, other: Record) -> bool:
+    """Whether the two times differ by more than twice the noise of their difference."""
+    return harness.is_clear(one["p50_ms"] / other["p50_ms"], noise_of(one), noise_of(other))
+
+
+def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
+    """How many times as fast as `base`: "1.25x", in parentheses if that is within twice the noise, or both are the same schedule;
+    nothing without either."""
+    return times(base["p50_ms"] / one["p50_ms"], not same and is_clear(one, base)) if one and base else ""
+
+
+def unclear(cells: Sequence[str]) -> list[str]:
+    """What parentheses among the cells of `gain` mean."""
+    some = [cell for cell in cells if cell]
+    in_them = sum(cell.startswith("(") for cell in some)
+    if not in_them:
+        return []
+    return [
+        f"In parentheses: off 1 by less than twice its noise, or one schedule against itself ({in_them} of {len(some)})."
+    ]
+
+
+def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
+    """How far the same schedule differs under two names."""
+    if not pairs:
+        return []
+    off = [abs(a["p50_ms"] / b["p50_ms"] - 1) for a, b in pairs]
+    return [
+        f"The same schedule under two names, as a measure of noise: {counted(len(off), 'pair')}, which differ by "
+        f"{median(off):.1%} in the median and {max(off):.1%} at most."
+    ]
+
+
+def variables_of(record: Record) -> tuple[Mapping[str, str], str]:
+    """(variables that change the libraries beside weft, how they are known)."""
+    if record["variables"] is not None:
+        return record["variables"], ""
+    return record.get("variables_by_hand", {}), ", noted by hand"
+
+
+def of_asynctp(rows: Sequence[Record]) -> list[str]:
+    """rows: of one dtype, AsyncTP's among them."""
+    if rows[0]["dtype"] == "fp8":
+        return ["asynctp, torch's scaled operator, does not gather by NVLink multicast, with which it did not run."]
+    said = []
+    for (variables, how), some in _by_variables(rows):
+        of = "" if len(some) == len(rows) else f" ({', '.join(dict.fromkeys(r['config'] for r in some))})"
+        if variables.get(_NO_MULTICAST) == "1":
+            said.append(
+                f"asynctp ran without NVLink multicast ({_NO_MULTICAST}=1{how}){of}. torch gathers by it for M <= {MULTICAST_M} "
+                f"where the machine has it, and may then be faster than here."
+            )
+        elif not variables:
+            said.append(
+                f"Whether asynctp had NVLink multicast, by which it gathers for M <= {MULTICAST_M}, is not known{of}."
+            )
+    return said
+
+
+def of_nccl(rows: Sequence[Record]) -> list[str]:
+    """Of what may use NCCL's all-gather in switches, which takes more than two ranks."""
+    if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
+        return []
+    for (variables, how), _ in _by_variables(rows):
+        if variables.get(_NO_NVLS) == "0":
+            return [
+                f"NCCL ran without NVLink multicast too ({_NO_NVLS}=0{how}), which it may use on more than two GPUs."
+            ]
+    return []
+
+
+def _by_variables(rows: Sequence[Record]) -> list[tuple[tuple[Mapping[str, str], str], list[Record]]]:
+    found: list[tuple[tuple[Mapping[str, str], str], list[Record]]] = []
+    for row in rows:
+        known = variables_of(row)
+        same = next((some for these, some in found if these == known), None)
+        if same is None:
+            found.append((known, [row]))
+        else:
+            same.append(row)
+    return found
