@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from faults.planted import ASSERTIONS, Fault, copy_of_tree, ends_of, faults, plant, run_tests
+from planted import ASSERTIONS, Fault, copy_of_tree, ends_of, faults, plant, run_tests
 
 pytestmark = pytest.mark.slow
 

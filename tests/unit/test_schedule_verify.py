@@ -151,6 +151,27 @@ def test_an_uninitialised_read() -> None:
     )
     fault = r"rank (\d), lane compute, step 2: silu y\[0:\+4, 0:\+8\] = box\[0:\+4, 0:\+8\] \| it reads box@\1\[0:\+4, 0:\+2\]"
     assert re.search(fault + ", which nothing has written in this run", text)
+    assert text.endswith("(and 5 times more)"), (
+        "each of two ranks reads it in each of three runs: an earlier run's does not count"
+    )
+
+
+def test_a_rank_that_is_two_runs_ahead() -> None:
+    """Three sets are waited for, of which a second rank makes one. It waits for nobody, so its sets of three runs may come before
+    the others'. Those of two runs could not stand in for both, for one of them comes after the other."""
+    d = Draft("ahead", 2)
+    x, y = d.buffer("x", 4, 8, "fp32", "input"), d.buffer("y", 4, 8, "fp32", "output")
+    box = d.buffer("box", 4, 8, "fp32", "scratch")
+    d.signals("arrived", 1)
+    d.signals("filled", 1)
+    first = 1 - RANK  # how often rank 0 does a step that rank 1 leaves out
+    d.lane("fill").repeat("i", first, Copy(x.part(), box.part()), Set("filled"), Set("arrived"))
+    d.lane("after").repeat("i", first, Wait("filled"), Set("arrived"))
+    d.lane("other").repeat("i", RANK, Set("arrived", 0, 0))
+    d.lane("compute").repeat("i", first, Wait("arrived", 0, 3)).compute("silu", y.part(), x.part())
+    verify(d.schedule())
+    d.lane("compute").repeat("i", first, Copy(box.part(), y.part()))
+    assert "race on box@0: the first writes and the second reads there, and nothing orders them" in faults(d.schedule())
 
 
 def test_adding_to_what_is_not_there() -> None:

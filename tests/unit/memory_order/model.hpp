@@ -168,8 +168,9 @@ inline void fence(std::memory_order order) {
     if (releases(order)) me().fenced = me().clock;
     if (order == std::memory_order_seq_cst) show_all(me());
 }
-inline void sfence() {
-    for (const uintptr_t granule : me().streamed) world.written[granule].streamed = false;
+inline void sfence() {  // what was streamed is as if it were written now
+    ++me().clock[world.now];
+    for (const uintptr_t granule : me().streamed) world.written[granule] = {world.now, me().clock[world.now], false};
     me().streamed.clear();
 }
 inline void *copy(void *to, const void *from, size_t bytes) {
