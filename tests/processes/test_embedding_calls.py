@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import embedding_ranks as ranks
@@ -117,11 +118,32 @@ def test_indices_out_of_range_read_as_zero_rows_and_warn(pool: Pool, transport: 
         assert word in text, word
 
 
-def test_trusted_indices_are_neither_checked_nor_counted(pool: Pool) -> None:
-    p = problem(2)
-    answers = pool.run(caught, p, {"bounds_check": "ignore"}, {}, ranks=2)
-    assert_same_bits([output for output, _ in answers], p)
-    assert [seen for _, seen in answers] == [[], []]
+def beside_the_table(group, options):
+    """Ids before and behind each rank's table, in whose memory there are rows too; all of these, the result and the warnings."""
+    rows, tables = 5, tables_of((4, 6))
+    sharding = weft.EmbeddingSharding(tuple(replace(table, num_embeddings=rows) for table in tables), (0, 1), 2)
+    memory = torch.randn(rows + 2, tables[group.rank()].embedding_dim)
+    features = torch.tensor([0, -1, rows, rows - 1]), torch.arange(5)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        output = weft.embedding_all_to_all(
+            [memory[1:-1]], features, sharding, group=group, batch_sizes=(1, 3), **options
+        )
+    return memory, output.clone(), [str(w.message) for w in seen]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_trusted_indices_are_neither_checked_nor_counted(pool: Pool, transport: str) -> None:
+    """What stands where they point is read, without a word; checked ones read as zeros."""
+    answers = pool.run(beside_the_table, {"bounds_check": "ignore", "transport": transport}, ranks=2)
+    wanted = torch.cat([memory[[1, 0, 6, 5]] for memory, _, _ in answers], dim=1)
+    assert torch.equal(torch.cat([output for _, output, _ in answers]), wanted)
+    assert [seen for _, _, seen in answers] == [[], []]
+    answers = pool.run(beside_the_table, {"bounds_check": "warning", "transport": transport}, ranks=2)
+    wanted = torch.cat([memory[[1, 0, 6, 5]] for memory, _, _ in answers], dim=1)
+    wanted[1:3] = 0
+    assert torch.equal(torch.cat([output for _, output, _ in answers]), wanted)
+    assert all(len(seen) == 1 and seen[0].startswith("2 indices out of range") for _, _, seen in answers)
 
 
 def test_fatal_bounds_check_lets_good_input_pass(pool: Pool) -> None:

@@ -178,11 +178,13 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
 
 def clocked(group, p, slow_s):
     """A timeline in which rank 1's matmul takes `slow_s` longer, between two looks at the clock."""
+    tensors = tensors_of(p, group.rank(), 0)
     with CpuSchedule(build(p, "shard"), domain_of(group)) as executor:
+        executor.run(tensors)  # which binds them
         if group.rank() == 1:
             ranks.intercept(executor, "matmul y0", before=lambda: time.sleep(slow_s))
         timeline, before = Timeline(), time.monotonic_ns() / 1e3
-        executor.run(tensors_of(p, group.rank(), 0), timeline=timeline)
+        executor.run(tensors, timeline=timeline)
         return before, timeline, time.monotonic_ns() / 1e3
 
 
