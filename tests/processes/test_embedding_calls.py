@@ -198,11 +198,11 @@ def hold(group, problems, options):
     for p in problems:
         ranks.poison(operator)
         held.append(ranks.call(group, p, **options))
-    copied, free = operator.outputs.copied, len(operator.outputs._free)
+    copied, lent = operator.outputs.copied, operator.outputs.lent
     ranks.poison(operator)
     values = [output.clone() for output in held]
     held.clear()
-    return values, copied, free, len(operator.outputs._free)
+    return values, copied, lent, operator.outputs.lent
 
 
 @pytest.mark.parametrize("outputs", [2, 3])
@@ -213,10 +213,10 @@ def test_held_results_stay_as_they_are(pool: Pool, outputs: int, transport: str)
     answers = pool.run(hold, problems, options, ranks=2)
     for number, p in enumerate(problems):
         assert_same_bits([values[number] for values, *_ in answers], p, f"result {number}")
-    for _, copied, free, free_after in answers:
+    for _, copied, lent, lent_after in answers:
         assert copied == len(problems) - (outputs - 1)
-        assert free == 1
-        assert free_after == outputs
+        assert lent == outputs - 1
+        assert lent_after == 0
 
 
 def hold_views(group, p, later):
@@ -227,7 +227,7 @@ def hold_views(group, p, later):
     del output
     kept = []
     for name in ("view", "array", "flat"):
-        kept.append(len(operator.outputs._free))
+        kept.append(operator.outputs.lent)
         ranks.poison(operator)
         ranks.call(group, later, outputs=4)
         if name == "view":
@@ -239,15 +239,15 @@ def hold_views(group, p, later):
         else:
             assert torch.equal(flat.view(-1, p.sharding.total_dim)[1:, 2:5], value)
             del flat
-    return value, kept, len(operator.outputs._free)
+    return value, kept, operator.outputs.lent
 
 
 def test_views_keep_their_buffer(pool: Pool) -> None:
     p, later = (Problem(tables_of((8, 3)), (0, 1), (6, 5), seed=seed) for seed in (1, 2))
-    for rank, (value, kept, free) in enumerate(pool.run(hold_views, p, later, ranks=2)):
+    for rank, (value, kept, lent) in enumerate(pool.run(hold_views, p, later, ranks=2)):
         assert torch.equal(value, pooled_here(p)[p.rows_of(rank)][1:, 2:5])
-        assert kept == [3, 3, 3]
-        assert free == 4
+        assert kept == [1, 1, 1]
+        assert lent == 0
 
 
 def hold_while_it_grows(group, small, large):

@@ -78,10 +78,10 @@ def test_push_is_right() -> None:
 
 
 def test_missing_set() -> None:
-    assert faults(without(push(), Set, signal="arrived")) == (
-        "schedule push has 1 fault:\n"
-        "  rank 0, lane compute, step 1: wait arrived[0] | 1 sets are waited for, and a run makes 0 (and 1 times more)"
-    )
+    text = faults(without(push(), Set, signal="arrived"))
+    assert "1 fault" in text
+    assert re.search(r"rank 0, lane compute, step 1: wait arrived\[0\].* a run makes 0", text)
+    assert text.endswith("(and 1 times more)"), "the same on rank 1"
 
 
 def test_a_wait_for_more_than_is_set_in_the_previous_run() -> None:
