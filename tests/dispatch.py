@@ -38,3 +38,24 @@ def expected(
     mine = range(rank * experts, (rank + 1) * experts)
     y = torch.cat([parts[source][expert] @ weights[expert].double() for expert in mine for source in range(world)])
     return y, torch.tensor([list(of_rank)[mine.start : mine.stop] for of_rank in splits])
+
+
+def assert_rows(
+    found: torch.Tensor, rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: torch.Tensor, what: str
+) -> None:
+    """Each element of `found` is what rank `rank` must find, but for rounding to its dtype and sums in fp32.
+
+    Element by element, since a wrong row or column is nothing beside the norm of all: a sum of k products in fp32, in whatever
+    order, errs by at most k roundings of the sum of their magnitudes.
+    """
+    wanted, _ = expected(rank, splits, tokens, weights)
+    magnitudes, _ = expected(rank, splits, [part.abs() for part in tokens], weights.abs())
+    assert found.shape == wanted.shape, f"{what}, rank {rank}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    limit = torch.finfo(found.dtype).eps * wanted.abs() + weights.shape[1] * 2.0**-24 * magnitudes
+    wrong = ~((found.double() - wanted).abs() <= limit)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise AssertionError(
+            f"{what}, rank {rank}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, first [{row}, {column}]: "
+            f"{found[row, column]:.6g} instead of {wanted[row, column]:.6g}"
+        )

@@ -286,7 +286,7 @@ def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
     x, w = torch.ones(4, 8), torch.ones(2, 8, 3)
     right = [4] + [0] * (2 * group.size() - 1)
     for when in ("first", "later"):
-        for name, wrong in {"sum": [5, *right[1:]], "negative": [5, -1, *right[2:]]}.items():
+        for name, wrong in {"sum": [5, *right[1:]], "few": [3, *right[1:]], "negative": [5, -1, *right[2:]]}.items():
             splits = torch.tensor(wrong if bad else right)
             found[f"{name}, {when}"] = told(
                 lambda splits=splits: weft.all_to_all_matmul(x, w, splits, group=group, schedule=schedule)

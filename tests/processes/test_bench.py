@@ -270,7 +270,11 @@ def _traced(group: dist.ProcessGroup) -> dict[str, Timeline]:
     work = EmbeddingWorkload(RAGGED.config(group.size(), FULL), _ranks(group), input_sets=1)
     timelines = {name: Timeline() for name in (BASELINE, "put", "direct")}
     for name, timeline in timelines.items():
-        make_arm(name, work).traced(0, timeline)
+        arm, before = make_arm(name, work), time.monotonic_ns() / 1e3
+        arm.traced(0, timeline)
+        after = time.monotonic_ns() / 1e3
+        assert all(before <= span.start_us <= span.end_us <= after for span in timeline), name
+        assert sum(span.end_us - span.start_us for span in timeline if span.lane != "wait") > 0
     return timelines
 
 

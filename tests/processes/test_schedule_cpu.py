@@ -10,6 +10,7 @@ import gc
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -153,6 +154,27 @@ def test_timelines_show_overlap_and_the_order_of_signals(pool: Pool) -> None:
                 (wait,) = spans_of(timeline, f"wait arrived[{index}]")
                 (raised,) = spans_of(of_rank[1 - rank][run], f"set arrived@{rank}[{index}]")
                 assert raised.start_us == raised.end_us <= wait.end_us
+
+
+def clocked(group, p, slow_s):
+    """A timeline in which rank 1's matmul takes `slow_s` longer, between two looks at the clock."""
+    tensors = tensors_of(p, group.rank(), 0)
+    with CpuSchedule(build(p, "shard"), domain_of(group)) as executor:
+        executor.run(tensors)  # which binds them
+        if group.rank() == 1:
+            ranks.intercept(executor, "matmul y0", before=lambda: time.sleep(slow_s))
+        timeline, before = Timeline(), time.monotonic_ns() / 1e3
+        executor.run(tensors, timeline=timeline)
+        return before, timeline, time.monotonic_ns() / 1e3
+
+
+def test_timelines_are_microseconds_of_the_clock_that_all_share(pool: Pool) -> None:
+    of_rank = pool.run(clocked, AllGatherMatmul.even(8, 5, 8, 2, "fp32"), 0.05, ranks=2)
+    for before, timeline, after in of_rank:
+        assert all(before <= span.start_us <= span.end_us <= after for span in timeline)
+        assert len(timeline) > 4
+    first, *_ = spans_of(of_rank[1][1], "matmul y0")
+    assert first.end_us - first.start_us >= 50_000
 
 
 # --- refusals and disagreement ---

@@ -145,6 +145,17 @@ def test_a_fault_beyond_the_first_look_and_in_a_foreign_block():
         check_offsets(large, SHARDING, 1, checked)
 
 
+@pytest.mark.parametrize("position", [65_535, 65_536, 65_537, 131_072])
+def test_offsets_may_fall_nowhere_where_one_look_ends_and_the_next_begins(position):
+    count = 70_000
+    large = jagged(("u", "friend"), batch=count)
+    checked = CheckedInput((0, 1), (count, 0), count)
+    check_offsets(large, SHARDING, 0, checked)
+    large.offsets[position:] -= 5
+    with refused(f"offsets[{position - 1}]", f"is {position - 1} and the next is {position - 5}", "ascend"):
+        check_offsets(large, SHARDING, 0, checked)
+
+
 def test_the_first_offset_may_be_above_zero():
     later = jagged(values=torch.zeros(20, dtype=torch.int64), offsets=torch.arange(13) + 3)
     check_offsets(later, SHARDING, 0, check_jagged(later, SHARDING, 0, None, WEIGHTS))

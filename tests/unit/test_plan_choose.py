@@ -12,7 +12,7 @@ import pytest
 from weft import plan
 from weft.hw import load_machine
 from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY, CLEARLY_US, decide
-from weft.plan.predict import AT_LEAST, HOPELESS, Mode, _built, _least_us, predict
+from weft.plan.predict import AT_LEAST, HOPELESS, Mode, predict
 from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,
@@ -96,29 +96,30 @@ def test_equal_schedules_are_one() -> None:
     """With two ranks, as many steps as ranks are two steps."""
     row = plan.choose(LARGE, H200).row("ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]")
     assert row.predicted_us is None
-    assert row.why_not == "the same schedule as ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]"
+    assert "ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]" in row.why_not
 
 
 @pytest.mark.parametrize("model", [H200, model_of(load_machine("mi300x"), 8)], ids=lambda m: m.name)
 @pytest.mark.parametrize("shape", [(64, 4096, 8192), (1024, 1024, 4096), (8192, 4096, 8192)])
 @pytest.mark.parametrize("mode", ["queued", "single"])
-def test_no_run_is_shorter_than_its_bound(mode: Mode, shape: tuple[int, int, int], model: Model) -> None:
+def test_no_run_is_shorter_than_its_bound(
+    mode: Mode, shape: tuple[int, int, int], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is not simulated is slower than that, and so than what is chosen."""
     problem = AllGatherMatmul.even(*shape, model.world_size)
     choice = decide(problem, model, mode=mode)
     assert choice.row("serial").predicted_us is not None
     fastest = min(row.us for row in choice.rows if row.us is not None)
-    pruned = 0
-    for built in _built(problem, lambda what, share: None):
-        if built.schedule is not None:
-            name, us = built.row.candidate.name, predict(built.schedule, model, mode)
-            assert _least_us(built, model, mode) <= us * (1 + 1e-9), name
-            row = choice.row(name)
-            if row.predicted_us is None:
-                pruned += 1
-                assert us >= float(row.why_not.removeprefix(AT_LEAST).split()[0]) - 0.1
-                assert us > HOPELESS * fastest * (1 - 1e-9)
+    pruned = {row.candidate.name for row in choice.rows if row.why_not.startswith(AT_LEAST)}
     assert pruned or model is H200
+    monkeypatch.setattr("weft.plan.predict.HOPELESS", 0.0)  # every bound is seen, but serial's
+    bounds = {row.candidate: row.why_not for row in decide(problem, model, mode=mode).rows if row.predicted_us is None}
+    for candidate, why_not in bounds.items():
+        if why_not.startswith(AT_LEAST):
+            us = predict(candidate.build(), model, mode)
+            assert us >= float(why_not.removeprefix(AT_LEAST).split()[0]) - 0.1, candidate.name
+            assert candidate.name not in pruned or us > HOPELESS * fastest * (1 - 1e-9)
+    assert sum(why_not.startswith(AT_LEAST) for why_not in bounds.values()) > 20
 
 
 def test_measured_candidates_are_predicted_however_slow() -> None:
@@ -164,7 +165,7 @@ def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
     choice = decide(problem, model, mode="queued")
     assert choice.row(choice.candidate.name).gemms == 1
     assert choice.predicted_us < (choice.row("serial").us or 0.0) < choice.row(name).host_us
-    assert choice.row(name).why_not == f"a call keeps the host busy for {choice.row(name).host_us:.0f} us"
+    assert f"host busy for {choice.row(name).host_us:.0f} us" in choice.row(name).why_not
     assert decide(problem, model, mode="graph").row(name).why_not != choice.row(name).why_not
 
 

@@ -169,7 +169,10 @@ def test_a_collective_begins_when_the_last_rank_has_come() -> None:
     schedule = all_schedules(problem)["serial"]
     model = gpu("h200", 4)
     end = simulate(schedule, model).end_us
-    assert simulate(schedule, model, late_us=(0, 30, 0, 10)).end_us == pytest.approx(end + 30)
+    late = simulate(schedule, model, late_us=(0, 30, 0, 10))
+    assert late.end_us == pytest.approx(end + 30)
+    starts = {s.rank: s.start_us for s in late.timeline if s.name.startswith("all_gather")}
+    assert starts == dict.fromkeys(range(4), pytest.approx(30)), "until then nobody gathers: those in time wait"
 
 
 def test_loops_are_written_out() -> None:
@@ -300,6 +303,21 @@ def test_one_call_at_a_time_waits_for_the_host() -> None:
     assert simulate(serial, model, mode="single").end_us == pytest.approx(
         simulate(serial, model).end_us + model.host_step_us
     )
+
+
+def test_the_host_needs_its_time_in_every_run_and_from_its_beginning() -> None:
+    model = replace(TOY, host_step_us=5.0)
+    one = simulate(puts(2, 1), model, mode="single").end_us
+    assert one == pytest.approx(5 + 7 + 1000 / 100)
+    assert simulate(puts(2, 1), model, mode="single", runs=3).ends_us[0] == pytest.approx([one, 2 * one, 3 * one])
+    late = simulate(puts(2, 1), model, mode="single", late_us=(40, 0))
+    assert [ends[0] for ends in late.ends_us] == pytest.approx([40 + one, one])
+
+
+def test_a_rank_is_late_in_each_of_its_runs() -> None:
+    ends = simulate(puts(2, 1), TOY, runs=3, late_us=(40, 0)).ends_us
+    assert ends[0] == pytest.approx([57, 114, 171])
+    assert ends[1] == pytest.approx([17, 34, 51])
 
 
 def test_an_hour_of_work_ends() -> None:

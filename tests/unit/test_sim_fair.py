@@ -46,6 +46,22 @@ def test_a_disturbance_grows_with_the_speed_of_who_disturbs() -> None:
     assert speeds(loads, {0: 1, 1: 4}) == {0: 0.8, 1: 0.25}
 
 
+def test_holders_of_all_kinds_take_their_units_together() -> None:
+    holders = {1: Load(share=((2, 1.0),), hold=((1, 0.25),)), 2: Load(share=((3, 1.0),), hold=((1, 0.5),))}
+    assert speeds({0: Load(share=((1, 1.0),)), **holders}, {0: 1, 1: 1, 2: 1})[0] == 0.25
+
+
+def test_a_disturbance_takes_from_what_holders_have_left() -> None:
+    """Of the units a half is held and a fifth is lost: who shares them has three tenths."""
+    loads = {
+        0: Load(share=((1, 1.0),)),
+        1: Load(share=((2, 1.0),), hold=((1, 0.5),)),
+        2: Load(share=((3, 1.0),), disturb=((1, 0.2),)),
+    }
+    assert speeds(loads, {0: 1, 1: 1, 2: 1}) == {0: pytest.approx(0.3), 1: 1.0, 2: 1.0}
+    assert speeds(loads, {0: 2, 1: 1, 2: 1})[0] == pytest.approx(0.15)
+
+
 SHARES = st.dictionaries(st.integers(0, 4), st.floats(0.01, 1.0), min_size=1, max_size=4)
 
 

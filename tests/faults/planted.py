@@ -1,0 +1,138 @@
+"""Would the tests notice? Each `*.patch` here is a fault that somebody could make, and the tests that must fail with it.
+
+A patch begins with a sentence that says what is wrong and a line `Found by: tests/...::test_...` for each test; a unified
+diff against the root follows. `found` plants it in a copy of the tree, compiles what it changes in csrc/, runs those tests
+there and says how each ended. A fault counts as found only if an assertion fails: a test that breaks in another way, by an
+import error say, would break as well with a change that is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import weft._core
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_COPIED = (".git", ".venv", "build", "dist", ".*_cache", ".hypothesis", "__pycache__", "*.so")
+ASSERTIONS = ("AssertionError", "Failed")  # pytest's own: `pytest.raises` without an error, `pytest.fail`
+ENDS = re.compile(r"^Found by: (\S.*)$", re.MULTILINE)
+
+# An editable install finds weft before PYTHONPATH does. Python imports this at its start, also in processes that tests start.
+SITE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith(("_editable", "_weft_editable"))]
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    patch: Path
+
+    @property
+    def name(self) -> str:
+        return self.patch.stem
+
+    @property
+    def tests(self) -> list[str]:
+        return ENDS.findall(self.patch.read_text())
+
+    @property
+    def changes(self) -> list[str]:
+        return re.findall(r"^\+\+\+ b/(\S+)", self.patch.read_text(), re.MULTILINE)
+
+
+def faults() -> list[Fault]:
+    return [Fault(patch) for patch in sorted(Path(__file__).parent.glob("*.patch"))]
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """A copy in which Python finds weft, with the native module that is installed."""
+    tree = folder / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    native = Path(weft._core.__file__)
+    shutil.copy(native, tree / "weft" / native.name)
+    (tree / "sitecustomize.py").write_text(SITE)
+    return tree
+
+
+def plant(fault: Fault, tree: Path) -> None:
+    """`ValueError` where the patch does not fit any more."""
+    done = subprocess.run(["git", "apply", fault.patch], cwd=tree, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise ValueError(f"{fault.patch.name} does not fit the tree any more, write it anew: {done.stderr}")
+    if sources := [path for path in fault.changes if path.startswith("csrc/")]:
+        _compile(tree, sources)
+
+
+def run_tests(tree: Path, tests: list[str], timeout_s: float = 500) -> dict[str, str]:
+    """Each test of `tests`, with its parameters, to "passed" or the type of the error that it ended with."""
+    said = tree / "said.json"
+    here = tree / "tests" / "faults" / "run.py"
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    for name in [name for name in environment if name.startswith("PYTEST_")]:  # of the pytest that runs this
+        del environment[name]
+    done = subprocess.run(
+        [sys.executable, here, said, *tests],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    if not said.exists():
+        raise RuntimeError(f"pytest did not end:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    ends: dict[str, str] = json.loads(said.read_text())
+    for test in tests:
+        if not any(_is_of(end, test) for end in ends):
+            raise ValueError(f"there is no test {test}:\n{done.stdout[-3000:]}")
+    return ends
+
+
+def ends_of(test: str, ends: dict[str, str]) -> list[str]:
+    """How the test ended, for each of its parameters."""
+    return [end for name, end in ends.items() if _is_of(name, test)]
+
+
+def _is_of(name: str, test: str) -> bool:
+    return name == test or name.startswith(f"{test}[")
+
+
+def _compile(tree: Path, sources: list[str]) -> None:
+    """The commands of the last build (`make build`), with these sources in place of the root's."""
+    for folder in ROOT.glob("build/*/"):
+        listed = subprocess.run(
+            [sys.executable, "-m", "ninja", "-C", folder, "-t", "commands"], capture_output=True, text=True, timeout=60
+        ).stdout.splitlines()
+        if links := [line for line in listed if "-shared" in line and "_core" in line]:
+            break
+    else:
+        raise FileNotFoundError(f"{ROOT}/build has no build of the native module: run `make build`")
+    link = links[-1].removeprefix(": && ").removesuffix(" && :")
+    for source in sources:
+        (command,) = (line for line in listed if line.endswith(f"-c {ROOT / source}"))
+        (old,) = re.findall(r" -o (\S+)", command)
+        new = tree / "build" / Path(old).name
+        new.parent.mkdir(exist_ok=True)
+        _call(
+            re.sub(r" -M[DTF]\b( (?!-)\S+)?", "", command)
+            .replace(f"-o {old}", f"-o {new}")
+            .replace(str(ROOT / source), str(tree / source)),
+            folder,
+        )
+        link = link.replace(f" {old}", f" {new}")
+    (library,) = re.findall(r" -o (\S+)", link)
+    _call(link.replace(f"-o {library}", f"-o {tree / 'weft' / library}"), folder)
+
+
+def _call(command: str, folder: Path) -> None:
+    done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise ValueError(f"{command}\n{done.stderr}")

@@ -1,0 +1,128 @@
+"""The rule of the choice, on predictions that are made up so that each clause decides once by itself.
+
+`test_plan_choose.py` has the same planner on machines and shapes that there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from weft.hw import load_machine
+from weft.plan.choose import ALIKE, ALIKE_US, CLEARLY_US, Choice, decide
+from weft.plan.predict import AT_LEAST, Mode, Row, predict
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, For, Schedule, candidates, named
+from weft.sim import model_of
+
+module = importlib.import_module("weft.plan.choose")  # weft.plan.choose itself is the function
+PROBLEM = AllGatherMatmul.even(8192, 4096, 8192, 2)
+H200 = replace(model_of(load_machine("h200"), 2), host_call_us=10.0)
+SERIAL, ONE, TWO = "serial", "gather[by=dma]", "gather[by=kernel]"
+
+
+def row(name: str, us: float, **more: Any) -> Row:
+    """A call keeps the host busy for 10 us a GEMM and 15 us a collective; with several lanes, for 1 us a step besides."""
+    return Row(named(PROBLEM, name), us, problem=PROBLEM, model=H200, **({"gemms": 1, "steps": 1} | more))
+
+
+def choice_of(monkeypatch: pytest.MonkeyPatch, *rows: Row, mode: Mode = "queued") -> Choice:
+    made_up = list(rows), dict.fromkeys([row.candidate.name for row in rows])
+    monkeypatch.setattr(module, "predicted_rows", lambda *_: made_up)
+    return decide(PROBLEM, H200, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("fastest_us", "other_us", "alike"),
+    [
+        (10.0, 10.0 + ALIKE_US - 0.1, True),  # more than 3% slower
+        (10.0, 10.0 + ALIKE_US + 0.1, False),
+        (1000.0, 1000.0 * (1 + ALIKE) - 1, True),  # more than 3 us slower
+        (1000.0, 1000.0 * (1 + ALIKE) + 1, False),
+    ],
+)
+def test_alike_is_what_differs_by_little_in_parts_or_in_microseconds(
+    monkeypatch: pytest.MonkeyPatch, fastest_us: float, other_us: float, alike: bool
+) -> None:
+    serial = row(SERIAL, 2 * other_us)
+    choice = choice_of(monkeypatch, serial, row(ONE, fastest_us, gemms=2), row(TWO, other_us), mode="single")
+    assert choice.candidate.name == (TWO if alike else ONE)
+
+
+@pytest.mark.parametrize(("gemms", "collectives", "taken"), [(11, 0, ONE), (12, 0, SERIAL), (12, 3, ONE)])
+def test_a_call_may_keep_the_host_as_busy_as_serials_does(
+    monkeypatch: pytest.MonkeyPatch, gemms: int, collectives: int, taken: str
+) -> None:
+    """Serial takes 115 us on the device; on the host as long as its collectives are many."""
+    serial = row(SERIAL, 115.0, gemms=8, collectives=collectives)
+    choice = choice_of(monkeypatch, serial, row(ONE, 60.0, gemms=gemms))
+    assert choice.candidate.name == taken
+    assert ("host busy" in choice.row(ONE).why_not) == (taken == SERIAL)
+
+
+def test_steps_of_many_lanes_keep_the_host_busy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    serial = row(SERIAL, 115.0)
+    assert choice_of(monkeypatch, serial, row(ONE, 60.0, steps=200)).candidate.name == ONE
+    assert choice_of(monkeypatch, serial, row(ONE, 60.0, steps=200, lanes=3)).candidate.name == SERIAL
+    assert choice_of(monkeypatch, serial, row(ONE, 60.0, steps=200, lanes=3), mode="graph").candidate.name == ONE
+
+
+def test_of_those_that_spare_the_host_the_simplest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    serial = row(SERIAL, 1000.0, collectives=1)
+    spares, also = row(ONE, 999.0, steps=2), row(TWO, 998.0, steps=3)
+    assert choice_of(monkeypatch, serial, spares, also).candidate.name == ONE
+    assert choice_of(monkeypatch, serial, also).candidate.name == TWO
+    busier = row(TWO, 998.0, gemms=2, collectives=1)
+    assert choice_of(monkeypatch, serial, busier).candidate.name == SERIAL
+    assert choice_of(monkeypatch, row(SERIAL, 1000.0), replace(spares, gemms=1)).candidate.name == SERIAL
+    slower = row(ONE, 1001.0)
+    assert choice_of(monkeypatch, serial, slower).candidate.name == SERIAL
+    assert serial.host_us - spares.host_us >= CLEARLY_US
+
+
+def test_serials_reason_names_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choice_of(monkeypatch, row(SERIAL, 100.0), row(ONE, 130.0), row(TWO, 120.0))
+    assert choice.candidate.name == SERIAL
+    assert "120.0 us" in choice.reason
+    assert "130.0 us" not in choice.reason
+
+
+# -- what is predicted, where the host decides
+
+
+def built(problem: AllGatherMatmul | AllToAllMatmul, name: str) -> Schedule:
+    return next(candidate for candidate in candidates(problem) if candidate.name == name).build()
+
+
+def test_reading_sizes_costs_the_host_each_step_of_a_run() -> None:
+    schedule = built(AllToAllMatmul.even(64, 32, 16, 4, 2), "dispatch_by_expert[by=kernel,chunks=1]")
+    assert schedule.reads_on_host
+    steps = [step for lane in schedule.lanes for step in lane.steps]
+    assert not any(isinstance(step, For) for step in steps)
+    slow = replace(H200, host_late_us=0.0, host_step_us=1e4)
+    assert predict(schedule, slow, "queued") == pytest.approx(1e4 * len(steps))
+    slow = replace(H200, host_late_us=1e4, host_step_us=0.0)
+    assert predict(schedule, slow, "queued") >= 1e4
+
+
+@pytest.mark.parametrize(
+    ("name", "slower_us"),
+    [
+        ("shard[chunks=1,send=in_turn,by=kernel]", 500.0),
+        ("shard[chunks=1,send=in_turn,by=dma]", 0.0),
+        ("gather[by=kernel]", 0.0),  # it copies in front of its GEMM
+    ],
+)
+def test_a_copying_kernel_beside_gemms_costs_what_the_model_says(name: str, slower_us: float) -> None:
+    usual, slow = (predict(built(PROBLEM, name), replace(H200, kernel_copy_beside_us=us), "queued") for us in (0, 500))
+    assert slow - usual == pytest.approx(slower_us)
+
+
+def test_a_single_call_takes_at_least_what_the_host_needs_for_its_steps() -> None:
+    choice = decide(PROBLEM, replace(H200, host_step_us=1e5), mode="single")
+    pruned = [row for row in choice.rows if row.why_not.startswith(AT_LEAST)]
+    assert len(pruned) > 5
+    for found in pruned:
+        assert found.why_not == f"{AT_LEAST} {1e5 * found.steps:.1f} us"
