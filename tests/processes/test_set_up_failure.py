@@ -126,3 +126,24 @@ def errors_of_all(group: dist.ProcessGroup) -> list[str]:
 def test_what_all_raise_alike_ends_nothing(pool: Pool) -> None:
     for kinds in pool.run(errors_of_all, ranks=2, timeout_s=60):
         assert kinds == ["ScheduleError", "RefusedError"]
+
+
+def late_for_the_first_call(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """Rank 1 comes to its first call when the others have missed it and are at their second."""
+    own, found = dist.new_group(list(range(group.size()))), []
+    late = group.rank() == BAD_RANK
+    for number in range(2):
+        if late and not number:
+            threading.Event().wait(1.5)
+        x, w = torch.full((4, 8), float(number)), torch.ones(8, 3)
+        deadline_s = 0.5 if not late and not number else LONG_S
+        found.append(error_of(lambda x=x, w=w, s=deadline_s: weft.all_gather_matmul(x, [w], 0, own, deadline_s=s)))
+    return found
+
+
+def test_a_rank_that_is_a_call_behind_in_the_set_up(pool: Pool) -> None:
+    found = pool.run(late_for_the_first_call, ranks=3, timeout_s=30)
+    for rank, ((first, _), (second, _)) in enumerate(found):
+        assert first == ("DisagreementError" if rank == BAD_RANK else "DeadlineError")
+        assert second == ("PoisonedGroupError" if rank == BAD_RANK else "DisagreementError")
+    assert "rank 0 at its call 2, rank 1 at its call 1, rank 2 at its call 2" in found[BAD_RANK][0][1]

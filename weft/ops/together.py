@@ -16,6 +16,7 @@ call compared, off the critical path (`weft.symm.calls`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from weft.schedule import NotApplicableError
 from weft.symm.calls import calls_of
 
 _NUMBER = struct.Struct("<qq")
+_TOLD = "_weft_told"  # of an error: peers have been told
 
 
 class together:
@@ -61,8 +63,10 @@ class together:
                 domain.poison(refused)
                 domain.check()
             return
-        if isinstance(error, WeftError) or group.size() == 1:
+        if isinstance(error, WeftError) or group.size() == 1 or getattr(error, _TOLD, False):
             return
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(error, _TOLD, True)  # a module's call is around an operator's
         device, deadline_s = _device_of(self._like, group), _usable(self._deadline_s)
         is_input, said = isinstance(error, ValueError | TypeError), said_on(group) != self._said
         text = str(error) if is_input else f"{self._operator}: {error!r}"
@@ -71,7 +75,7 @@ class together:
         if device.type == "cpu" and isinstance(error, Exception) and not said:
             meeting = meeting_of(symm.domain(group, device, deadline_s=deadline_s))
             refusals = meeting.refuse(text, deadline_s=deadline_s)
-            if is_input:
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
                 raise RefusedError(refusals) from error
         elif device.type == "cuda" and is_input:
             domain = symm.domain(group, device, deadline_s=deadline_s)

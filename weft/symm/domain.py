@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from weft import _core, env
-from weft.errors import DeadlineError, WeftError
+from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.symm import cpu, mesh
 from weft.symm.calls import calls_of
 from weft.symm.control import EXITING, Control, unusable
@@ -276,7 +276,12 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
             raise unusable(str(_failures[group]))
         deadline_s = env.setup_deadline_s() if deadline_s is None else deadline_s
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
-        peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group))
+        try:
+            calls = calls_of(group).begun
+            peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
+        except DisagreementError as error:  # all ranks have found it out
+            _failures[group] = error
+            raise
         made = Domain(group, device, peers)
         with _cache_lock:
             _cache.append(made)

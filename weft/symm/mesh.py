@@ -39,7 +39,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.errors import DeadlineError, PeerLostError
+from weft.errors import DeadlineError, DisagreementError, PeerLostError
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
@@ -64,13 +64,14 @@ class _Entry:
     kernel: str  # boot id and network namespace: abstract sockets reach no further
     pid: int
     pids: str  # the namespace in which it has that pid
+    calls: int  # that it has begun on this group
 
     @staticmethod
-    def of_this_process(rank: int, name: str) -> _Entry:
+    def of_this_process(rank: int, name: str, calls: int) -> _Entry:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         kernel = f"{boot} {os.readlink('/proc/self/ns/net')}"
         token, pids = secrets.token_hex(16), os.readlink("/proc/self/ns/pid")
-        return _Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids)
+        return _Entry(rank, name, token, socket.gethostname(), kernel, os.getpid(), pids, calls)
 
 
 # Sockets are inherited by a forked child, and one that outlives us there would hide our death from the peers.
@@ -97,19 +98,20 @@ def connect(
     world_size: int,
     deadline_s: float,
     ended: Callable[[int], str] = lambda rank: "",
+    calls: int = 0,
 ) -> list[Peer]:
     """A connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
     Raises `ValueError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
     `deadline_s` seconds, `PeerLostError` if another rank died or gave up in the middle, with its reason, or the store is gone
-    with the process that kept it. In all cases nothing stays open.
+    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls. In all cases nothing stays open.
 
     ended: what is known of a rank whose process has ended, from elsewhere, else "". Of one that died before it came here nothing
     else is known, not even its pid, so the others wait for it until the deadline.
     """
     if world_size == 1:
         return []
-    setup = _Setup(store, rank, world_size, deadline_s, ended)
+    setup = _Setup(store, rank, world_size, deadline_s, ended, calls)
     try:
         setup.run()
     except BaseException as error:
@@ -140,10 +142,10 @@ def _say_at_any_price(setup: _Setup, words: str) -> None:
 
 class _Setup:
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str]
+        self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str], calls: int
     ) -> None:
         self.store, self.rank, self.world_size, self.deadline_s = store, rank, world_size, deadline_s
-        self.ended = ended
+        self.ended, self.calls = ended, calls
         self.until = time.monotonic() + deadline_s
         self.name = PREFIX + secrets.token_hex(16)
         self.entries: dict[int, _Entry] = {}
@@ -176,7 +178,7 @@ class _Setup:
             peer.socket.close()
 
     def run(self) -> None:
-        self.mine = self.entries[self.rank] = _Entry.of_this_process(self.rank, self.name)
+        self.mine = self.entries[self.rank] = _Entry.of_this_process(self.rank, self.name, self.calls)
         self.listener = _socket()
         self.listener.bind("\0" + self.name)
         self.listener.listen(128)
@@ -195,6 +197,13 @@ class _Setup:
         for peer in self.peers.values():
             if self._receive(peer) != {"ready": self.mine.token, "attempt": attempt}:
                 raise PeerLostError(f"rank {peer.rank} is in another attempt at setting up this group: try again")
+        calls = [self.entries[r].calls for r in range(self.world_size)]
+        if len(set(calls)) > 1:
+            made = ", ".join(f"rank {rank} at its call {number}" for rank, number in enumerate(calls))
+            raise DisagreementError(
+                f"ranks set this group up in different calls, {made}: one has missed another's deadline before, and they are "
+                "out of step. Make a new group"
+            )
 
     def _read_entries(self) -> None:
         missing = [r for r in range(self.world_size) if r != self.rank]

@@ -1,0 +1,200 @@
+"""A call in which one rank alone meets an error, known shapes on CPU: the others are told, and no call pairs with another one.
+
+Cheapest first: errors before a rank has said that it takes part (refused, the group lives); after it (the group ends); steps of a
+training loop that one rank leaves in the middle; pauses of a process, which are no error. Each result is compared with what this
+very step must give, so that a result of another step is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import error_of
+
+import weft
+from weft.launch import Pool
+from weft.ops import all_gather_matmul
+
+BAD_RANK = 1
+K, N, ROWS = 16, 8, 4
+SCHEDULES = ["serial", "gather[by=kernel]", "shard[chunks=1,send=in_turn,by=dma]"]
+
+
+def shard(rank: int, step: int) -> torch.Tensor:
+    return torch.full((ROWS, K), float(100 * rank + step))
+
+
+def call(group: dist.ProcessGroup, step: int, schedule: str, **options: Any) -> torch.Tensor:
+    w = torch.ones(K, N)
+    return weft.all_gather_matmul(shard(group.rank(), step), [w], 0, group, schedule=schedule, **options)[1][0]
+
+
+def right(group: dist.ProcessGroup, step: int, schedule: str, **options: Any) -> bool:
+    wanted = torch.cat([shard(rank, step) for rank in range(group.size())]) @ torch.ones(K, N)
+    return torch.equal(call(group, step, schedule, **options), wanted)
+
+
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(list(range(group.size())))
+
+
+def told(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# --- before a rank has said that it takes part ---
+
+
+def fails_early(group: dist.ProcessGroup, schedule: str, error: str) -> tuple[tuple[str, str], list[bool]]:
+    own = own_group(group)
+    assert right(own, 0, schedule)
+    native = all_gather_matmul.contiguous
+
+    def fail(*_: Any) -> Any:
+        raise {"memory": MemoryError("on purpose"), "runtime": RuntimeError("on purpose")}[error]
+
+    if group.rank() == BAD_RANK:
+        all_gather_matmul.contiguous = fail
+    try:
+        found = error_of(lambda: call(own, 1, schedule))
+    finally:
+        all_gather_matmul.contiguous = native
+    return found, [right(own, step, schedule) for step in (2, 3)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("error", "kind"), [("memory", "MemoryError"), ("runtime", "RefusedError")])
+def test_an_error_before_anything_is_begun_is_a_refusal(pool: Pool, schedule: str, error: str, kind: str) -> None:
+    for rank, ((found, text), after) in enumerate(pool.run(fails_early, schedule, error, ranks=3)):
+        assert found == (kind if rank == BAD_RANK else "RefusedError")
+        assert "on purpose" in text
+        assert after == [True, True]
+
+
+def odd_input(group: dist.ProcessGroup, schedule: str) -> tuple[tuple[str, str], bool]:
+    """A sparse tensor on rank 1, of a shape that is known: many of its methods raise."""
+    own = own_group(group)
+    assert right(own, 0, schedule)
+    x = shard(group.rank(), 1)
+    x = x.to_sparse() if group.rank() == BAD_RANK else x
+    found = error_of(lambda: weft.all_gather_matmul(x, [torch.ones(K, N)], 0, own, schedule=schedule))
+    return found, right(own, 2, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2])
+def test_odd_input_of_a_known_shape_is_refused(pool: Pool, schedule: str) -> None:
+    for (kind, text), after in pool.run(odd_input, schedule, ranks=2):
+        assert kind == "RefusedError"
+        assert "rank 1: " in text
+        assert after
+
+
+# --- later ---
+
+
+def interrupted(group: dist.ProcessGroup, schedule: str) -> list[tuple[str, str]]:
+    """Ctrl-C on rank 1 inside of a call, before it has said anything."""
+    own = own_group(group)
+    assert right(own, 0, schedule)
+    native = all_gather_matmul.contiguous
+
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    if group.rank() == BAD_RANK:
+        all_gather_matmul.contiguous = fail
+    try:
+        first = told(lambda: call(own, 1, schedule))
+    finally:
+        all_gather_matmul.contiguous = native
+    return [first, told(lambda: call(own, 2, schedule))]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ctrl_c_in_a_call_ends_the_group(pool: Pool, schedule: str) -> None:
+    for rank, (first, second) in enumerate(pool.run(interrupted, schedule, ranks=2)):
+        assert first[0] == ("KeyboardInterrupt" if rank == BAD_RANK else "PoisonedGroupError")
+        assert second[0] == "PoisonedGroupError"
+        assert "rank 1: all_gather_matmul: KeyboardInterrupt()" in second[1]
+
+
+def train(group: dist.ProcessGroup, operator: str, schedule: str) -> list[tuple[str, str]]:
+    """Steps of forward and backward; rank 1 has an error between the two in step 1. All catch what comes, and go on."""
+    own, found, rank = own_group(group), [], group.rank()
+    for step in range(4):
+        try:
+            x = shard(rank, step).requires_grad_()
+            if operator == "all_gather_matmul":
+                y = weft.all_gather_matmul(x, [torch.ones(K, N)], 0, own, schedule=schedule)[1][0]
+            else:
+                splits = torch.full((own.size(),), ROWS // own.size())
+                y = weft.all_to_all_matmul(x, torch.ones(1, K, N), splits, group=own, schedule=schedule)
+            if step == 1 and rank == BAD_RANK:
+                raise ArithmeticError("the user's")
+            y.sum().backward()
+            assert torch.equal(x.grad, torch.full_like(x, float(N * (own.size() if operator[4] == "g" else 1))))
+            found.append(("", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operator", "schedule"),
+    [
+        ("all_gather_matmul", "serial"),
+        ("all_gather_matmul", "shard[chunks=1,send=in_turn,by=dma]"),
+        ("all_to_all_matmul", "serial"),
+        ("all_to_all_matmul", "dispatch[by=dma,rest=each]"),
+    ],
+)
+def test_no_step_pairs_with_another_one(pool: Pool, operator: str, schedule: str) -> None:
+    good, bad = pool.run(train, operator, schedule, ranks=2)
+    assert [kind for kind, _ in good] == ["", "DisagreementError", "PoisonedGroupError", "PoisonedGroupError"]
+    assert [kind for kind, _ in bad] == ["", "ArithmeticError", "DisagreementError", "PoisonedGroupError"]
+    assert "make a new one" in good[1][1]
+
+
+# --- pauses ---
+
+
+def paused(group: dist.ProcessGroup, schedule: str, seconds: float) -> int:
+    """Right results, while a process of its own stops this one for a moment again and again."""
+    own, end, count = own_group(group), threading.Event(), 0
+    assert right(own, 0, schedule)
+    if group.rank() == BAD_RANK:
+        pid = os.getpid()
+        if (child := os.fork()) == 0:
+            for _ in range(4):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.15)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.2)
+            os._exit(0)
+        threading.Thread(target=lambda: (os.waitpid(child, 0), end.set()), daemon=True).start()
+    going_on = torch.ones(1)
+    while going_on.item():
+        count += 1
+        assert right(own, count, schedule, deadline_s=20), count
+        going_on = torch.tensor([0.0 if end.is_set() else 1.0])
+        dist.broadcast(going_on, BAD_RANK, group=group)
+    return count
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pause_is_no_failure(pool: Pool, schedule: str) -> None:
+    """A wait for gloo that is over when the process goes on, and a collective that ended meanwhile, are no error."""
+    first, second = pool.run(paused, schedule, 1.5, ranks=2)
+    assert first == second > 3

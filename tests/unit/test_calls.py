@@ -1,0 +1,67 @@
+"""Calls by their number, as ranks tell each other of them on GPUs: refusals, and the mode in which all are compared."""
+
+from __future__ import annotations
+
+from weft.symm.calls import CallLog, GroupCalls
+
+
+def test_a_refused_call_that_this_rank_has_made_ends_the_group() -> None:
+    here, there = GroupCalls(), GroupCalls()
+    assert here.begin() == here.end() == ""
+    there.begin()
+    assert here.heard(there.refuse("rank 1: bad")) == "rank 1: bad"
+
+
+def test_a_refused_call_that_this_rank_has_not_come_to_is_refused_here_too() -> None:
+    here, there = GroupCalls(), GroupCalls()
+    there.begin()
+    assert here.heard(there.refuse("rank 1: bad")) == ""
+    assert here.begin() == "rank 1: bad"
+    assert here.begin() == here.end() == ""
+
+
+def test_a_call_that_all_refuse_ends_nothing() -> None:
+    for late in (False, True):
+        here, there = GroupCalls(), GroupCalls()
+        here.begin()
+        there.begin()
+        message = there.refuse("rank 1: bad")
+        if late:
+            here.refuse("rank 0: bad")
+        assert here.heard(message) == ""
+        if not late:
+            here.refuse("rank 0: bad")
+        assert here.begin() == here.end() == ""
+
+
+def test_a_refusal_that_comes_during_the_call_is_seen_at_its_end() -> None:
+    here, there = GroupCalls(), GroupCalls()
+    there.begin()
+    assert here.begin() == ""
+    assert here.heard(there.refuse("rank 1: bad")) == ""
+    assert here.refused() == here.end() == "rank 1: bad"
+
+
+def test_compared_calls_that_are_the_same_say_nothing() -> None:
+    said: list[str] = []
+    one, other = CallLog(0, 2, said.append), CallLog(1, 2, said.append)
+    for number in range(1, 4):
+        message = one.note(number, f"op, called at train.py:{number}")
+        if number != 2:
+            other.heard(0, message)
+        one.heard(1, other.note(number, f"op, called at train.py:{number}"))
+        if number == 2:
+            other.heard(0, message)
+    assert said == []
+    assert not one._mine
+    assert not other._mine
+
+
+def test_compared_calls_that_differ_are_named() -> None:
+    said: list[str] = []
+    one = CallLog(0, 3, said.append)
+    one.note(7, "op, called at train.py:1")
+    one.heard(1, CallLog(1, 3, said.append).note(7, "op, called at train.py:1"))
+    one.heard(2, CallLog(2, 3, said.append).note(7, "backward of op, called at train.py:2"))
+    (text,) = said
+    assert "call 7 of rank 0 is op, called at train.py:1; of rank 2 backward of op, called at train.py:2" in text
