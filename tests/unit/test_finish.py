@@ -1,0 +1,58 @@
+"""Waiting for a collective of the library on CPU: what a wait that is over means depends on what became of the work meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from weft.errors import DeadlineError, WeftError
+from weft.runtime.collectives import finish
+
+
+class Work:
+    """A collective whose waits all end by their time, as they do in a process that was stopped while it went on."""
+
+    def __init__(self, completed: bool, success: bool) -> None:
+        self.completed, self.success = completed, success
+
+    def wait(self, timeout: Any) -> None:
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def is_success(self) -> bool:
+        return self.success
+
+
+class Group:
+    """Of two ranks, and well."""
+
+    rank, world_size, group = 0, 2, dist.ProcessGroup
+
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+
+    def check(self) -> None:
+        pass
+
+    def poison(self, text: str) -> None:
+        self.causes.append(text)
+
+
+def test_what_was_completed_when_its_wait_was_over_is_done() -> None:
+    domain: Any = Group()
+    finish(Work(completed=True, success=True), domain, "all_gather of x", 20.0)  # type: ignore[arg-type]
+    assert domain.causes == []
+
+
+@pytest.mark.parametrize(
+    ("completed", "error", "text"), [(True, WeftError, "failed in the library"), (False, DeadlineError, "waited")]
+)
+def test_what_failed_or_did_not_come_ends_the_group(completed: bool, error: type[WeftError], text: str) -> None:
+    domain: Any = Group()
+    with pytest.raises(error, match=text):
+        finish(Work(completed, success=False), domain, "all_gather of x", 0.3)  # type: ignore[arg-type]
+    assert len(domain.causes) == 1
