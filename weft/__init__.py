@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import weft.forks  # noqa: F401 - from here on a forked child knows that it is one
+
 __version__ = "0.1.0"
 
 _HOME = {

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft import env, symm
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all, release
@@ -32,7 +33,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
     """Embedding tables placed whole on the ranks of `group`; pooled vectors for each rank's own samples.
 
     Making one is collective, and so is every call: each rank of `group` takes part, with the same arguments (all but
-    `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). This release has the forward
+    `device` and `deadline_s` are compared, and a difference is a `DisagreementError`). A rank that does not come or dies is a
+    `DeadlineError` or a `PeerLostError`, when one is made as in a call. This release has the forward
     only, so the parameters do not require gradients.
 
     Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
@@ -96,8 +98,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
             "outputs": outputs,
         }
         self.embedding_bags = nn.ModuleDict()
-        sharding, refusal = None, None
+        sharding, refusal, patience_s = None, None, None
         try:
+            if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
+                raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
+            patience_s = deadline_s
             if input not in ("local_batch", "global_batch"):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
             if not isinstance(is_weighted, bool):
@@ -119,7 +124,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
             )
         except (ValueError, TypeError) as error:
             refusal = error
-        sharding = _agree(group, sharding, {**self._settings, "input": input, "is_weighted": is_weighted}, refusal)
+        settings = {**self._settings, "input": input, "is_weighted": is_weighted}
+        sharding = _agree(group, device, sharding, settings, refusal, patience_s)
         self._settle(sharding, cast(torch.device, device))
         for index in self.sharding.local_tables(self.rank):
             table = self.sharding.tables[index]
@@ -323,16 +329,26 @@ def _device_for(group: dist.ProcessGroup, device: torch.device | str | None) -> 
 
 
 def _agree(
-    group: dist.ProcessGroup, sharding: EmbeddingSharding | None, settings: dict[str, Any], refusal: Exception | None
+    group: dist.ProcessGroup,
+    device: Any,
+    sharding: EmbeddingSharding | None,
+    settings: dict[str, Any],
+    refusal: Exception | None,
+    deadline_s: float | None,
 ) -> EmbeddingSharding:
     """Collective: the sharding, if all ranks have the same one and the same settings.
 
     Otherwise every rank raises: `RefusedError` with what a rank refused its arguments for, or `DisagreementError`.
     """
-    everyone: list[Any] = [None] * group.size()
     # What was refused may be anything, and need not pickle.
     mine = (sharding, settings, None) if refusal is None else (None, {}, str(refusal))
-    dist.all_gather_object(everyone, mine, group=group)
+    # Ranks meet where the group's calls usually are, though one of them means another type of device, or none that there is.
+    usual = _device_for(group, None)
+    meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
+    # Not the shorter wait of other set-up: a rank may have filled the tables of another module since the others came.
+    deadline_s = env.deadline_s() if deadline_s is None else deadline_s
+    domain = symm.domain(group, meets_on, deadline_s=deadline_s)
+    everyone = domain.all_gather(mine, what="making a ShardedEmbeddingBagCollection", deadline_s=deadline_s)
     if reasons := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text is not None]:
         raise RefusedError(f"arguments refused by {'; '.join(reasons)}") from refusal
     first_sharding, first_settings, _ = everyone[0]

@@ -55,7 +55,8 @@ class _LocalBatch:
 class InputDist:
     """The input distribution of one sharding over one group and device. Every call is collective.
 
-    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs it is the process group's wait.
+    deadline_s: seconds that a wait for a peer may take on CPU (default: WEFT_DEADLINE_S); on GPUs it is the process group's wait,
+    but for what a rank refuses.
     """
 
     def __init__(
@@ -258,13 +259,9 @@ class InputDist:
 
     def _raise_refusals(self, refusal: Exception | None) -> None:
         """Collective: raise what the refusing ranks have to say, on every rank."""
-        texts: list[str | None] = [None] * self.world_size
         mine = None if refusal is None else str(refusal)
-        if self.device.type == "cpu":
-            domain = symm.domain(self.group, self.device, deadline_s=self.deadline_s)
-            texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
-        else:
-            dist.all_gather_object(texts, mine, group=self.group)
+        domain = symm.domain(self.group, self.device, deadline_s=self.deadline_s)
+        texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RefusedError(f"input refused by {reasons}") from refusal
 

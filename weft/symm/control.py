@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from weft import forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import mesh
 from weft.symm.calls import CallLog, GroupCalls
@@ -255,7 +256,7 @@ class Control:
     def forked(self) -> None:
         """In a forked child: `mesh` closes the sockets there; locks may be held by threads that no longer exist."""
         self._changed, self._collective = threading.Condition(), threading.Lock()
-        self.closed = "it belongs to the process that this one was forked from"
+        self.closed = forks.MAKE_ANOTHER
         self.failure = None
         self._word.value = 1
         if self._wake >= 0:

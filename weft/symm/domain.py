@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from weft import _core, env
+from weft import _core, env, forks
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.symm import cpu, mesh
 from weft.symm.calls import calls_of
@@ -252,7 +252,7 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     `WEFT_SETUP_DEADLINE_S`, 20) bounds the wait for the others. It stays until `close()`, until the process group is destroyed,
     or until the interpreter exits; each of these is an orderly goodbye.
 
-    Raises `ValueError` if `group` is None, was destroyed, or does not contain this
+    Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
     rank, or if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank
     does not come, be it late or dead; `PeerLostError` if one has an error or dies once it has come, or is known to have ended
     from another group, or if the store of the group died with its process.
@@ -312,6 +312,8 @@ def _store_of(group: Any) -> dist.Store:
         raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members may make this call")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group={group!r} must be a torch.distributed.ProcessGroup")
+    if forks.is_the_parents(group):
+        raise ValueError(forks.MAKE_ANOTHER)
     try:
         return _get_process_group_store(group)
     except KeyError:
