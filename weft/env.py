@@ -6,6 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
+MOST_S = 1e6
+"""The longest deadline, some eleven days: what all waits can count."""
+
 
 def deadline_s() -> float:
     """`WEFT_DEADLINE_S`: how long any wait for another rank may take, in seconds (default 60)."""
@@ -25,8 +28,10 @@ def _seconds(variable: str, default: str, what: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{variable}={text!r} must be a positive number: it is how many seconds {what} may take")
+    if not 0 < value <= MOST_S:
+        raise ValueError(
+            f"{variable}={text!r} must be a positive number, at most {MOST_S:.0f}: it is how many seconds {what} may take"
+        )
     return value
 
 

@@ -141,7 +141,7 @@ def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
         assert told["twice"].startswith("NotImplementedError: all_gather_matmul can be differentiated once")
         assert "gather_dim=1 must name a dimension" in told["compiled"]
         assert "deadline_s=nan must be positive" in told["deadline"]
-        assert "pass a list of matrices" in told["one tensor"]
+        assert "pass a list of tensors, [B]" in told["one tensor"]
         assert told["no extent"] == "[8, 0, 3]"
 
 

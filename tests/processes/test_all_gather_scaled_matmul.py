@@ -75,7 +75,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "lengths": "B_scales has 2 entries: pass one for each of 1 Bs",
         "shape of A_scale": "A_scale has shape (5, 1): pass one element, or, for each row a scale, (7, 1) or (14, 1)",
         "dtype of A_scale": "A_scale is torch.float16 on cpu: use torch.float32",
-        "a number": "A_scale is a float: pass an fp32 tensor",
+        "a number": "A_scale is a float: pass a torch.Tensor",
         "shape of B_scales": "B_scales[0] has shape (16, 1): pass [1, 16]",
         "rows of B only": "B_scales[0] has shape (1, 16): pass one element, or A_scale with a scale for each row",
         "bias": "biases[0] is torch.float32 on cpu: use torch.bfloat16",

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from weft import env, symm
+from weft.arguments import check_tensor, checked_deadline
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all, release
 from weft.runtime.embedding_plan import EmbeddingPlan
-from weft.sparse.check import DEVICE_TYPES, no_tables_on
-from weft.sparse.jagged import KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.sparse.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
+from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged
 from weft.sparse.placement import place_tables
 from weft.sparse.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 
@@ -87,7 +88,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         super().__init__()
         self.rank = _rank_in(group)
         self.group = group
-        self.input, self.deadline_s = input, deadline_s
+        self.input, self.deadline_s = input, None
         self._is_weighted = is_weighted
         self._settings: dict[str, Any] = {
             "transport": transport,
@@ -107,6 +108,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
             if not isinstance(is_weighted, bool):
                 raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
+            self.deadline_s = checked_deadline(deadline_s)
             device = _device_for(group, device)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
@@ -146,6 +148,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         `batch_sizes` (for input="global_batch"): how many samples of the global batch each rank gets, in rank order;
         default even, the first ranks get the odd ones. With input="local_batch" the ranks tell each other: refused then.
         """
+        jagged: JaggedInput | Unreadable
         if self.input == "local_batch":
             refusal = None
             if self.device.type == "meta":
@@ -187,15 +190,17 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _local_weights(self) -> dict[str, torch.Tensor]:
         return {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
 
-    def _own_features(self, features: Any) -> Any:
+    def _own_features(self, features: Any) -> JaggedInput | Unreadable:
         """The global batch's features, without keys that no table uses and without weights that nobody asked for.
 
-        What is missing or wrong is left for the operator to refuse, since that tells the other ranks.
+        What is wrong with them is left for the operator to refuse, since that tells the other ranks.
         """
         try:
-            jagged = as_jagged(features)
-        except (TypeError, ValueError):
-            return features
+            return self._without_unused(as_jagged(features))
+        except Exception as error:
+            return Unreadable(error)
+
+    def _without_unused(self, jagged: JaggedInput) -> JaggedInput:
         if not self._is_weighted:
             jagged = replace(jagged, weights=None)
         elif jagged.weights is None:  # no weights: too few, unless there are no ids either
@@ -203,6 +208,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
         keys = jagged.keys
         if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
+        check_parts(jagged, None)
+        if jagged.values.device.type == "cpu":  # of what stays behind nothing is looked at later
+            blocks = blocks_of_slots(keys, self.sharding, self.rank)
+            check_offsets(jagged, self.sharding, self.rank, CheckedInput(blocks, (), jagged.stride or 0))
         keyed = KeyedJaggedTensor(keys, jagged.values, jagged.weights, offsets=jagged.offsets, stride=jagged.stride)
         return as_jagged(keyed.permute([block for block, key in enumerate(keys) if key in self._own]))
 
@@ -220,6 +229,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         for name, weight in local.items():
             if name not in weights:
                 raise ValueError(f"weights lack table {name!r} of rank {self.rank}: they have {', '.join(weights)}")
+            check_tensor(f"weights[{name!r}]", weights[name])
             if weights[name].shape != weight.shape:
                 given, wanted = list(weights[name].shape), list(weight.shape)
                 raise ValueError(f"table {name!r} is {wanted} but the weight given is {given}: pass the whole table")

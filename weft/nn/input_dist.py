@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.arguments import check_tensor, checked_deadline
 from weft.errors import DisagreementError, RefusedError
 from weft.ops.in_turn import begun, turn_on
-from weft.sparse.check import INDEX_DTYPES, missing_feature
-from weft.sparse.jagged import JaggedInput, check_keyed, offsets_of
+from weft.sparse.check import missing_feature
+from weft.sparse.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
 from weft.sparse.tables import EmbeddingSharding
-from weft.words import counted, kind
+from weft.words import counted
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
 
@@ -69,7 +70,7 @@ class InputDist:
         deadline_s: float | None = None,
     ) -> None:
         self.sharding, self.group, self.device, self.is_weighted = sharding, group, device, is_weighted
-        self.deadline_s = deadline_s
+        self.deadline_s = checked_deadline(deadline_s)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         # A feature travels to a rank once, however many tables there use it.
         self.features_of_rank = tuple(
@@ -124,8 +125,7 @@ class InputDist:
         named = [("values", values, INDEX_DTYPES), ("lengths", lengths, INDEX_DTYPES)]
         named += [] if offsets is None else [("offsets", offsets, INDEX_DTYPES)]
         for name, tensor, dtypes in named if weights is None else [*named, ("weights", weights, (torch.float32,))]:
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name} is {kind(tensor)}: pass a torch.Tensor")
+            check_tensor(name, tensor)
             if tensor.dim() != 1 and name != "lengths":
                 raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
             if not tensor.is_contiguous() and name != "offsets":
@@ -176,7 +176,8 @@ class InputDist:
             else:
                 begin, end = local.offsets[:1].to(torch.int64), local.offsets[-1:]
                 wrong = (begin < 0) | (end > count) | (end - begin != counts.sum())
-            refused = (local.lengths < 0).any() | wrong
+            # A length beyond all values would make sums and int32 wrap around.
+            refused = ((local.lengths < 0) | (local.lengths > count)).any() | wrong
             own = torch.cat([refused.to(torch.int64).view(1), sizes, counts, begin])
             send = own[local.layout.header_index]
         received = self._all_to_all("numbers", [send], [words], [[mine] * self.world_size])[0]
@@ -243,12 +244,9 @@ class InputDist:
                 f"feature {feature!r} (tables {tables}), sample {sample}: length {int(local.lengths[negative[0]])} is "
                 f"negative: a bag holds 0 or more ids, offsets must ascend"
             )
-        total, count = int(local.lengths.sum()), local.values.numel()
+        total, count = sum(local.lengths.flatten().tolist()), local.values.numel()
         if local.offsets is None:
-            return (
-                f"lengths sum to {total} but there are {counted(count, 'value')}: the bags must hold all values, so correct the "
-                f"lengths, or pass offsets to use a part of the values"
-            )
+            return wrong_sum(total, count)
         begin, end = int(local.offsets[0]), int(local.offsets[-1])
         if end - begin != total:
             return f"lengths sum to {total} but offsets go from {begin} to {end}: pass one of the two"

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
+from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.ops import choosing
 from weft.ops.derivatives import once, refused
-from weft.ops.flattened import UNEVEN, check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
+from weft.ops.flattened import UNEVEN, check_weights, flattened, restored, rows_of_one
 from weft.ops.gathered import gathered_by_library, gradients
 from weft.ops.prepared import (
     SCATTERED,
@@ -91,10 +92,9 @@ def all_gather_matmul(
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        Bs = _checked(Bs, deadline_s, timeline)
+        Bs, gather_dim, deadline_s = _checked(A_shard, Bs, gather_dim, deadline_s, timeline)
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        check_dimensions(A_shard, gather_dim)
         x = flattened(A_shard, gather_dim)
         name = group if isinstance(group, str) else group.group_name
         sizes = None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
@@ -105,9 +105,12 @@ def all_gather_matmul(
         return (results[0], list(results[1:])) if return_A else (None, list(results))
     group = group_of(group)
     with together(_Prepared.operator, group, A_shard, deadline_s):
-        Bs = _checked(Bs, deadline_s, timeline)
-        prepared = _prepared_for(A_shard, Bs, gather_dim, group, return_A, schedule, rows, deadline_s)
+        Bs, gather_dim, deadline_s = _checked(A_shard, Bs, gather_dim, deadline_s, timeline)
+        sizes = None
+        if rows is not None and (rows := checked_rows(rows, A_shard, gather_dim, group)) is not None:
+            sizes = [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
         x = flattened(A_shard, gather_dim)
+        prepared = _prepared_for(x, Bs, group, return_A, schedule, sizes, deadline_s)
         if prepared.differentiated:
             results = _Function.apply(prepared, deadline_s, timeline, x, *Bs)
         else:
@@ -116,26 +119,28 @@ def all_gather_matmul(
         return (results[0], list(results[1:])) if return_A else (None, list(results))
 
 
-def _checked(Bs: Sequence[torch.Tensor], deadline_s: float | None, timeline: Timeline | None) -> Sequence[torch.Tensor]:
-    check_options(deadline_s, timeline)
-    if isinstance(Bs, torch.Tensor):
-        raise ValueError(f"Bs is one tensor of shape {tuple(Bs.shape)}: pass a list of matrices, [B]")
-    return Bs if isinstance(Bs, list | tuple) else list(Bs)
+def _checked(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, deadline_s: float | None, timeline: Timeline | None
+) -> tuple[Sequence[torch.Tensor], int, float | None]:  # fmt: skip
+    """Bs, gather_dim and deadline_s, in one form of all that mean the same."""
+    check_tensor("A_shard", A_shard)
+    check_tensors("Bs", Bs := Bs if type(Bs) is list else listed("Bs", Bs))
+    return Bs, checked_dimension(A_shard, gather_dim), check_options(deadline_s, timeline)
 
 
 class _Prepared(Prepared):
     operator = "all_gather_matmul"
 
     def __init__(
-        self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None, copied: frozenset[int],
-        wanted: tuple[bool, bool],
+        self, p: AllGatherMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None, wanted: tuple[bool, bool]
     ) -> None:  # fmt: skip
-        """copied: which of the weights have to be copied at every call. wanted: whether gradients of x, and of any B, are."""
+        """wanted: whether gradients of x, and of any B, are."""
         super().__init__(p, group, device, pinned)
         self.differentiated = any(wanted)
         self._shapes = [(p.m, n) for n in p.n]
         self._gathered_shape = (p.m, p.k)
-        self._copied = copied
+        # By the strides of the weights, which may differ from rank to rank: which of them have to be copied.
+        self._copied: dict[tuple[tuple[int, ...], ...], list[int]] = {}
 
     @opaque
     def __call__(
@@ -145,14 +150,19 @@ class _Prepared(Prepared):
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
                 return self(x, Bs, deadline_s, timeline)
-        x = contiguous(x, "A_shard")
+        x, layout = contiguous(x, "A_shard"), tuple([B.stride() for B in Bs])
+        copied = self._copied.get(layout)
+        if copied is None:
+            copied = self._copied[layout] = [i for i, B in enumerate(Bs) if is_scattered(B)]
+            for i in copied:
+                warn_of_copy(f"Bs[{i}]", Bs[i], SCATTERED)
         capturing = self.capturing()
         if self.known_serial(capturing):
             return self._in_turn(x, Bs, deadline_s, timeline)
         results = [x.new_empty(shape) for shape in self._shapes]
         tensors = {"x_shard": x}
         for i, (B, y) in enumerate(zip(Bs, results, strict=True)):
-            tensors[f"w{i}"] = B.contiguous() if i in self._copied else B
+            tensors[f"w{i}"] = B.contiguous() if i in copied else B
             tensors[f"y{i}"] = y
         if self.p.return_gathered:
             tensors["x"] = gathered = x.new_empty(self._gathered_shape)
@@ -160,7 +170,7 @@ class _Prepared(Prepared):
         executor = self.executor(tensors, capturing, deadline_s, lambda: self._in_turn(x, Bs, deadline_s, None))
         if executor is None:
             return self._in_turn(x, Bs, deadline_s, timeline)
-        self.run(executor, tensors, deadline_s, timeline)
+        self.run(executor, tensors, deadline_s, timeline, layout)
         return results
 
     def _in_turn(
@@ -220,53 +230,56 @@ def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
 
 
 def _prepared_for(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
-    schedule: str | None, rows: Sequence[int] | None, deadline_s: float | None,
+    x: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, return_A: bool, schedule: str | None,
+    rows: Sequence[int] | None, deadline_s: float | None,
 ) -> _Prepared:  # fmt: skip
+    """What differs in the key differs in the text that ranks compare: a shape is new on all of them or on none."""
     pinned = plan.pinned(schedule)
     wanted = (False, False)
     if torch.is_grad_enabled():
-        wanted = (A_shard.requires_grad, any(getattr(B, "requires_grad", False) for B in Bs))
-    layouts = tuple([(B.shape, B.stride(), B.dtype) if isinstance(B, torch.Tensor) else (B,) for B in Bs])
-    sizes = None if rows is None else tuple(rows)
-    key = (A_shard.shape, A_shard.dtype, A_shard.device, layouts, gather_dim, return_A, pinned, sizes, wanted)
+        wanted = (x.requires_grad, any(B.requires_grad for B in Bs))
+    sizes = None if rows is None else checked_rows(rows, x, 0, group)
+    key = (
+        x.shape,
+        x.dtype,
+        x.device,
+        tuple([(B.shape, B.dtype, B.device) for B in Bs]),
+        return_A,
+        pinned,
+        sizes,
+        wanted,
+    )
     prepared = _table.find(group, key)
-    return prepared or _prepare(A_shard, Bs, gather_dim, group, return_A, pinned, sizes, wanted, deadline_s, key)
+    return prepared or _prepare(x, Bs, group, return_A, pinned, sizes, wanted, deadline_s, key)
 
 
 def _prepare(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
-    pinned: str | None, sizes: tuple[int, ...] | None, wanted: tuple[bool, bool], deadline_s: float | None, key: Hashable,
+    x: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, return_A: bool, pinned: str | None,
+    sizes: tuple[int, ...] | None, wanted: tuple[bool, bool], deadline_s: float | None, key: Hashable,
 ) -> _Prepared:  # fmt: skip
-    check_dimensions(A_shard, gather_dim)
-
     def check() -> tuple[str, int]:
-        p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
+        p = _problem(x, Bs, group, return_A, sizes)
         if pinned is not None:
             choosing.check_name(pinned, p)
         how = f"{choosing.wanted_schedule(pinned, p)}, gradients wanted of (A_shard, any of Bs): {wanted}"
         return f"{p}, {how}", 0
 
-    agree(_Prepared.operator, group, A_shard.device, check, deadline_s, UNEVEN)
-    p = _problem(A_shard, Bs, gather_dim, group, return_A, sizes)
-    copied = frozenset(i for i, B in enumerate(Bs) if is_scattered(B))
-    for i in copied:
-        warn_of_copy(f"Bs[{i}]", Bs[i], SCATTERED)
-    return _table.keep(group, key, _Prepared(p, group, A_shard.device, pinned, copied, wanted))
+    agree(_Prepared.operator, group, x.device, check, deadline_s, UNEVEN)
+    p = _problem(x, Bs, group, return_A, sizes)
+    return _table.keep(group, key, _Prepared(p, group, x.device, pinned, wanted))
 
 
 def _problem(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: dist.ProcessGroup, return_A: bool,
-    rows: tuple[int, ...] | None,
-) -> AllGatherMatmul:  # fmt: skip
+    x: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, return_A: bool, sizes: tuple[int, ...] | None
+) -> AllGatherMatmul:
     """The call as a description; raises `ValueError` for what it cannot be."""
-    if A_shard.dtype not in _DTYPES:
-        fp8 = "; for fp8 there is weft.all_gather_scaled_matmul" if A_shard.dtype == TORCH_DTYPE["fp8"] else ""
-        raise ValueError(f"A_shard is {A_shard.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}{fp8}")
-    check_weights(A_shard, Bs)
-    sizes = rows_of_ranks(A_shard.shape, gather_dim, rows, group)
-    n = tuple(B.shape[1] for B in Bs)
-    return AllGatherMatmul(group.size(), sizes, n, A_shard.shape[-1], _DTYPES[A_shard.dtype], return_A)
+    if x.dtype not in _DTYPES:
+        fp8 = "; for fp8 there is weft.all_gather_scaled_matmul" if x.dtype == TORCH_DTYPE["fp8"] else ""
+        raise ValueError(f"A_shard is {x.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}{fp8}")
+    check_weights(x, Bs)
+    check_flag("return_A", return_A)
+    rows = sizes or (x.shape[0],) * group.size()
+    return AllGatherMatmul(group.size(), rows, tuple(B.shape[1] for B in Bs), x.shape[1], _DTYPES[x.dtype], return_A)
 
 
 # --- for torch.compile: opaque ops; the results begin with the gathered x if it is wanted ---
@@ -289,7 +302,7 @@ def _named(
     rows: Sequence[int] | None,
     deadline_s: float,
 ) -> _Prepared:
-    return _prepared_for(x, Bs, 0, group_of(group), return_x, schedule or None, rows, deadline_s or None)
+    return _prepared_for(x, Bs, group_of(group), return_x, schedule or None, rows, deadline_s or None)
 
 
 @opaque

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
+from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.ops import choosing
-from weft.ops.flattened import UNEVEN, check_dimensions, check_weights, flattened, restored, rows_of_one, rows_of_ranks
+from weft.ops.flattened import UNEVEN, check_weights, flattened, restored, rows_of_one
 from weft.ops.gathered import gathered_by_library
 from weft.ops.prepared import Prepared, Table, check_options, contiguous, group_of, warn_of_copy
 from weft.ops.together import agree, together
@@ -26,10 +27,10 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.schedule.problem import SCALED_MULTIPLE
 from weft.timeline import Timeline
-from weft.words import counted, kind
+from weft.words import counted
 
 _FP8 = TORCH_DTYPE["fp8"]
-_OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
+_OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32", "fp8")}
 
 
 def all_gather_scaled_matmul(
@@ -65,9 +66,10 @@ def all_gather_scaled_matmul(
         of A; each rank takes its own, as in torch's op, and whether ranks have the same nothing checks. Of the shape of all of
         A but for the last dimension: one for each row, the same on every rank, which takes those of its own rows.
     B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
-    biases: [N_i] or None each, of the dtype of their result, which is bf16 or fp16 then. None: none.
-    result_scales: None each. They are for fp8 results, of which there are none.
-    out_dtypes: torch.bfloat16, float16 or float32 each. None: bfloat16 (torch's op has fp8 results then).
+    biases: [N_i] or None each, of the dtype of their result, which is bf16 or fp16 then; for fp8 results bf16. None: none.
+    result_scales: None each: scale B_scales instead.
+    out_dtypes: torch.bfloat16, float16, float32 or, if A_scale and B_scales are one element each, float8_e4m3fn, which None among
+        them stands for; what is too large for it is its largest number then. None: bfloat16 each.
     use_fast_accum: whether to accumulate fast, and less exactly, each. None: not.
     return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
     gather_dim, group, schedule, rows, deadline_s, timeline: as of `weft.all_gather_matmul`.
@@ -84,14 +86,14 @@ def all_gather_scaled_matmul(
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        call = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
+        call, gather_dim, deadline_s = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
         name = group if isinstance(group, str) else group.group_name
         results = torch.ops.weft.all_gather_scaled_matmul(*call, name, schedule or "", deadline_s or 0.0)
         results = restored(results, A_shard.shape, gather_dim, rows, group)
         return (results[0], list(results[1:])) if return_A else (None, list(results))
     group = group_of(group)
     with together(_Prepared.operator, group, A_shard, deadline_s):
-        call = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
+        call, gather_dim, deadline_s = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
         results = _prepared_for(call, group, schedule, deadline_s)(call, deadline_s, timeline)
         results = restored(results, A_shard.shape, gather_dim, rows, group)
         return (results[0], list(results[1:])) if return_A else (None, list(results))
@@ -119,75 +121,74 @@ def _call(
     result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None] | None,
     use_fast_accum: Sequence[bool] | None, return_A: bool, rows: Sequence[int] | None, deadline_s: float | None,
     timeline: Timeline | None,
-) -> _Call:  # fmt: skip
-    """What the caller means; `ValueError` for what cannot be."""
-    check_dimensions(A_shard, gather_dim)
-    check_options(deadline_s, timeline)
-    for name, given in (("Bs", Bs), ("B_scales", B_scales)):
-        if isinstance(given, torch.Tensor):
-            raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors")
-    by_row, scale, refusal = _scale_of_rows(A_scale, B_scales, A_shard, gather_dim, rows, group)
-    refusal = refusal or _refusal(A_shard, Bs, A_scale, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
-    if refusal:
-        raise ValueError(refusal)
-    one = rows_of_one(A_shard.shape, gather_dim)
-    return _Call(
-        flattened(A_shard, gather_dim), list(Bs), scale, list(B_scales),
-        [None] * len(Bs) if biases is None else list(biases),
-        ["bf16"] * len(Bs) if out_dtypes is None else [_OUT.get(dtype or torch.bfloat16, "") for dtype in out_dtypes],
-        [False] * len(Bs) if use_fast_accum is None else list(use_fast_accum),
-        by_row, return_A, None if rows is None else [size * one for size in rows],
-    )  # fmt: skip
+) -> tuple[_Call, int, float | None]:  # fmt: skip
+    """What the caller means, and gather_dim and deadline_s; `ValueError` for what cannot be."""
+    check_tensor("A_shard", A_shard)
+    check_tensor("A_scale", A_scale)
+    check_tensors("Bs", Bs := listed("Bs", Bs))
+    check_tensors("B_scales", B_scales := listed("B_scales", B_scales))
+    biases = [None] * len(Bs) if biases is None else listed("biases", biases)
+    for i, bias in enumerate(biases):
+        if bias is not None:
+            check_tensor(f"biases[{i}]", bias)
+    gather_dim, deadline_s = checked_dimension(A_shard, gather_dim), check_options(deadline_s, timeline)
+    if rows is not None:
+        rows = checked_rows(rows, A_shard, gather_dim, group_of(group))
+    by_row, scale = _scale_of_rows(A_scale, B_scales, A_shard, gather_dim, rows, group)
+    dtypes = [torch.bfloat16] * len(Bs) if out_dtypes is None else listed("out_dtypes", out_dtypes)
+    out = [_OUT.get(dtype or _FP8, "") for dtype in dtypes]
+    fast = [False] * len(Bs) if use_fast_accum is None else listed("use_fast_accum", use_fast_accum)
+    _check_rest((A_shard, A_scale, *Bs, *B_scales, *biases), len(Bs), B_scales, biases, result_scales, dtypes, fast)
+    sizes = None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
+    x = flattened(A_shard, gather_dim)
+    call = _Call(x, list(Bs), scale, list(B_scales), list(biases), out, list(fast), by_row, return_A, sizes)
+    return call, gather_dim, deadline_s
 
 
 def _scale_of_rows(
     A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str,
-) -> tuple[bool, torch.Tensor, str]:  # fmt: skip
-    """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1], why not)"""
-    if not isinstance(A_scale, torch.Tensor):
-        return False, A_scale, f"A_scale is {kind(A_scale)}: pass an fp32 tensor"
+) -> tuple[bool, torch.Tensor]:  # fmt: skip
+    """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1])"""
     own = (*A_shard.shape[:-1], 1)
     # One element may be the scale of everything, or of a rank's only row: the weights' scales are of the same kind.
-    of_everything = A_scale.numel() == 1 and all(getattr(scale, "numel", int)() == 1 for scale in B_scales)
+    of_everything = A_scale.numel() == 1 and all(scale.numel() == 1 for scale in B_scales)
     if A_scale.shape == own and not of_everything:
-        return True, flattened(A_scale, gather_dim).contiguous(), ""
+        return True, flattened(A_scale, gather_dim).contiguous()
     if A_scale.numel() == 1:
-        return False, A_scale.reshape(1, 1), ""
+        return False, A_scale.reshape(1, 1)
     group, extent = group_of(group), A_shard.shape[gather_dim]
     sizes = [extent] * group.size() if rows is None else list(rows)
     whole = list(own)
     whole[gather_dim] = sum(sizes)
     if list(A_scale.shape) == whole:
         mine = A_scale.narrow(gather_dim, sum(sizes[: group.rank()]), extent)
-        return True, flattened(mine, gather_dim).contiguous(), ""
-    why = (
+        return True, flattened(mine, gather_dim).contiguous()
+    raise ValueError(
         f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own} or {tuple(whole)}"
     )
-    return False, A_scale, why
 
 
-def _refusal(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None] | None, result_scales: Sequence[torch.Tensor | None] | None,
-    out_dtypes: Sequence[torch.dtype | None] | None, use_fast_accum: Sequence[bool] | None,
-) -> str:  # fmt: skip
-    """Why not, of what a `_Call` does not have."""
+def _check_rest(
+    tensors: Sequence[torch.Tensor | None], count: int, B_scales: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None], fast: Sequence[bool],
+) -> None:  # fmt: skip
+    """Raise `ValueError` for what a `_Call` cannot have."""
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
-    for name, given in (lists | {"use_fast_accum": use_fast_accum}).items():
-        if given is not None and len(given) != len(Bs):
-            return f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {len(Bs)} Bs"
+    for name, given in (lists | {"use_fast_accum": fast}).items():
+        if given is not None and len(given) != count:
+            raise ValueError(f"{name} has {counted(len(given), 'entry', 'entries')}: pass one for each of {count} Bs")
     if any(scale is not None for scale in result_scales or ()):
-        return "result_scales are for fp8 results: pass None each, and multiply the results, or scale B_scales"
-    for dtype in out_dtypes or ():
+        raise ValueError(
+            "result_scales are not taken: pass None each, and scale B_scales, or multiply results that are not fp8"
+        )
+    for dtype in out_dtypes:
         if dtype is not None and dtype not in _OUT:
-            return f"out_dtypes has {dtype}: use one of {', '.join(map(str, _OUT))}"
-    tensors = (A_shard, A_scale, *Bs, *B_scales, *(biases or ()))
-    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
-        return (
+            raise ValueError(f"out_dtypes has {dtype}: use one of {', '.join(map(str, _OUT))}")
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
             "an input wants gradients, and there are none of fp8: call under torch.no_grad(), or pass detached tensors"
         )
-    return ""
 
 
 class _Prepared(Prepared):
@@ -201,9 +202,9 @@ class _Prepared(Prepared):
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline)
         tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}
-        results = []
+        results, layout = [], tuple([B.stride() for B in call.Bs])
         for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
-            tensors[f"w{i}"] = B if _is_column_major(B) else B.t().contiguous().t()
+            tensors[f"w{i}"] = _column_major(B, f"Bs[{i}]")
             tensors[f"w_scale{i}"] = (scale.expand(1, B.shape[1]) if call.by_row else scale.reshape(1, 1)).contiguous()
             if bias is not None:
                 tensors[f"bias{i}"] = bias.view(1, -1)
@@ -219,7 +220,7 @@ class _Prepared(Prepared):
         )
         if executor is None:
             return self._in_turn(tensors, results, deadline_s, timeline)
-        self.run(executor, tensors, deadline_s, timeline)
+        self.run(executor, tensors, deadline_s, timeline, layout)
         return [tensors["x"], *results] if call.return_x else results
 
     def _in_turn(
@@ -256,55 +257,62 @@ def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
 
 
 def _prepared_for(call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None) -> _Prepared:
-    pinned = plan.pinned(schedule)
-    x, tensors = call.x, (call.scale, *call.B_scales, *call.biases)
-    layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in call.Bs])
-    small = tuple([(t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in tensors])
-    how = (tuple(call.out), tuple(call.fast), call.by_row, call.return_x, call.rows and tuple(call.rows))
-    key = (x.shape, x.dtype, x.device, layouts, small, how, pinned)
+    """What differs in the key differs in the text that ranks compare: a shape is new on all of them or on none."""
+    pinned, x = plan.pinned(schedule), call.x
+    sizes = None if call.rows is None else checked_rows(call.rows, x, 0, group)
+    scales = [
+        (scale.numel() == 1 or _fits(scale, B, call), scale.dtype, scale.device)
+        for B, scale in zip(call.Bs, call.B_scales, strict=True)
+    ]
+    biases = [None if b is None else (b.shape, b.dtype, b.device, b.is_contiguous()) for b in call.biases]
+    how = (tuple(call.out), tuple(call.fast), call.by_row, call.return_x, sizes, call.scale.dtype, call.scale.device)
+    weights = tuple([(B.shape, B.dtype, B.device) for B in call.Bs])
+    key = (x.shape, x.dtype, x.device, weights, tuple(scales), tuple(biases), how, pinned)
     prepared = _table.find(group, key)
     if prepared is not None:
         return prepared
 
     def check() -> tuple[str, int]:
-        p = _problem(call, group)
+        p = _problem(call, sizes, group)
         if pinned is not None:
             choosing.check_name(pinned, p)
         return f"{p}, {choosing.wanted_schedule(pinned, p)}", 0
 
     agree(_Prepared.operator, group, x.device, check, deadline_s, UNEVEN)
-    p = _problem(call, group)
-    for i, B in enumerate(call.Bs):
-        if not _is_column_major(B):
-            warn_of_copy(
-                f"Bs[{i}]", B, "and fp8 GEMMs want columns in one piece; pass weight.t() of a contiguous weight"
-            )
+    p = _problem(call, sizes, group)
     return _table.keep(group, key, _Prepared(p, group, x.device, pinned))
 
 
-def _problem(call: _Call, group: dist.ProcessGroup) -> AllGatherMatmul:
+def _problem(call: _Call, rows: tuple[int, ...] | None, group: dist.ProcessGroup) -> AllGatherMatmul:
     """The call as a description; raises `ValueError` for what it cannot be."""
     x = call.x
     if x.dtype != _FP8:
         raise ValueError(f"A_shard is {x.dtype}: use {_FP8}, and weft.all_gather_matmul for other dtypes")
     check_weights(x, call.Bs)
+    check_flag("return_A", call.return_x)
+    for i, fast in enumerate(call.fast):
+        check_flag(f"use_fast_accum[{i}]", fast)
     for name, scale in (("A_scale", call.scale), *((f"B_scales[{i}]", s) for i, s in enumerate(call.B_scales))):
         _check_on(x.device, name, scale, torch.float32)
     for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
         n = B.shape[1]
-        if scale.numel() != 1 and not (call.by_row and scale.shape == (1, n)):
+        if not _fits(scale, B, call):
             wanted = (
                 f"[1, {n}]"
                 if call.by_row
                 else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
             )
             raise ValueError(f"B_scales[{i}] has shape {tuple(scale.shape)}: pass {wanted}")
+        if out == "fp8" and call.by_row:
+            raise ValueError(
+                f"out_dtypes[{i}] is {_FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16"
+            )
         if bias is not None:
             if out == "fp32":
                 raise ValueError(
                     f"biases[{i}] and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after"
                 )
-            _check_on(x.device, f"biases[{i}]", bias, TORCH_DTYPE[out])
+            _check_on(x.device, f"biases[{i}]", bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
             if bias.shape != (n,) or not bias.is_contiguous():
                 raise ValueError(
                     f"biases[{i}] has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]"
@@ -312,21 +320,27 @@ def _problem(call: _Call, group: dist.ProcessGroup) -> AllGatherMatmul:
     scaled = Scaled(
         "row" if call.by_row else "tensor", tuple(call.out), tuple(b is not None for b in call.biases), tuple(call.fast)
     )
-    sizes = rows_of_ranks(x.shape, 0, call.rows, group)
     n_of = tuple(B.shape[1] for B in call.Bs)
-    return AllGatherMatmul(group.size(), sizes, n_of, x.shape[1], "fp8", call.return_x, scaled)
+    return AllGatherMatmul(
+        group.size(), rows or (x.shape[0],) * group.size(), n_of, x.shape[1], "fp8", call.return_x, scaled
+    )
 
 
-def _check_on(device: torch.device, name: str, tensor: Any, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} is {kind(tensor)}: pass a tensor of {dtype}")
+def _fits(B_scale: torch.Tensor, B: torch.Tensor, call: _Call) -> bool:
+    return B_scale.numel() == 1 or (call.by_row and B_scale.shape == (1, *B.shape[-1:]))
+
+
+def _check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype or tensor.device != device:
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: use {dtype} on {device}")
 
 
-def _is_column_major(B: torch.Tensor) -> bool:
+def _column_major(B: torch.Tensor, name: str) -> torch.Tensor:
     row, col = B.stride()
-    return row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0
+    if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
+        return B
+    warn_of_copy(name, B, "and fp8 GEMMs want columns in one piece; pass weight.t() of a contiguous weight")
+    return B.t().contiguous().t()
 
 
 # --- for torch.compile: an opaque op; the results begin with the gathered x if it is wanted ---

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
+from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
 from weft.ops import choosing
 from weft.ops.derivatives import once, refused
@@ -31,10 +32,11 @@ from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
-from weft.words import counted, kind
+from weft.words import counted
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 _BACKWARD = "backward of all_to_all_matmul"
+_SPLITS = (torch.int64, torch.int32)
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
 
 
@@ -108,7 +110,7 @@ def all_to_all_matmul(
     Collectives", 7.1 and 7.2, where the all-to-all is behind the GEMM.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        _check_options(tokens, max_rows, capacity, deadline_s, timeline)
+        deadline_s = _checked(tokens, w_experts, splits, max_rows, capacity, deadline_s, timeline)
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
         name = group if isinstance(group, str) else group_of(group).group_name
@@ -117,7 +119,7 @@ def all_to_all_matmul(
         return (y, received) if return_received else y
     group = group_of(group)
     with together(_Prepared.operator, group, tokens, deadline_s):
-        _check_options(tokens, max_rows, capacity, deadline_s, timeline)
+        deadline_s = _checked(tokens, w_experts, splits, max_rows, capacity, deadline_s, timeline)
         found = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
         prepared, differentiated = found
         if differentiated:
@@ -127,17 +129,20 @@ def all_to_all_matmul(
         return (y, received) if return_received else y
 
 
-def _check_options(
-    tokens: Any, max_rows: Any, capacity: Any, deadline_s: float | None, timeline: Timeline | None
-) -> None:
-    check_options(deadline_s, timeline)
+def _checked(
+    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, capacity: int | None,
+    deadline_s: float | None, timeline: Timeline | None,
+) -> float | None:  # fmt: skip
+    """The deadline; `ValueError` for what cannot be."""
+    check_tensor("tokens", tokens)
+    check_tensor("w_experts", w)
+    check_tensor("splits", splits)
     for name, count in (("max_rows", max_rows), ("capacity", capacity)):
         if not (
             count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
         ):
             raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
-    if not isinstance(tokens, torch.Tensor):
-        raise ValueError(f"tokens is {kind(tokens)}: pass a torch tensor [T, K]")
+    return check_options(deadline_s, timeline)
 
 
 class _Prepared(Prepared):
@@ -298,12 +303,14 @@ def _prepared_for(
     tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup, exact: bool, capacity: int | None,
     schedule: str | None, deadline_s: float | None,
 ) -> tuple[_Prepared, bool]:  # fmt: skip
-    """And whether the call is differentiated. What is prepared does not depend on it, but all ranks must do it."""
+    """And whether the call is differentiated. What is prepared does not depend on it, but all ranks must do it.
+
+    What differs in the key differs in the text that ranks compare: a shape is new on all of them or on none."""
     pinned = plan.pinned(schedule)
     wanted = (False, False)
     if torch.is_grad_enabled():
-        wanted = (tokens.requires_grad, getattr(w, "requires_grad", False))
-    likes = tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in (w, splits))
+        wanted = (tokens.requires_grad, w.requires_grad)
+    likes = (w.shape, w.dtype, w.device, splits.shape, splits.dtype in _SPLITS, splits.device)
     key = (tokens.shape[1:], tokens.dtype, tokens.device, likes, exact, capacity, pinned)
     prepared = _table.find(group, key)
     if prepared is not None and wanted in prepared.agreed:
@@ -353,13 +360,9 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         raise ValueError(f"tokens is {tokens.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
     if len(shape) != 2 or shape[1] == 0:
         raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; a batch is flattened first")
-    for name, t, like in (("w_experts", w, f"[E, K={shape[1]}, N]"), ("splits", splits, "[ranks * E]")):
-        if not isinstance(t, torch.Tensor):
-            raise ValueError(f"{name} is {kind(t)}: pass a torch tensor {like}")
+    for name, t in (("w_experts", w), ("splits", splits)):
         if t.device != tokens.device:
             raise ValueError(f"{name} is on {t.device} and tokens on {tokens.device}: move it there")
-        if not t.layout == tokens.layout == torch.strided:
-            raise ValueError(f"tokens is {tokens.layout} and {name} is {t.layout}: pass dense tensors (to_dense())")
     if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
         raise ValueError(
             f"w_experts has shape {tuple(w.shape)}: it must be [E, K={shape[1]}, N] to follow tokens {shape}, with E and N of at "
@@ -367,7 +370,7 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         )
     if w.dtype != tokens.dtype:
         raise ValueError(f"w_experts is {w.dtype} and tokens {tokens.dtype}: use one dtype")
-    if splits.dtype not in (torch.int64, torch.int32):
+    if splits.dtype not in _SPLITS:
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):
         raise ValueError(

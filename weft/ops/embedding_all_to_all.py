@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
+from weft.arguments import checked_deadline
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops.together import agree, together
 from weft.runtime.agreement import agree_on_new
@@ -93,8 +94,7 @@ def embedding_all_to_all(
     """
     with together(_OPERATOR, group, lambda: _device_of(weights, features, group), deadline_s):
         device = _device_of(weights, features, group)
-        if deadline_s is not None and not deadline_s > 0:
-            raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
+        deadline_s = checked_deadline(deadline_s)
         if not isinstance(sharding, EmbeddingSharding):
             raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {group.size()})")
         if timeline is not None and not isinstance(timeline, Timeline):
@@ -219,7 +219,7 @@ def _device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.d
         device = weights[0].device if len(weights) else as_jagged(features).values.device
         if device.type in ("cpu", "cuda"):
             return device
-    except (TypeError, ValueError, AttributeError, LookupError):
+    except Exception:  # whatever it is, it is met again where the other ranks hear it
         pass
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 

@@ -39,7 +39,7 @@ def embedding_pool(
 
     Raises `ValueError` for bad arguments, and `TypeError` for features that are none.
     """
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+    if torch.is_grad_enabled() and any(getattr(weight, "requires_grad", False) for weight in weights):
         raise ValueError(
             "embedding_pool has no backward yet, and a weight requires a gradient: call it under torch.no_grad(), or "
             "weight.requires_grad_(False)"

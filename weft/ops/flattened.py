@@ -6,39 +6,24 @@ What operators that gather rows have in common before they know what is multipli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.ops.prepared import group_of
-from weft.words import counted, kind
 
 UNEVEN = "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks"
 
 
-def check_dimensions(A_shard: torch.Tensor, gather_dim: int) -> None:
-    shape = tuple(A_shard.shape)
-    if len(shape) < 2:
-        raise ValueError(f"A_shard has shape {shape}: pass at least two dimensions, [rows, K]")
-    if not -len(shape) <= gather_dim < len(shape) or gather_dim % len(shape) == len(shape) - 1:
-        raise ValueError(
-            f"gather_dim={gather_dim} must name a dimension of A_shard {shape} before the last: the last one is what the "
-            f"matmul sums over"
-        )
-
-
-def check_weights(A_shard: torch.Tensor, Bs: Sequence[Any]) -> None:
+def check_weights(A_shard: torch.Tensor, Bs: Sequence[torch.Tensor]) -> None:
     """That each is a matrix which follows A_shard, of its dtype and on its device."""
     shape = A_shard.shape
     if not Bs:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
     for i, B in enumerate(Bs):
-        if not isinstance(B, torch.Tensor):
-            raise ValueError(f"Bs[{i}] is {kind(B)}: pass torch tensors of shape [K={shape[-1]}, N]")
         if B.dim() != 2 or B.shape[0] != shape[-1]:
             raise ValueError(
-                f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard {tuple(shape)}"
+                f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard [..., {shape[-1]}]"
             )
         if B.dtype != A_shard.dtype or B.device != A_shard.device:
             raise ValueError(
@@ -46,27 +31,11 @@ def check_weights(A_shard: torch.Tensor, Bs: Sequence[Any]) -> None:
             )
 
 
-def rows_of_ranks(
-    shape: Sequence[int], gather_dim: int, rows: Sequence[int] | None, group: dist.ProcessGroup
-) -> tuple[int, ...]:
-    """Of each rank's matrix. rows: sizes of `gather_dim`, if they differ; `ValueError` if they do not fit the shard's shape."""
-    extent, world = shape[gather_dim], group.size()
-    if rows is None:
-        rows = (extent,) * world
-    elif len(rows) != world or rows[group.rank()] != extent:
-        raise ValueError(
-            f"rows={tuple(rows)} must have one entry for each of {counted(world, 'rank')}, and here, on rank "
-            f"{group.rank()}, be {extent}, the size of A_shard {tuple(shape)} in dimension {gather_dim}"
-        )
-    others = rows_of_one(shape, gather_dim)
-    return tuple(size * others for size in rows)
-
-
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
     """How many rows of the matrix one index of `gather_dim` is."""
     rows = 1
     for d, extent in enumerate(shape[:-1]):
-        rows *= 1 if d == gather_dim % len(shape) else extent
+        rows *= 1 if d == gather_dim else extent
     return rows
 
 
@@ -84,7 +53,7 @@ def restored(
     """[gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them. shape: of a shard."""
     if gather_dim == 0 and len(shape) == 2:
         return results
-    others = [size for d, size in enumerate(shape[:-1]) if d != gather_dim % len(shape)]
+    others = [size for d, size in enumerate(shape[:-1]) if d != gather_dim]
     one = rows_of_one(shape, gather_dim)
     extent = results[0].shape[0] // one if one else sum(rows or [shape[gather_dim] * group_of(group).size()])
     return [result.view(extent, *others, result.shape[1]).movedim(0, gather_dim) for result in results]

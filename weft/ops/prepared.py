@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from weft import symm
+from weft.arguments import checked_deadline
 from weft.caller import warn
 from weft.errors import WeftError
 from weft.ops import choosing
@@ -45,12 +46,11 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     return group
 
 
-def check_options(deadline_s: float | None, timeline: Timeline | None) -> None:
-    """`ValueError` for what no call can be made with; nothing has been said to peers yet."""
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s} must be positive: it is how many seconds a wait may take")
+def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:
+    """The deadline; `ValueError` for what no call can be made with. Nothing has been said to peers yet."""
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ValueError(f"timeline={timeline!r} is no timeline: pass weft.Timeline(), or None")
+    return checked_deadline(deadline_s)
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ class Prepared:
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
             self._turns = Turns(f"{self.operator}, {p}", self.domain)
-        self._ran: set[int] = set()  # executors, by identity, that have run with tensors of this layout
+        self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
         self.called_at = 0  # by the operator's calls, when this was used last
 
     @property
@@ -157,14 +157,21 @@ class Prepared:
                 )
         return self._chosen.captured if capturing else self._chosen.usual
 
-    def run(self, executor: Any, tensors: dict[str, Any], deadline_s: float | None, timeline: Timeline | None) -> None:
-        """A run of what `executor` gave, for operators that make the same layout of tensors at every call: on GPUs, where a call
-        may be over in tens of microseconds, they are looked at in the first one."""
+    def run(
+        self,
+        executor: Any,
+        tensors: dict[str, Any],
+        deadline_s: float | None,
+        timeline: Timeline | None,
+        layout: Hashable,
+    ) -> None:
+        """A run of what `executor` gave. layout: all that may differ between the tensors of two calls, but for where they lie: on
+        GPUs, where a call may be over in tens of microseconds, they are looked at in the first call of each."""
         if self.device.type == "cpu":
             executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
             return
-        executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=id(executor) in self._ran)
-        self._ran.add(id(executor))
+        executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=(id(executor), layout) in self._ran)
+        self._ran.add((id(executor), layout))
 
 
 P = TypeVar("P", bound=Prepared)

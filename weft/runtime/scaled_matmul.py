@@ -24,7 +24,8 @@ def scaled_matmul(
     out: torch.Tensor,
 ) -> None:
     """a: [m, k], b: [k, n] column-major, fp8 e4m3. scale_a, scale_b: fp32, [1, 1] and [1, 1], or [m, 1] and [1, n]. bias: [1, n]
-    of the dtype of out: [m, n], bf16, fp16 or fp32. fast: accumulate as fast as the GPU can, with fewer bits."""
+    of the dtype of out: [m, n], bf16, fp16 or fp32; or out in fp8, where what is too large becomes its largest number, and bias in
+    bf16. fast: accumulate as fast as the GPU can, with fewer bits."""
     if not out.numel():
         return
     if a.device.type == "cuda":
@@ -34,4 +35,8 @@ def scaled_matmul(
         torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=out.dtype, use_fast_accum=fast, out=out)
         return
     y = (a.float() @ b.float()).mul_(scale_a).mul_(scale_b)
-    out.copy_(y if bias is None else y.add_(bias))
+    y = y if bias is None else y.add_(bias)
+    if out.itemsize == 1:  # a conversion alone would make NaN of it
+        largest = torch.finfo(out.dtype).max
+        y.clamp_(-largest, largest)
+    out.copy_(y)

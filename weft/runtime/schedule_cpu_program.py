@@ -121,8 +121,9 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
             for inner in step.body if isinstance(step, Tiles) else (step,):
                 if isinstance(inner, Compute) and inner.op == "embedding_bag":
                     wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
-                if isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8":
-                    wrong.append("there is no fp8 arithmetic on CPU: use bf16")
+                in_fp8 = isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8"
+                if isinstance(inner, Compute) and in_fp8 and not inner.op.startswith("scaled_matmul"):
+                    wrong.append("there is no fp8 arithmetic on CPU but of scaled GEMMs: use bf16")
                 if isinstance(inner, Set) and isinstance(step, Tiles):
                     wrong.append("the CPU executor's tiles set no signals")
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]

@@ -225,8 +225,11 @@ def _wrong_scaling(step: Compute, shapes: list[tuple[Index, Index]], dtypes: lis
         yield f"scales of [{m}, {k}] x [{k2}, {n}] are {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
     if bias not in ([], [(1, n)]):
         yield f"a bias of {list(bias[0])} does not fit to {list(out)}: give [1, {n}]"
-    wanted = ["fp8", "fp8", "fp32", "fp32", *[dtypes[-1]] * len(bias)]
-    if dtypes[:-1] != wanted or dtypes[-1] not in ("bf16", "fp16", "fp32"):
-        yield f"dtypes are {', '.join(dtypes)}: fp8 operands with fp32 scales, and a bias as the output, in bf16, fp16 or fp32"
+    wanted = ["fp8", "fp8", "fp32", "fp32", *["bf16" if dtypes[-1] == "fp8" else dtypes[-1]] * len(bias)]
+    if dtypes[:-1] != wanted or dtypes[-1] not in ("bf16", "fp16", "fp32", "fp8"):
+        yield (
+            f"dtypes are {', '.join(dtypes)}: fp8 operands with fp32 scales, and a bias as the output, in bf16, fp16 or fp32, or "
+            "an output in fp8 and a bias in bf16"
+        )
     if step.accumulate:
         yield "a scaled matmul does not accumulate"

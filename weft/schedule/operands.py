@@ -54,7 +54,7 @@ class Operands:
         if scaled:
             for i, n in enumerate(p.n):
                 after = [buffer(f"w_scale{i}", 1, n if by_row else 1, "fp32", "input")]
-                after += [buffer(f"bias{i}", 1, n, out[i], "input")] if scaled.biased[i] else []
+                after += [buffer(f"bias{i}", 1, n, scaled.bias_dtype(out[i]), "input")] if scaled.biased[i] else []
                 self._after[i] = tuple(one.part() for one in after)
         self.gathered = buffer("x", p.m, p.k, p.dtype, "output") if p.return_gathered else None
 

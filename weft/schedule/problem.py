@@ -50,13 +50,17 @@ class Scaled:
     of a weight. out: the dtype of each y. biased: which have a bias. fast: which are accumulated fast (and less exactly).
 
     Buffers, beside those of the operator: x_scale [1, 1] or [rows[rank], 1], w_scale0, w_scale1, ... [1, 1] or [1, n[i]], and
-    bias0, bias1, ... [1, n[i]], where there is one, of the dtype of its y; in.
+    bias0, bias1, ... [1, n[i]], where there is one, of the dtype of its y, or, if that is fp8, in bf16; in.
     """
 
     by: Literal["tensor", "row"]
     out: tuple[str, ...]
     biased: tuple[bool, ...]
     fast: tuple[bool, ...]
+
+    @staticmethod
+    def bias_dtype(out: str) -> str:
+        return "bf16" if out == "fp8" else out
 
     def check(self, n: tuple[int, ...], k: int, dtype: str) -> None:
         """Raises `ValueError` for what fp8 GEMMs cannot be."""
@@ -72,8 +76,10 @@ class Scaled:
                     f"{name}={size} must be a positive multiple of {SCALED_MULTIPLE}, as fp8 GEMMs want it: use {nearest}"
                 )
         for dtype in self.out:
-            if dtype not in ("bf16", "fp16", "fp32"):
-                raise ValueError(f"out={self.out}: results of fp8 GEMMs are bf16, fp16 or fp32")
+            if dtype not in ("bf16", "fp16", "fp32") and (dtype, self.by) != ("fp8", "tensor"):
+                raise ValueError(
+                    f"out={self.out}: results of fp8 GEMMs are bf16, fp16, fp32 or, with scales by tensor, fp8"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from functools import lru_cache
 
 import torch
 
+from weft.arguments import check_tensor
 from weft.sparse.hashing import hash_ids
-from weft.sparse.jagged import JaggedInput
+from weft.sparse.jagged import INDEX_DTYPES, JaggedInput, wrong_sum
 from weft.sparse.tables import EmbeddingSharding, Slot
-from weft.words import counted, kind
+from weft.words import counted
 
-INDEX_DTYPES = (torch.int32, torch.int64)
 DEVICE_TYPES = ("cpu", "cuda")
 _OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second reading of each offset comes from the cache
 
@@ -52,7 +52,7 @@ def check_jagged(
     """
     slots = sharding.local_slots(rank)
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
-    _check_tensors(jagged, device)
+    check_parts(jagged, device)
     if jagged.keys is None:
         key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local feature"
     else:
@@ -83,6 +83,7 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
     if local and weights[0].device.type not in DEVICE_TYPES:
         raise ValueError(f"table {sharding.tables[local[0]].name!r}: {no_tables_on(weights[0].device)}")
     for index, weight in zip(local, weights, strict=True):
+        check_tensor(f"the weight of table {sharding.tables[index].name!r}", weight)
         table = sharding.tables[index]
         shape = (table.num_embeddings, table.embedding_dim)
         if tuple(weight.shape) != shape:
@@ -158,6 +159,8 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
             at = begin + int(descends.nonzero()[0])
             here, after = int(offsets[at]), int(offsets[at + 1])
             fail(at, f"is {here} and the next is {after}: offsets must ascend, a bag ends where the next begins")
+    if jagged.whole and last != count:
+        raise ValueError(wrong_sum(last, count))
     if last > count:
         at = int((offsets > count).nonzero()[0])
         cut = f": offsets begin at {first}, so if only the values before were cut off, pass offsets - {first}"
@@ -203,7 +206,8 @@ def first_bad_index(
     return None
 
 
-def _check_tensors(jagged: JaggedInput, device: torch.device | None) -> None:
+def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
+    """That values, offsets and weights are tensors on `device` that go together. Raises `ValueError`."""
     tensors: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
         ("values", jagged.values, INDEX_DTYPES),
         ("offsets", jagged.offsets, INDEX_DTYPES),
@@ -211,8 +215,7 @@ def _check_tensors(jagged: JaggedInput, device: torch.device | None) -> None:
     if jagged.weights is not None:
         tensors.append(("per_sample_weights", jagged.weights, (torch.float32,)))
     for name, tensor, dtypes in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} is {kind(tensor)}: pass a torch.Tensor")
+        check_tensor(name, tensor)
         if tensor.dim() != 1:
             raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
         if tensor.dtype not in dtypes:

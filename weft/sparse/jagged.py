@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 
+from weft.arguments import check_tensor
 from weft.words import counted, kind
+
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class JaggedInput:
     """What the kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys if named.
 
-    `stride` is B where the container knows it (it must when T = 0), otherwise None.
+    `stride` is B where the container knows it (it must when T = 0), otherwise None. `whole`: the bags were told by lengths alone,
+    and so must hold all of `values`.
     """
 
     keys: tuple[str, ...] | None
@@ -29,6 +33,14 @@ class JaggedInput:
     offsets: torch.Tensor
     weights: torch.Tensor | None
     stride: int | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Features that the caller could not read: `as_jagged` raises `error`, where the other ranks hear of it."""
+
+    error: Exception
 
 
 class JaggedTensor:
@@ -61,8 +73,9 @@ class KeyedJaggedTensor:
     `values` [N] int32 or int64 ids, `weights` [N] float32 or None (one per id), and `lengths` [T * B] or `offsets`
     [T * B + 1], int32 or int64 (one of them is enough). Bags by lengths begin at the first value; offsets may also begin
     above 0 and end before N, as of a slice of a larger batch that shares its values. Where both are given they must
-    describe the same bags: who pools them refuses others on CPU; on GPUs, where a look would be a wait, a local batch
-    is refused if its sums differ, and else it is the caller's to have them right. `stride` is B; it is derived, except
+    describe the same bags, and lengths alone all of `values`: who pools them refuses others on CPU; on GPUs, where a look
+    would be a wait, a local batch is refused if its sums differ, and else it is the caller's to have them right. `stride`
+    is B; it is derived, except
     that without keys it has to be given. Every key has the same B: TorchRec's variable stride per key is not taken.
     Nothing here copies, or waits for a GPU, but `sync`, `offset_per_key`, `length_per_key`, `permute`, `[key]` and
     `to_dict` (the first time).
@@ -293,7 +306,7 @@ class KeyedTensor:
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     """[n] lengths to [n + 1] int64 offsets."""
     offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
     return offsets
 
 
@@ -305,18 +318,23 @@ def as_jagged(features: Any) -> JaggedInput:
     """
     if isinstance(features, JaggedInput):
         return features
+    if isinstance(features, Unreadable):
+        raise features.error
     if isinstance(features, tuple | list):
         if len(features) not in (2, 3):
             raise ValueError(f"features is a tuple of {len(features)}: pass (values, offsets[, per_sample_weights])")
         values, offsets = features[:2]
         return JaggedInput(None, values, offsets, features[2] if len(features) == 3 else None)
     check_keyed(features)
+    # Asked before offsets are made of lengths. Who cannot say may have been given both.
+    whole = hasattr(features, "offsets_or_none") and features.offsets_or_none() is None
     return JaggedInput(
         tuple(features.keys()),
         features.values(),
         features.offsets(),
         features.weights_or_none(),
         features.stride(),
+        whole,
     )
 
 
@@ -332,7 +350,30 @@ def check_keyed(features: Any) -> None:
         raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
     if _answer(features, "inverse_indices_or_none") is not None:
         raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
+    # Those that were given. Where the container cannot say, those that it has.
+    lengths = features.lengths_or_none() if hasattr(features, "lengths_or_none") else features.lengths()
+    if lengths is not None:
+        _check_lengths(lengths, len(features.keys()), features.stride())
     _check_bags(_answer(features, "lengths_or_none"), _answer(features, "offsets_or_none"))
+
+
+def wrong_sum(total: int, count: int) -> str:
+    """Say that lengths do not describe bags of `count` values."""
+    return (
+        f"lengths sum to {total} but there are {counted(count, 'value')}: the bags must hold all values, so correct the lengths, "
+        f"or pass offsets to use a part of the values"
+    )
+
+
+def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
+    """Raise `ValueError` unless they are whole numbers, one for each bag."""
+    check_tensor("lengths", lengths)
+    if lengths.dtype not in INDEX_DTYPES:
+        raise ValueError(f"lengths is {lengths.dtype}: pass {' or '.join(map(str, INDEX_DTYPES))}")
+    if lengths.numel() != keys * batch:
+        raise ValueError(
+            f"{counted(lengths.numel(), 'length')} for {counted(keys, 'key')} x {counted(batch, 'sample')}: pass one per bag"
+        )
 
 
 def _check_bags(lengths: Any, offsets: Any) -> None:

@@ -1,0 +1,122 @@
+"""What may be passed at all: the checks that all operators have in common, whatever they compute.
+
+They come first in every call, also of known shapes, so the good case is told by a few comparisons. What is wrong is said with
+the argument's name, its value and what to pass instead. Arguments that mean the same are brought into one form, so that ranks
+which write them differently make the same call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from weft import env
+from weft.words import counted, kind
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """That `x` is a tensor in ordinary memory; `ValueError` if it is none."""
+    if not (type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested):
+        _look_at(name, x)
+
+
+def check_tensors(name: str, xs: Sequence[Any]) -> None:
+    """The same for each of a list."""
+    for x in xs:
+        if not (type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested):
+            _look_at(next(f"{name}[{i}]" for i, other in enumerate(xs) if other is x), x)
+
+
+def _look_at(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        from_numpy = f"torch.from_numpy({name})" if type(x).__module__ == "numpy" else "a torch.Tensor"
+        raise ValueError(f"{name} is {kind(x)}: pass {from_numpy}")
+    for base in type(x).__mro__:
+        if base.__name__ in _FIX:
+            raise ValueError(f"{name} is {kind(x)}: {_FIX[base.__name__]}")
+    if x.is_nested:
+        raise ValueError(f"{name} is a nested tensor: pass a dense one, such as its to_padded_tensor(0)")
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} is {x.layout}: pass a dense one (to_dense())")
+    # Others whose memory is elsewhere; those that torch makes while it traces a call are no concern of ours.
+    inside = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if inside and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode():
+        raise ValueError(f"{name} is {kind(x)}, which keeps its values elsewhere: pass the torch.Tensor that has them")
+
+
+def listed(name: str, given: Any) -> Sequence[Any]:
+    """What is given for each of several, as a list or tuple."""
+    if isinstance(given, list | tuple):
+        return given
+    if isinstance(given, torch.Tensor):
+        raise ValueError(f"{name} is one tensor of shape {tuple(given.shape)}: pass a list of tensors, [{name[:-1]}]")
+    if isinstance(given, str | Mapping | Set) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} is {kind(given)}: pass a list")
+    return list(given)
+
+
+def check_flag(name: str, given: Any) -> None:
+    if given is True or given is False:
+        return
+    raise ValueError(f"{name}={given!r} is {kind(given)}: pass True or False")
+
+
+def checked_dimension(A_shard: torch.Tensor, gather_dim: Any) -> int:
+    """`gather_dim` from 0 on, if A_shard is [..., gather_dim, ..., K]."""
+    if type(gather_dim) is int and 0 <= gather_dim < A_shard.dim() - 1:
+        return gather_dim
+    shape, dim = tuple(A_shard.shape), _whole("gather_dim", gather_dim, "pass the number of a dimension, an int")
+    if len(shape) < 2:
+        raise ValueError(f"A_shard has shape {shape}: pass at least two dimensions, [rows, K]")
+    if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
+        raise ValueError(
+            f"gather_dim={dim} must name a dimension of A_shard {shape} before the last: the last one is what the matmul sums "
+            f"over"
+        )
+    return dim % len(shape)
+
+
+def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    """Sizes of all ranks' shards in `gather_dim`; None if they are the same."""
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise ValueError(f"rows={rows!r} is {kind(rows)}: pass a list with a number for each rank")
+    sizes = tuple(_whole(f"rows[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(rows))
+    extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
+    if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0:
+        raise ValueError(
+            f"rows={sizes} must have one entry, 0 or more, for each of {counted(world_size, 'rank')}, and here, on rank {rank}, "
+            f"be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
+        )
+    return None if all(size == extent for size in sizes) else sizes
+
+
+def checked_deadline(deadline_s: Any) -> float | None:
+    """Seconds, or None for the usual ones."""
+    if deadline_s is None:
+        return None
+    is_number = isinstance(deadline_s, numbers.Real) and not isinstance(deadline_s, bool)
+    if is_number and 0 < deadline_s <= env.MOST_S:
+        return float(deadline_s)
+    raise ValueError(
+        f"deadline_s={deadline_s!r} must be positive, and at most {env.MOST_S:.0f}: it is how many seconds a wait may take"
+    )
+
+
+def _whole(name: str, given: Any, fix: str) -> Any:
+    """A whole number: an int, or what stands for one (numpy's, and torch's while it traces)."""
+    if type(given) is int or isinstance(given, torch.SymInt):
+        return given
+    with contextlib.suppress(TypeError):
+        if not isinstance(given, bool):
+            return operator.index(given)
+    raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")
