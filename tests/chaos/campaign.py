@@ -13,15 +13,15 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .draw import draw
-from .traces import Trace
 from .trial import Trial, start_server
-from .verdict import COUNTED, judge, outcome, was_done
+from .verdict import Fault, judge, outcome, was_done
 
 Record = dict[str, Any]
 DEFAULT_N = {"cpu": 250, "cuda": 200}
@@ -67,7 +67,7 @@ def record_of(trial: Trial) -> Record:
     record = {
         "index": injection.index, "kind": injection.kind, "operator": injection.operator, "world": injection.world,
         "phase": injection.phase, "backward": injection.backward, "schedule": injection.options.get("schedule"),
-        "took_s": round(seen.took_s, 2), "done": was_done(injection, seen), **outcome(seen), "wrong": faults,
+        "took_s": round(seen.took_s, 2), "done": was_done(injection, seen), **outcome(seen), "wrong": _first_of_each(faults),
     }  # fmt: skip
     if faults:
         (trial.folder / "injection.json").write_text(json.dumps(injection.to_json(), indent=1))
@@ -75,6 +75,17 @@ def record_of(trial: Trial) -> Record:
     else:
         shutil.rmtree(trial.folder, ignore_errors=True)
     return record
+
+
+def _first_of_each(faults: list[Fault], most: int = 2) -> list[Fault]:
+    """One that comes at every step fills no record."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for name, text in faults:
+        seen[name] += 1
+        if seen[name] <= most:
+            kept.append((name, text[:1500]))
+    return kept
 
 
 # --- the record ---
@@ -179,9 +190,8 @@ def run(given: argparse.Namespace) -> int:
     print(table(done))
     wrong = [record for record in done if record["wrong"]]
     for record in wrong:
-        print(
-            f"{record['index']}: {', '.join(sorted({kind for kind, _ in record['wrong']}))}: again by --seed {given.seed} --only {record['index']}"
-        )
+        counted = ", ".join(sorted({kind for kind, _ in record["wrong"]}))
+        print(f"{record['index']}: {counted}: again by --seed {given.seed} --only {record['index']}")
     missing = count - len(done) if given.only is None else 0
     if missing:
         print(f"{missing} injections are left: the same command goes on")

@@ -155,7 +155,7 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
     place = "between" if phase == BACKWARD or kind == "exception between calls" else "before"
     if kind == "exception after calls":
         place = "after"
-    if step < 0 and (kind not in SIGNALS and not _is_module(operator) or kind not in (*SIGNALS, *_WHILE_MAKING)):
+    if step < 0 and ((kind not in SIGNALS and not _is_module(operator)) or kind not in (*SIGNALS, *_WHILE_MAKING)):
         step = 0
     most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, 0.004) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
     short = kind == "short stop"

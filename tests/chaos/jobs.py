@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Job:
         while self.errors < MOST_ERRORS:
             try:
                 _, around = self.sabotage.act(-1, place, work, {})
-                self._call(-1, "make", lambda: work.make() or [], lambda: [], around)
+                self._call(-1, "make", lambda: work.make() or [], list, around)
                 return True
             except Failed:
                 self.errors += 1
@@ -119,7 +120,9 @@ class Job:
         if self.work.backward:
             grads, wanted = self.work.grads(n)
             _, around = self.sabotage.act(n, "between", self.work, given)
-            self._call(n, "backward", lambda: self._backward(given, results, grads), lambda: wanted, around)
+            backward = partial(self._backward, given, results, grads)
+            self._call(n, "backward", backward, lambda: wanted, around)
+            del backward
         elif self._calls_twice:
             assert self.second is not None
             others, around = self.sabotage.act(n, "between", self.second, self.second.inputs(n))
@@ -179,6 +182,8 @@ class Job:
         found = compare(results, wanted(), padded)
         note = "" if found != "wrong" else self._like(results, n, name, padded)
         self.trace.write("call", n=n, call=name, begin=begin, end=end, result=found, note=note)
+        if found != "right" and name == "forward" and self.work.backward:
+            raise Failed  # whose shape may not be that of its gradient
         return results
 
     def _raised(self, n: int, name: str, begin: float, error: BaseException) -> None:

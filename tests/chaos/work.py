@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 
 import weft
+import weft.ops.all_gather_matmul
+import weft.ops.all_gather_scaled_matmul
+import weft.ops.all_to_all_matmul
+import weft.ops.embedding_all_to_all  # now, and not in a call that is interrupted
 from weft.nn import ShardedEmbeddingBagCollection
 
 Given = dict[str, Any]
