@@ -30,11 +30,13 @@ def _set(name: str, value: Any) -> Form:
 
 
 def _sparse(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().to_sparse()
+    x = x.detach()
+    return (x.float() if x.itemsize == 1 else x).to_sparse()
 
 
 def _nested(x: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor([x.detach(), x.detach()[:1]])
+    x = x.detach().reshape(-1, *x.shape[1:])
+    return torch.nested.nested_tensor([x, x[:1]])
 
 
 def _numpy(x: torch.Tensor) -> Any:

@@ -79,7 +79,8 @@ class Sabotage:
             self.told()
             raise Injected
         elif kind in _ALLOCATION:
-            return given, lambda: _no_memory(self, injection.choice, _ALLOCATION[kind])
+            first = n in (0, injection.turn)
+            return given, lambda: _no_memory(self, injection.choice, first, _ALLOCATION[kind])
         elif kind == "no memory, RLIMIT_AS":
             return given, lambda: _limited(
                 self, resource.RLIMIT_AS, _address_space() + (0, 1 << 16, 1 << 20)[injection.choice % 3]
@@ -107,8 +108,13 @@ class Sabotage:
         options = injection.options
         forms = bad.forms(kind, injection.operator, options)
         name, form = forms[injection.choice % len(forms)]
+        try:
+            changed = form(given)
+        except Exception as error:  # torch has no such tensor of this dtype
+            self.told(form=name, where=f"nowhere: {error}")
+            return given
         self.told(form=name)
-        return form(given)
+        return changed
 
     # --- forks ---
 
@@ -189,14 +195,20 @@ def _drops(sabotage: Sabotage, work: Work, given: Given) -> int:
 
 # --- no memory, and the like ---
 
-_OF_TORCH = ("empty", "empty_like", "zeros", "full", "full_like", "tensor", "cat", "mm", "arange", "stack")
-_OF_TENSOR = ("new_empty", "new_zeros", "contiguous", "clone", "to")
+_OF_TORCH = (
+    "empty", "empty_like", "zeros", "full", "full_like", "tensor", "cat", "mm", "arange", "stack", "from_dlpack", "from_numpy",
+)  # fmt: skip
+_OF_TENSOR = (
+    "new_empty", "new_zeros", "contiguous", "clone", "to", "view", "reshape", "flatten", "detach", "cumsum", "sum", "t", "movedim",
+    "diff", "tolist", "narrow",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def _no_memory(sabotage: Sabotage, choice: int, error: Callable[[], Exception]) -> Iterator[None]:
-    """The allocation with that number inside the call fails, once. Few calls have many."""
-    left = choice % 3 if choice % 2 else choice % 20
+def _no_memory(sabotage: Sabotage, choice: int, first: bool, error: Callable[[], Exception]) -> Iterator[None]:
+    """One of torch's functions fails inside the call, once, as if there were no memory for its result: the one with this number.
+    Calls of known shapes have few."""
+    left = choice % (16 if first else 4)
     told = False
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,20 +223,24 @@ def _no_memory(sabotage: Sabotage, choice: int, error: Callable[[], Exception]) 
 
         return fails
 
-    natives = {name: getattr(torch, name) for name in _OF_TORCH}
-    for name, native in natives.items():
+    before = {name: vars(torch)[name] for name in _OF_TORCH}
+    own = {name: vars(torch.Tensor)[name] for name in _OF_TENSOR if name in vars(torch.Tensor)}
+    for name, native in before.items():
         setattr(torch, name, wrapped(native))
     for name in _OF_TENSOR:
-        setattr(torch.Tensor, name, wrapped(getattr(torch._C.TensorBase, name)))
+        setattr(torch.Tensor, name, wrapped(getattr(torch.Tensor, name)))
     try:
         yield
     finally:
-        for name, native in natives.items():
+        for name, native in before.items():
             setattr(torch, name, native)
         for name in _OF_TENSOR:
-            delattr(torch.Tensor, name)
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
+            else:
+                delattr(torch.Tensor, name)
         if not told:
-            sabotage.told(where="nowhere: the call has not so many allocations")
+            sabotage.told(where="nowhere: the call has not so many")
 
 
 @contextlib.contextmanager
