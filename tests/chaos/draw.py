@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Phase = Literal["set-up", "first call", "steady", "backward"]
@@ -115,7 +115,7 @@ class Injection:
     deadline_s: float
     steps: int = STEPS
     turn: int = TURN
-    notes: dict[str, Any] = field(default_factory=dict)
+    pace_s: float = 0.0  # between steps
 
     @property
     def of_kind(self) -> Kind:
@@ -137,6 +137,8 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
     rng = random.Random(f"{seed}:{device}:{index}")
     of_kind = KINDS[kind]
     phase = rng.choice(of_kind.phases)
+    if device == "cuda" and SET_UP in of_kind.phases and rng.random() < 0.4:
+        phase = SET_UP  # half of all: hosts meet there, and memory is mapped
     deadline_s = _deadline_s(of_kind, device)
     world = rng.choice([2, 2, 2, 3, 3, 4]) if device == "cpu" else 2
     options = _options(operator, rng, deadline_s, device, world)
@@ -158,12 +160,14 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
     if step < 0 and ((kind not in SIGNALS and not _is_module(operator)) or kind not in (*SIGNALS, *_WHILE_MAKING)):
         step = 0
     most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, 0.004) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
-    short = kind == "short stop"
+    steps, pace_s = (_LONG_RUN if kind == "short stop" else STEPS), 0.0
+    if device == "cuda" and phase == SET_UP:
+        steps, pace_s = 130, 0.02  # for as long as signals may come
     return Injection(
         seed=seed, index=index, device=device, kind=kind, operator=operator, options=options, second=second, warm=warm,
         world=world, size=rng.randrange(2), phase=phase, step=step, place=place, victim=rng.randrange(world),
         delay_s=rng.random() * most_s, pauses_s=_pauses(kind, rng, deadline_s), choice=rng.randrange(1000),
-        deadline_s=deadline_s, steps=_LONG_RUN if short else STEPS,
+        deadline_s=deadline_s, steps=steps, pace_s=pace_s,
     )  # fmt: skip
 
 
@@ -192,7 +196,7 @@ def _dealt(seed: int, index: int, kinds: list[str], device: str) -> str:
 def _deadline_s(kind: Kind, device: str) -> float:
     """Short where it is to be missed. Long where missing it would be an error, which may not come from a machine that is busy."""
     if device == "cuda":
-        return 4.0 if kind.waits else 8.0
+        return 20.0 if kind.lives else 4.0 if kind.waits else 8.0  # a first call may compile kernels
     return 8.0 if kind.lives else 2.0
 
 

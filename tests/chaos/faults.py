@@ -76,8 +76,15 @@ class Sabotage:
             if kind == "never call":
                 raise Leave
         elif kind in ("exception between calls", "exception after calls"):
-            self.told()
-            raise Injected
+            then = (
+                ("goes on", "leaves", "stays away")[injection.choice % 3] if injection.device == "cuda" else "goes on"
+            )
+            self.told(then=then)
+            if then == "goes on":
+                raise Injected
+            if then == "stays away":
+                time.sleep(injection.deadline_s + 2.0)
+            raise Leave
         elif kind in _ALLOCATION:
             first = n in (0, injection.turn)
             return given, lambda: _no_memory(self, injection.choice, first, _ALLOCATION[kind])

@@ -98,6 +98,7 @@ class Job:
                 self.errors += 1
             except Injected:  # which the program deals with
                 pass
+            time.sleep(self.injection.pace_s)
 
     def _made(self, work: Work, place: str) -> bool:
         """Modules are made together; a rank that fails tries again, as often as steps."""
@@ -182,7 +183,7 @@ class Job:
         found = compare(results, wanted(), padded)
         note = "" if found != "wrong" else self._like(results, n, name, padded)
         self.trace.write("call", n=n, call=name, begin=begin, end=end, result=found, note=note)
-        if found != "right" and name == "forward" and self.work.backward:
+        if found == "wrong" and name == "forward" and self.work.backward:
             raise Failed  # whose shape may not be that of its gradient
         return results
 
@@ -320,6 +321,8 @@ def _settle_in(folder: Path, rank: int, injection: Injection) -> None:
         "WEFT_CACHE_DIR": str(folder / "cache" if injection.choice % 2 else folder.parent / "cache"),
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }  # fmt: skip
+    if injection.device == "cuda" and injection.choice % 2:
+        os.environ["WEFT_CHECK_CALLS"] = "1"  # a mode for finding ranks that differ
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays in memory that processes share: a collection would copy all of it

@@ -22,15 +22,16 @@ from .traces import BETWEEN, CALLING, DONE, LEAVING, STARTING, Board, Trace
 GRACE_S = 5.0  # beyond the deadline
 _START_S = {"cpu": 40.0, "cuda": 90.0}
 _END_S = 15.0
-_FIRST_S = 40.0
+_FIRST_S = {"cpu": 40.0, "cuda": 70.0}
 _STACKS_S = 0.6
 _PRELOADED = ("jobs", "campaign")
 
 
-def start_server() -> None:
+def start_server(device: str) -> None:
     """The process that ranks are forked from: it has imported all they need, and has no threads."""
     package = __name__.rpartition(".")[0]
     names = ["torch", "torch.distributed", "torch.distributed.tensor", "weft._core", "weft.ops.all_gather_matmul"]
+    names += ["triton"] if device == "cuda" else []
     mp.get_context("forkserver").set_forkserver_preload([*names, *(f"{package}.{name}" for name in _PRELOADED)])
     forkserver.ensure_running()
 
@@ -133,7 +134,7 @@ class Trial:
             since = since or self._began
             longest_s = {
                 STARTING: _START_S[self.injection.device],
-                BETWEEN: sum(self.injection.pauses_s) + _END_S,
+                BETWEEN: sum(self.injection.pauses_s) + self.injection.deadline_s + _END_S,
                 LEAVING: _END_S,
             }.get(state)
             if state == CALLING:
@@ -179,7 +180,7 @@ def may_last(injection: Injection, begin: float, fault_at: float | None, *, firs
     longest_s = injection.deadline_s + GRACE_S
     if fault_at is not None and not injection.of_kind.lives:
         return max(begin, fault_at), longest_s
-    return begin, max(longest_s, _FIRST_S) if first else longest_s
+    return begin, max(longest_s, _FIRST_S[injection.device]) if first else longest_s
 
 
 def _signals_of(injection: Injection, at: float) -> list[tuple[float, int]]:

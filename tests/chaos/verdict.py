@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from .draw import Injection
-from .trial import Seen, may_last
+from .trial import GRACE_S, Seen, may_last
 
 Fault = tuple[str, str]  # what it is counted as, and its text
 COUNTED = ("hang", "mix", "lost", "split", "unnamed", "crash", "leak")
@@ -35,6 +35,8 @@ def judge(injection: Injection, seen: Seen) -> list[Fault]:
     for rank, calls in enumerate(calls_of(seen)):
         for call in calls:
             faults += _of_call(injection, seen, rank, call)
+        if injection.device == "cuda":
+            faults += _untold(injection, rank, calls)
     faults += _exits(injection, seen)
     if not seen.hung:
         faults += _lives(injection, seen) if injection.of_kind.lives else _split(injection, seen)
@@ -54,7 +56,8 @@ def outcome(seen: Seen) -> dict[str, Any]:
     for call in calls:
         if call["result"] == "error":
             errors[call["error"][0]] = errors.get(call["error"][0], 0) + 1
-    return {"right": sum(call["result"] == "right" for call in calls), "errors": errors}
+    counts = {result: sum(call["result"] == result for call in calls) for result in ("right", "nan")}
+    return {**counts, "errors": errors}
 
 
 def was_done(injection: Injection, seen: Seen) -> bool:
@@ -95,6 +98,17 @@ def _of_call(injection: Injection, seen: Seen, rank: int, call: dict[str, Any]) 
     return faults
 
 
+def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> list[Fault]:
+    """On GPUs, where hosts do not meet, a call whose peer has failed may return NaN; an error follows, in time."""
+    for number, call in enumerate(calls):
+        if call["result"] == "nan":
+            errors = [later["end"] for later in calls[number + 1 :] if later["result"] == "error"]
+            longest_s = injection.deadline_s + GRACE_S
+            if not errors or errors[0] - call["begin"] > longest_s:
+                return [("mix", f"{_named(injection, rank, call)}: NaN, and no error within {longest_s:g} s")]
+    return []
+
+
 def _exits(injection: Injection, seen: Seen) -> list[Fault]:
     faults: list[Fault] = []
     for rank, code in enumerate(seen.codes):
@@ -117,6 +131,8 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
     may_refuse = injection.of_kind.family == "bad input" or injection.kind == "exception on all ranks"
     for rank, calls in enumerate(calls_of(seen)):
         for call in calls:
+            if call["result"] == "nan":
+                faults.append(("lost", f"{_named(injection, rank, call)}: NaN"))
             if call["result"] == "error":
                 refused.setdefault(call["n"], set()).add(rank)
                 if not may_refuse or call["n"] != injection.step:
