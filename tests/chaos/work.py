@@ -247,10 +247,11 @@ class Embedding(Work):
     """The function; the modules differ in what they are given. Bags of 0, 1, 2 or 4 ids, so that means are exact too."""
 
     ROWS = 30
+    last_dim = 5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
     weighted = False
 
     def make(self) -> None:
-        self.dims = (4, 3, 8, 6 if self.other else 5)
+        self.dims = (4, 3, 8, self.last_dim + self.other)
         tables = [
             weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", self.dtype)
             for i, dim in enumerate(self.dims)
@@ -328,8 +329,9 @@ class Collection(Embedding):
     """The module. A local batch is distributed first; of a global batch every rank has its own features."""
 
     def make(self) -> None:
-        super().make()
         self.local_batch = self.options["input"] == "local_batch"
+        self.last_dim = 7 if self.local_batch else 9
+        super().make()
         self.weighted = self.options["is_weighted"]
         module = ShardedEmbeddingBagCollection(
             self.tables, group=self.group, device=self.device, placement=list(self.sharding.rank_of_table),
