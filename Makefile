@@ -38,6 +38,15 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 test: setup  ## All tests that need no GPU
 	$(BIN)/python -m pytest tests
 
+.PHONY: chaos chaos-gpu
+N ?= 250
+SEED ?= 0
+chaos: setup  ## Inject faults: N=250 of SEED=0 take less than 10 minutes; more go on where they were stopped
+	$(BIN)/python -m tests.chaos -n $(N) --seed $(SEED)
+
+chaos-gpu:  ## The same on a machine with GPUs, as gpu-check: 200 injections into OUT=folder
+	PYTHON=$(PYTHON) bash benchmarks/gpu_chaos.sh $(OUT) --seed $(SEED)
+
 lint: setup  ## Style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

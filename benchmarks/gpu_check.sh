@@ -36,26 +36,13 @@ python=${PYTHON:-python3}
 failed=0
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-# A fault in NVLink multicast on a shared host is everybody's; nothing here needs it.
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+. benchmarks/gpu_build.sh
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 fail() {
   echo "FAILED: $*" >&2
   failed=1
-}
-
-build() {
-  "$python" -c "import weft._core" 2>/dev/null && return
-  cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
-    >"$out/build.txt" 2>&1 &&
-    cmake --build build/gpu --target _core >>"$out/build.txt" 2>&1 &&
-    cp build/gpu/_core*.so weft/ && "$python" -c "import weft._core" && return
-  cat "$out/build.txt"
-  echo "the native module could not be built: nothing else can run" >&2
-  exit 1
 }
 
 # What a step may take: its own limit, or what is left of the whole.

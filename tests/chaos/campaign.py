@@ -1,0 +1,127 @@
+"""Faults injected on purpose: injections 0 to N - 1 of a seed, several at a time; each result is recorded as it comes.
+
+After every fault each rank that lives must have, of every call, the right result or a named error, in time, and nothing may be
+left behind: `verdict` says what is counted. A campaign that was stopped goes on where it was. Exit status 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import record as records
+from .draw import draw
+from .record import Record
+from .report import progress, tables
+from .trial import Trial, start_server
+
+DEFAULT_N = {"cpu": 250, "cuda": 200}
+_AT_ONCE = {"cpu": 3, "cuda": 6}
+
+
+@dataclass(frozen=True)
+class Campaign:
+    seed: int
+    device: str
+    indices: Sequence[int]
+    at_once: int
+    until: float  # by time.monotonic: no injection begins after it
+    faults: bool  # or the same calls, with nothing injected
+    keep: Path  # folder for the traces of those that go wrong
+
+    def run(self) -> Iterator[Record]:
+        """Records as they come."""
+        start_server(self.device)
+        left, running = list(reversed(self.indices)), dict[int, Trial]()
+        with tempfile.TemporaryDirectory(prefix="weft-chaos-") as scratch:
+            try:
+                while left or running:
+                    if time.monotonic() > self.until:
+                        left.clear()
+                    while left and len(running) < self.at_once:
+                        index = left.pop()
+                        running[index] = Trial(self._drawn(index), Path(scratch, str(index)))
+                    for index, trial in list(running.items()):
+                        if trial.poll():
+                            del running[index]
+                            yield self._over(trial)
+                    time.sleep(0.003)
+            finally:
+                for trial in running.values():
+                    trial.kill()
+
+    def _drawn(self, index: int) -> records.Injection:
+        injection = draw(self.seed, index, self.device)
+        return injection if self.faults else replace(injection, kind="none", steps=20)
+
+    def _over(self, trial: Trial) -> Record:
+        record = records.of(trial.injection, trial.seen)
+        if record["wrong"]:
+            target = self.keep / f"{self.seed}-{record['index']}"
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(trial.folder, target)
+            (target / "injection.json").write_text(json.dumps(trial.injection.to_json(), indent=1))
+            (target / "wrong.txt").write_text("\n\n".join(f"{name}: {text}" for name, text in record["wrong"]))
+        shutil.rmtree(trial.folder, ignore_errors=True)
+        return record
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-n", type=int, help="how many injections (default: 250, on GPUs 200)")
+    parser.add_argument(
+        "--only", type=int, action="append", metavar="INDEX", help="this one alone; nothing is recorded"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--record", type=Path, help="file to go on with (default: build/chaos/DEVICE-SEED.jsonl)")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the traces of what went wrong (default: beside the record)"
+    )
+    parser.add_argument("--at-once", type=int, help="injections side by side (default: 3, on GPUs 6)")
+    parser.add_argument(
+        "--within", type=float, default=float("inf"), metavar="SECONDS", help="begin none after so long"
+    )
+    parser.add_argument(
+        "--no-faults", action="store_true", help="the same calls with nothing injected: all must be right"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        sys.exit(run(given))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def run(given: argparse.Namespace) -> int:
+    begin, device = time.monotonic(), given.device
+    count = DEFAULT_N[device] if given.n is None else given.n
+    name = f"{device}-{given.seed}" + "-no-faults" * given.no_faults
+    path = given.record or Path("build", "chaos", f"{name}.jsonl")
+    recorded = [] if given.only else records.go_on(path, given.seed, device)
+    done = [record for record in recorded if record["index"] < count]
+    known = {record["index"] for record in done}
+    campaign = Campaign(
+        seed=given.seed, device=device, indices=given.only or [i for i in range(count) if i not in known],
+        at_once=given.at_once or _AT_ONCE[device], until=begin + given.within, faults=not given.no_faults,
+        keep=given.keep or path.parent / f"wrong-{name}",
+    )  # fmt: skip
+    with progress(given.seed, len(campaign.indices), len(done)) as add:
+        for record in campaign.run():
+            if not given.only:
+                records.append(path, record)
+            done.append(record)
+            add(record)
+    print(tables(done))
+    for record in (wrong := [record for record in done if record["wrong"]]):
+        names = ", ".join(sorted({name for name, _ in record["wrong"]}))
+        print(f"{names}: again by --seed {given.seed} --only {record['index']}; its traces are in {campaign.keep}")
+    missing = 0 if given.only else count - len(done)
+    print(f"seed {given.seed}: {len(done)} injections, {len(wrong)} wrong" + f", {missing} left to do" * bool(missing))
+    return 1 if wrong else 0

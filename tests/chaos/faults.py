@@ -1,0 +1,319 @@
+"""What goes wrong on a rank, at a certain place of its program; signals come from outside (`trial`).
+
+`Sabotage` is asked before, between and after the calls of every step. It returns how the next call is to be made, or does not
+return, or raises. What a fault has done is written to the trace, and so is a fault that could not be done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft import symm
+from weft.errors import WeftError
+
+from . import bad
+from .draw import SIGNALS, Injection
+from .traces import Board, Trace
+from .work import Given, Work
+
+INJECTED = "injected on purpose"
+_CHILD_S = 10  # after which a forked child counts as hanging
+
+
+class Injected(Exception):
+    """An exception of the program that calls weft, between two calls."""
+
+
+class Leave(Exception):
+    """The program of this rank ends in order."""
+
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Sabotage:
+    def __init__(self, injection: Injection, rank: int, trace: Trace, board: Board) -> None:
+        self.injection, self.rank, self.trace, self.board = injection, rank, trace, board
+        self.mine = rank == injection.victim
+        self.children: list[int] = []
+        self.done = False
+
+    def at(self, n: int, place: str) -> bool:
+        here = (n, place) == (self.injection.step, self.injection.place) and not self.done
+        return here and (self.mine or self.injection.kind == "exception on all ranks")
+
+    def told(self, **what: Any) -> None:
+        self.done = True
+        self.board.go()
+        self.trace.write("fault", **what)
+
+    def act(self, n: int, place: str, work: Work, given: Given) -> tuple[Given, Around]:
+        """Called on every rank at every place: what to pass instead, and what to put around the next call."""
+        if not self.at(n, place):
+            return given, contextlib.nullcontext
+        injection, kind = self.injection, self.injection.kind
+        if kind in SIGNALS:
+            self.told()
+        elif kind == "exit":
+            self.told()
+            os._exit(3)
+        elif kind == "leave":
+            self.told()
+            raise Leave
+        elif kind in ("short straggler", "long straggler", "never call"):
+            self.told(slept_s=injection.pauses_s[0])
+            time.sleep(injection.pauses_s[0])
+            if kind == "never call":
+                raise Leave
+        elif kind in ("exception between calls", "exception after calls"):
+            then = (
+                ("goes on", "leaves", "stays away")[injection.choice % 3] if injection.device == "cuda" else "goes on"
+            )
+            self.told(then=then)
+            if then == "goes on":
+                raise Injected
+            if then == "stays away":
+                time.sleep(injection.deadline_s + 2.0)
+            raise Leave
+        elif kind in _ALLOCATION:
+            first = n in (0, injection.turn)
+            return given, lambda: _no_memory(self, injection.choice, first, _ALLOCATION[kind])
+        elif kind == "no memory, RLIMIT_AS":
+            return given, lambda: _limited(
+                self, resource.RLIMIT_AS, _address_space() + (0, 1 << 16, 1 << 20)[injection.choice % 3]
+            )
+        elif kind == "no descriptors":
+            return given, lambda: _limited(self, resource.RLIMIT_NOFILE, _descriptors() + injection.choice % 3)
+        elif kind == "no threads":
+            return given, lambda: _no_threads(self, injection.choice % 3)
+        elif kind.startswith("fork"):
+            return given, lambda: self._forks(work, given)
+        elif place == "before" and n >= 0 and (kind in bad.FORMED or kind == "exception on all ranks"):
+            return self._formed(work, given), contextlib.nullcontext
+        return given, contextlib.nullcontext
+
+    def swaps(self, n: int) -> bool:
+        """Whether this rank calls something else in this step, or in another order."""
+        swapped = self.mine and n == self.injection.step and self.injection.kind.startswith("other ")
+        if swapped:
+            self.told()
+        return swapped
+
+    def _formed(self, work: Work, given: Given) -> Given:
+        injection = self.injection
+        kind = injection.kind if injection.kind in bad.FORMED else bad.FORMED[injection.choice % len(bad.FORMED)]
+        options = injection.options
+        forms = bad.forms(kind, injection.operator, options)
+        name, form = forms[injection.choice % len(forms)]
+        try:
+            changed = form(given)
+        except Exception as error:  # torch has no such tensor of this dtype
+            self.told(form=name, where=f"nowhere: {error}")
+            return given
+        self.told(form=name)
+        return changed
+
+    # --- forks ---
+
+    @contextlib.contextmanager
+    def _forks(self, work: Work, given: Given) -> Iterator[None]:
+        """A child, from this thread before the call or from another one during it."""
+        child = {"fork, idle": _idle, "fork, uses the group": _uses, "fork, drops the group": _drops}[
+            self.injection.kind
+        ]
+        self.told()
+
+        def fork() -> None:
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(_CHILD_S)
+                os._exit(child(self, work, given))
+            self.children.append(pid)
+
+        if self.injection.choice % 2:
+            fork()
+            yield
+            return
+
+        def later() -> None:
+            time.sleep(self.injection.delay_s)
+            fork()
+
+        thread = threading.Thread(target=later, name="chaos-fork", daemon=True)
+        thread.start()
+        yield
+        thread.join()
+
+    def reap(self) -> None:
+        """How the children ended: 0 is right."""
+        for pid in self.children:
+            _, status = os.waitpid(pid, 0)
+            self.trace.write("child", code=os.waitstatus_to_exitcode(status))
+
+
+_ALLOCATION = {
+    "no memory, MemoryError": lambda: MemoryError(INJECTED),
+    "no memory, RuntimeError": lambda: RuntimeError(
+        f"[enforce fail at alloc_cpu.cpp:1] can't allocate memory: {INJECTED}"
+    ),
+}
+RIGHT, UNNAMED, SUCCEEDED = 0, 1, 2  # exit status of a child
+
+
+def _idle(sabotage: Sabotage, work: Work, given: Given) -> int:
+    time.sleep(0.05)
+    return RIGHT
+
+
+def _uses(sabotage: Sabotage, work: Work, given: Given) -> int:
+    """It must be told what it is, at once."""
+    try:
+        work.forward(given)
+    except (WeftError, ValueError) as error:
+        sabotage.trace.write("child says", error=[type(error).__name__, str(error)[:300]])
+        return RIGHT
+    except BaseException as error:
+        sabotage.trace.write("child says", error=[type(error).__name__, str(error)[:300]])
+        return UNNAMED
+    return SUCCEEDED
+
+
+def _drops(sabotage: Sabotage, work: Work, given: Given) -> int:
+    group, device = work.group, work.device
+    work.__dict__.clear()
+    given.clear()
+    gc.collect()
+    with contextlib.suppress(WeftError, ValueError):
+        symm.domain(group, device, deadline_s=0.5).close()
+    gc.collect()
+    return RIGHT
+
+
+# --- no memory, and the like ---
+
+_OF_TORCH = (
+    "empty", "empty_like", "zeros", "full", "full_like", "tensor", "cat", "mm", "arange", "stack", "from_dlpack", "from_numpy",
+)  # fmt: skip
+_OF_TENSOR = (
+    "new_empty", "new_zeros", "contiguous", "clone", "to", "view", "reshape", "flatten", "detach", "cumsum", "sum", "t", "movedim",
+    "diff", "tolist", "narrow",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _no_memory(sabotage: Sabotage, choice: int, first: bool, error: Callable[[], Exception]) -> Iterator[None]:
+    """One of torch's functions fails inside the call, once, as if there were no memory for its result: the one with this number.
+    Calls of known shapes have few."""
+    left = choice % (16 if first else 4)
+    told = False
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fails(*args: Any, **options: Any) -> Any:
+            nonlocal left, told
+            left -= 1
+            if left < 0 and not told:
+                told = True
+                sabotage.told(where=getattr(function, "__name__", "?"))
+                raise error()
+            return function(*args, **options)
+
+        return fails
+
+    before = {name: vars(torch)[name] for name in _OF_TORCH}
+    own = {name: vars(torch.Tensor)[name] for name in _OF_TENSOR if name in vars(torch.Tensor)}
+    for name, native in before.items():
+        setattr(torch, name, wrapped(native))
+    for name in _OF_TENSOR:
+        setattr(torch.Tensor, name, wrapped(getattr(torch.Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, native in before.items():
+            setattr(torch, name, native)
+        for name in _OF_TENSOR:
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
+            else:
+                delattr(torch.Tensor, name)
+        if not told:
+            sabotage.told(where="nowhere: the call has not so many")
+
+
+@contextlib.contextmanager
+def _limited(sabotage: Sabotage, what: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(what)
+    sabotage.told(limit=soft)
+    resource.setrlimit(what, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _descriptors() -> int:
+    """The number that the next one would get: with a limit of that there is none."""
+    free = os.dup(0)
+    os.close(free)
+    return free
+
+
+@contextlib.contextmanager
+def _no_threads(sabotage: Sabotage, left: int) -> Iterator[None]:
+    native = threading.Thread.start
+    told = False
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal left, told
+        left -= 1
+        if left < 0 and not told:
+            told = True
+            sabotage.told(where=thread.name)
+            raise RuntimeError(f"can't start new thread: {INJECTED}")
+        native(thread)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = native  # type: ignore[method-assign]
+        if not told:
+            sabotage.told(where="nowhere: the call starts not so many threads")
+
+
+_OF_MEMORY = ("alloc", "memory", "can't start new thread")
+
+
+def injected(error: BaseException, kind: str) -> bool:
+    """Whether this is what was done to the rank itself, and not what weft made of it."""
+    if kind == "interrupt":
+        return isinstance(error, KeyboardInterrupt)
+    if kind == "terminate":
+        return isinstance(error, SystemExit)
+    seen: BaseException | None = error
+    while seen is not None:
+        if INJECTED in str(seen):
+            return True
+        if kind == "no descriptors" and "Too many open files" in str(seen):
+            return True
+        if kind == "no memory, RLIMIT_AS" and (
+            isinstance(seen, MemoryError) or any(word in str(seen) for word in _OF_MEMORY)
+        ):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

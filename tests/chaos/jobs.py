@@ -1,0 +1,328 @@
+"""What a rank does: steps of calls whose results are looked at as they come, whatever goes wrong, as a program does that catches
+its errors and goes on with the next step.
+
+It writes down every call: how long it took, and whether the result was right, wrong, or an error. `verdict` judges that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import symm
+from weft.errors import WeftError
+
+from . import bad
+from .draw import Injection
+from .faults import Injected, Leave, Sabotage, injected
+from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
+from .work import OPERATORS, Given, Results, Work
+
+MOST_ERRORS = 4  # after so many steps that failed a rank ends
+_PACKAGE = str(Path(weft.__file__).parent) + os.sep
+
+
+class Failed(Exception):
+    """A call raised, which is written down: the rest of the step is left out."""
+
+
+class Interrupts:
+    """Ctrl-C (or SIGTERM, as SystemExit) while a call of weft runs. In between it would make a program leave out a call, which only
+    the program can know, so there it is put off for a moment."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._pending = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if number != signal.SIGALRM:
+            self._pending = number
+        if not self.inside:
+            signal.setitimer(signal.ITIMER_REAL, 0.0002)
+        elif self._pending:
+            self.inside, pending, self._pending = False, self._pending, 0
+            raise KeyboardInterrupt if pending == signal.SIGINT else SystemExit(1)
+
+
+class Job:
+    def __init__(self, injection: Injection, rank: int, trace: Trace, board: Board, group: dist.ProcessGroup) -> None:
+        self.injection, self.rank, self.trace, self.board = injection, rank, trace, board
+        self.device = torch.device("cpu")
+        if injection.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.sabotage, self.interrupts = Sabotage(injection, rank, trace, board), Interrupts()
+        self.errors = 0
+        self.work = self._work(group, injection.operator, injection.options, injection.seed * 1000003 + injection.index)
+        self.second = None
+        if injection.second is not None:
+            self.second = self._work(group, *injection.second, injection.seed * 1000003 + injection.index + 1)
+
+    def _work(self, group: dist.ProcessGroup, operator: str, options: Given, seed: int) -> Work:
+        return OPERATORS[operator](group, self.device, seed, self.injection.size, self.injection.turn, options)
+
+    def run(self) -> None:
+        if not self._made(self.work, "before"):
+            return
+        if self.second is not None:
+            if not self._made(self.second, ""):
+                return
+            if self.injection.warm:
+                with contextlib.suppress(Failed):
+                    self._forward(-1, "warm", self.second, self.second.inputs(-1))
+        for n in range(self.injection.steps):
+            if self.errors >= MOST_ERRORS:
+                return
+            try:
+                self._step(n)
+            except Failed:
+                self.errors += 1
+            except Injected:  # which the program deals with
+                pass
+            time.sleep(self.injection.pace_s)
+
+    def _made(self, work: Work, place: str) -> bool:
+        """Modules are made together; a rank that fails tries again, as often as steps."""
+        while self.errors < MOST_ERRORS:
+            try:
+                _, around = self.sabotage.act(-1, place, work, {})
+                self._call(-1, "make", lambda: work.make() or [], list, around)
+                return True
+            except Failed:
+                self.errors += 1
+        return False
+
+    def _step(self, n: int) -> None:
+        if self.sabotage.swaps(n):
+            self._swapped(n)
+            return
+        given = self.work.inputs(n)
+        given, around = self.sabotage.act(n, "before", self.work, given)
+        results = self._forward(n, "forward", self.work, given, around)
+        if self.work.backward:
+            grads, wanted = self.work.grads(n)
+            _, around = self.sabotage.act(n, "between", self.work, given)
+            backward = partial(self._backward, given, results, grads)
+            self._call(n, "backward", backward, lambda: wanted, around)
+            del backward
+        elif self._calls_twice:
+            assert self.second is not None
+            others, around = self.sabotage.act(n, "between", self.second, self.second.inputs(n))
+            self._forward(n, "second", self.second, others, around)
+        del results
+        self.sabotage.act(n, "after", self.work, {})
+
+    @property
+    def _calls_twice(self) -> bool:
+        return self.second is not None and self.injection.of_kind.second == "always"
+
+    def _swapped(self, n: int) -> None:
+        """Another call than the other ranks make; or the same two in another order."""
+        assert self.second is not None
+        self._forward(n, "second", self.second, self.second.inputs(n))
+        if self._calls_twice:
+            self._forward(n, "forward", self.work, self.work.inputs(n))
+
+    def _forward(self, n: int, name: str, work: Work, given: Given, around: Any = contextlib.nullcontext) -> Results:
+        return self._call(n, name, lambda: work.forward(given), lambda: work.expected(n), around, work.padded)
+
+    def _backward(self, given: Given, results: Results, grads: Results) -> Results:
+        wanted = self.work.wanted(given)
+        differentiable = [y for y in results if y.requires_grad]
+        torch.autograd.backward(differentiable, grads)
+        return [x.grad for x in wanted]  # type: ignore[misc]
+
+    # --- one call ---
+
+    def _call(
+        self,
+        n: int,
+        name: str,
+        call: Callable[[], Results],
+        wanted: Callable[[], Results],
+        around: Any,
+        padded: bool = False,
+    ) -> Results:
+        """Make it, look at its result, write both down."""
+        begin = time.monotonic()
+        self.board.set(CALLING)
+        try:
+            with around():
+                self.interrupts.inside = True
+                results = call()
+                self.interrupts.inside = False
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+        except Leave:
+            raise
+        except BaseException as error:
+            self.interrupts.inside = False
+            self._raised(n, name, begin, error)
+        finally:
+            self.board.set(BETWEEN)
+        end = time.monotonic()
+        found = compare(results, wanted(), padded)
+        note = "" if found != "wrong" else self._like(results, n, name, padded)
+        self.trace.write("call", n=n, call=name, begin=begin, end=end, result=found, note=note)
+        if found == "wrong" and name == "forward" and self.work.backward:
+            raise Failed  # whose shape may not be that of its gradient
+        return results
+
+    def _raised(self, n: int, name: str, begin: float, error: BaseException) -> None:
+        """Written down; `Failed`, or `Leave` where weft has had no part in it, or the program is to end."""
+        kind = self.injection.kind
+        mine = self.rank == self.injection.victim and injected(error, kind)
+        named = isinstance(error, WeftError | ValueError) and not isinstance(error, UnicodeError)
+        inside = any(frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(error.__traceback__))
+        self.trace.write(
+            "call", n=n, call=name, begin=begin, end=time.monotonic(), result="error",
+            error=[type(error).__name__, str(error)[:600]], named=named, injected=mine, inside=inside,
+            where="" if named or mine else "".join(traceback.format_exception(error))[-3000:],
+        )  # fmt: skip
+        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not inside):
+            raise Leave from None
+        raise Failed from None
+
+    def _like(self, results: Results, n: int, name: str, padded: bool) -> str:
+        """Of which step wrong results are, as far as can be told."""
+        work = self.second if name in ("second", "warm") else self.work
+        if work is None or name in ("make", "backward"):
+            return "differs"
+        shares = {}
+        for m in range(n - 4, n + 5):
+            with contextlib.suppress(Exception):
+                wanted = work.expected(m)
+                same = [
+                    (x[: len(w)].float() == w.float()).float().mean().item()
+                    for x, w in zip(results, wanted, strict=True)
+                    if x.shape[1:] == w.shape[1:] and len(x) >= len(w)
+                ]
+                if same and max(same) > 0.2:
+                    shares[m] = [round(share, 2) for share in same]
+        return f"shares of elements as of steps: {shares}"
+
+    # --- the end ---
+
+    def leave(self) -> dict[str, Any]:
+        """Let go of everything; what is left of weft in this process then."""
+        self.sabotage.reap()
+        self.work = self.second = bad._mesh = None  # type: ignore[assignment]
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.destroy_process_group()
+        gc.collect()
+        _start_afresh(self.device)
+        return traces_left()
+
+
+def _start_afresh(device: torch.device) -> None:
+    """Another group in this process, as a program makes it that goes on with the ranks that are left; and its end."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    symm.domain(dist.group.WORLD, device).close()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def compare(results: Results, wanted: Results, padded: bool) -> str:
+    if len(results) != len(wanted):
+        return "wrong"
+    nan = False
+    for x, w in zip(results, wanted, strict=True):
+        if x is None:
+            return "wrong"
+        x = x.detach().cpu().float()
+        nan = nan or bool(x[: len(w)].isnan().any() if padded else x.isnan().any())
+        if padded and len(x) > len(w):
+            x = x[: len(w)]
+        if x.shape != w.shape or not torch.equal(x, w.float()):
+            if nan:
+                continue
+            return "wrong"
+    return "nan" if nan else "right"
+
+
+def traces_left() -> dict[str, Any]:
+    """Of symmetric memory, and threads of weft."""
+    descriptors = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": [name for name in descriptors if "memfd:weft" in name],
+        "mappings": [line for line in maps if "/memfd:weft" in line],
+        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("weft")],
+    }
+
+
+def main(injection: Injection, rank: int, directory: str) -> None:
+    """The body of a rank's process."""
+    folder = Path(directory)
+    _settle_in(folder, rank, injection)
+    trace, board = Trace(folder / f"rank-{rank}.jsonl"), Board(folder / "board", rank)
+    if injection.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.zeros(1, device="cuda")
+    store = dist.FileStore(str(folder / "store"), injection.world)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=injection.world, timeout=limit)
+    if injection.kind in ("DTensor", "exception on all ranks"):
+        bad.mesh()
+    trace.write("up", pid=os.getpid())
+    job = Job(injection, rank, trace, board, dist.group.WORLD)
+    try:
+        job.run()
+    except Leave:
+        trace.write("leaves")
+        return  # while the others are still at work
+    trace.write("done")
+    board.set(DONE)
+    board.wait_until_sent_home()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    board.set(LEAVING)
+    trace.write("left", **job.leave())
+
+
+def _settle_in(folder: Path, rank: int, injection: Injection) -> None:
+    """A process that dies with its parent, whatever it is doing, and says where it stands when asked by SIGUSR1."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    os.setpgid(0, 0)
+    said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=open(folder / f"stack-{rank}", "w"), all_threads=True)  # noqa: SIM115
+    os.environ |= {
+        "WEFT_QUIET": "1", "GLOO_SOCKET_IFNAME": "lo", "WEFT_DEADLINE_S": f"{injection.deadline_s:g}",
+        "WEFT_CACHE_DIR": str(folder / "cache" if injection.choice % 2 else folder.parent / "cache"),
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }  # fmt: skip
+    if injection.device == "cuda" and injection.choice % 2:
+        os.environ["WEFT_CHECK_CALLS"] = "1"  # a mode for finding ranks that differ
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays in memory that processes share: a collection would copy all of it

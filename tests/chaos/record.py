@@ -1,0 +1,80 @@
+"""The record of a campaign: a file of JSON lines, first what it is of, then a line for each injection as it ended.
+
+A campaign that was stopped goes on where it was, so a line that was cut off does not count, and a file of another campaign is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .draw import Injection
+from .trial import Seen
+from .verdict import Fault, judge, outcome, was_done
+
+Record = dict[str, Any]
+_VERSION = 1  # of what an injection is: another one draws other injections from the same seed
+
+
+def header(seed: int, device: str) -> Record:
+    from weft.bench.records import environment  # which needs torch
+
+    fields = environment(device).as_fields()
+    return {"chaos": _VERSION, "seed": seed, "device": device, "cores": len(os.sched_getaffinity(0)), **fields}
+
+
+def of(injection: Injection, seen: Seen) -> Record:
+    options = injection.options
+    return {
+        "index": injection.index, "kind": injection.kind, "operator": injection.operator, "world": injection.world,
+        "phase": injection.phase, "backward": injection.backward, "schedule": options.get("schedule") or options.get("transport"),
+        "took_s": round(seen.took_s, 2), "done": was_done(injection, seen), **outcome(seen),
+        "wrong": _first_of_each(judge(injection, seen)),
+    }  # fmt: skip
+
+
+def _first_of_each(faults: list[Fault], most: int = 2) -> list[Fault]:
+    """One that comes at every step fills no record."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for name, text in faults:
+        seen[name] += 1
+        if seen[name] <= most:
+            kept.append((name, text[:1500]))
+    return kept
+
+
+def read(path: Path) -> tuple[Record, list[Record]]:
+    """What it is of, and its injections in their order. `ValueError` if there is nothing."""
+    lines = [line for line in path.read_text().split("\n")[:-1] if line]
+    if not lines:
+        raise ValueError(f"{path} has no line: run a campaign (make chaos), or leave the file out")
+    head, *rest = map(json.loads, lines)
+    return head, sorted({record["index"]: record for record in rest}.values(), key=lambda record: record["index"])
+
+
+def go_on(path: Path, seed: int, device: str) -> list[Record]:
+    """Injections that `path` has of this campaign; it is begun if there is no such file. `ValueError` if it is another one's."""
+    wanted = header(seed, device)
+    if not path.exists() or not path.read_text().strip():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(wanted) + "\n")
+    head, records = read(path)
+    for name in ("chaos", "seed", "device", "source" if "source" in wanted else "commit"):
+        if head.get(name) != wanted[name]:
+            raise ValueError(
+                f"{path} is of {name} {head.get(name)} and not {wanted[name]}: name another file (--record), or remove it"
+            )
+    text = path.read_text()
+    if not text.endswith("\n"):
+        path.write_text(text[: text.rindex("\n") + 1])
+    return records
+
+
+def append(path: Path, record: Record) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")

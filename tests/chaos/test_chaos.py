@@ -1,0 +1,201 @@
+"""The campaign itself: a short one in which every kind of fault comes (about half a minute), what it draws, and what it would
+notice. A thousand injections are in benchmarks/chaos (docs/failures.md)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import record as records
+from . import report
+from .draw import KINDS, OPERATORS, STEPS, Injection, draw
+from .trial import Seen
+from .verdict import judge, outcome
+
+ROOT = Path(__file__).parents[2]
+SHORT = len(KINDS)
+
+
+def test_a_short_campaign(tmp_path: Path) -> None:
+    """As `make chaos` runs it: its traces say what was wrong."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        "-n",
+        str(SHORT),
+        "--seed",
+        "11",
+        "--record",
+        str(tmp_path / "short.jsonl"),
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    wrong = "\n\n".join(path.read_text()[:2000] for path in sorted(tmp_path.glob("wrong-*/*/wrong.txt")))
+    assert found.returncode == 0, f"{found.stdout}\n{found.stderr[-3000:]}\n{wrong}"
+    _, recorded = records.read(tmp_path / "short.jsonl")
+    assert [one["index"] for one in recorded] == list(range(SHORT))
+    assert sum(one["right"] for one in recorded) > 10 * SHORT
+
+
+# --- what is drawn ---
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_short_campaign_has_every_kind_and_every_operator(device: str) -> None:
+    kinds = {name for name, kind in KINDS.items() if device in kind.devices}
+    drawn = [draw(5, index, device) for index in range(max(len(kinds), len(OPERATORS)))]
+    assert {one.kind for one in drawn} == kinds
+    assert {one.operator for one in drawn} == set(OPERATORS) - ({"module, local batch"} if device == "cuda" else set())
+
+
+def test_a_thousand_have_nearly_every_kind_on_every_operator_in_every_phase() -> None:
+    drawn = [draw(1, index) for index in range(1000)]
+    assert len({(one.kind, one.operator) for one in drawn}) > 0.95 * len(KINDS) * len(OPERATORS)
+    assert {(one.kind, one.phase) for one in drawn} >= {
+        (name, phase) for name, kind in KINDS.items() for phase in kind.phases if phase != "backward"
+    }
+    assert {one.world for one in drawn} == {2, 3, 4}
+    assert {one.options.get("backward") for one in drawn} == {True, False, None}
+
+
+def test_an_injection_is_the_same_whenever_it_is_drawn() -> None:
+    assert [draw(2, index) for index in (7, 300)] == [draw(2, index) for index in (7, 300)]
+    assert draw(2, 7) != draw(3, 7)
+
+
+# --- what is noticed, in traces that are made up ---
+
+
+def injection(kind: str) -> Injection:
+    found = next(one for one in (draw(0, index) for index in range(200)) if one.kind == kind and one.world == 2)
+    assert found.deadline_s in (2.0, 8.0)
+    return found
+
+
+def call(
+    n: int, result: str = "right", *, lasts_s: float = 0.01, named: bool = True, injected: bool = False
+) -> dict[str, Any]:
+    begin = 100.0 + n
+    made = {
+        "event": "call",
+        "n": n,
+        "call": "forward",
+        "begin": begin,
+        "end": begin + lasts_s,
+        "result": result,
+        "note": "",
+    }
+    if result == "error":
+        made |= {"error": ["SomeError", "why"], "named": named, "injected": injected, "where": ""}
+    return made
+
+
+def seen(*ranks: list[dict[str, Any]], **others: Any) -> Seen:
+    left = {"event": "left", "descriptors": [], "mappings": [], "threads": []}
+    events = [[*calls, left] for calls in ranks]
+    return Seen(events=events, **{"codes": [0] * len(ranks), "said": [""] * len(ranks), **others})
+
+
+def all_right(count: int = STEPS) -> list[dict[str, Any]]:
+    return [call(n) for n in range(count)]
+
+
+def names(kind: str, found: Seen) -> set[str]:
+    return {name for name, _ in judge(injection(kind), found)}
+
+
+def test_nothing_is_noticed_where_all_is_well() -> None:
+    assert names("short straggler", seen(all_right(), all_right())) == set()
+    ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
+    assert names("kill", seen(ended, all_right(5), codes=[0, -9] if injection("kill").victim else [-9, 0])) == set()
+    assert names("long straggler", seen(ended, ended)) == set()
+
+
+def test_a_wrong_result_is_a_mix() -> None:
+    for result in ("wrong", "nan"):
+        wrong = [*all_right(5), call(5, result), *all_right()[6:]]
+        assert names("interrupt", seen(wrong, all_right())) == {"mix"}
+
+
+def test_a_healthy_group_that_ends_is_lost() -> None:
+    ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
+    assert names("short straggler", seen(ended, ended)) == {"lost"}
+    assert names("fork, idle", seen(all_right(), all_right(20))) == {"lost"}  # it did not come to its end
+
+
+def test_bad_input_may_be_refused_once_and_by_all() -> None:
+    n = injection("dtype").step
+    refused = [*all_right(n), call(n, "error"), *all_right()[n + 1 :]]
+    assert names("dtype", seen(refused, refused)) == set()
+    assert names("dtype", seen(refused, all_right())) == {"lost"}
+    twice = [*refused[: n + 1], call(n + 1, "error"), *all_right()[n + 2 :]]
+    assert names("dtype", seen(twice, twice)) == {"lost"}
+
+
+def test_an_error_on_some_ranks_while_others_go_on_is_a_split() -> None:
+    ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
+    assert names("other shape", seen(ended, all_right(12))) == {"split"}
+    assert names("other shape", seen(ended, all_right())) == set()  # it was at its end
+
+
+def test_a_call_that_lasts_too_long_is_a_hang() -> None:
+    late = [*all_right(5), call(5, "error", lasts_s=7.5)]
+    assert names("other shape", seen(late, late)) == {"hang"}
+    assert names("other shape", seen(late, late, fault_at=106.0)) == set()  # of which it knew only later
+    assert names("interrupt", seen(all_right(), all_right(), hung={1: "leaving"})) == {"hang"}
+
+
+def test_a_rank_that_was_stopped_has_five_seconds_from_waking() -> None:
+    for lasts_s, hangs in ((7.0, False), (7.8, True)):
+        ranks = [all_right(5), all_right(5)]
+        ranks[injection("long stop").victim].append(call(5, "error", lasts_s=lasts_s))
+        found = seen(*ranks, fault_at=105.0, stopped=[(105.0, 107.5)])
+        assert ("hang" in names("long stop", found)) == hangs
+
+
+def test_errors_without_a_name_and_what_is_left_behind() -> None:
+    unnamed = [*all_right(5), *[call(n, "error", named=False) for n in range(5, 9)]]
+    own = [*all_right(5), *[call(n, "error", named=False, injected=True) for n in range(5, 9)]]
+    assert names("no threads", seen(unnamed, unnamed)) == {"unnamed"}
+    assert names("no threads", seen(own, own)) == set()
+    leaves = seen(all_right(), all_right())
+    leaves.events[1][-1]["mappings"] = ["memfd:weft"]
+    leaves.names = ["weft-1"]
+    assert names("none", leaves) == {"leak"}
+    assert names("none", seen(all_right(), all_right(), codes=[0, -11])) == {"crash"}
+
+
+# --- records and documents ---
+
+
+def test_a_campaign_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "build" / "one.jsonl"
+    assert records.go_on(path, 4, "cpu") == []
+    found = records.of(injection("none"), seen(all_right(), all_right(), took_s=1.0))
+    for index in (0, 2):
+        records.append(path, {**found, "index": index})
+    with path.open("a") as file:
+        file.write('{"index": 1, "cut o')
+    assert [one["index"] for one in records.go_on(path, 4, "cpu")] == [0, 2]
+    records.append(path, {**found, "index": 1})
+    assert [one["index"] for one in records.go_on(path, 4, "cpu")] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"is of seed 4 and not 5: name another file \(--record\), or remove it"):
+        records.go_on(path, 5, "cpu")
+
+
+def test_the_document_shows_the_records() -> None:
+    path = ROOT / "docs" / "failures.md"
+    found = {file.stem: records.read(file) for file in sorted((ROOT / "benchmarks" / "chaos").glob("*.jsonl"))}
+    assert report.rewrite(path.read_text(), found) == path.read_text(), (
+        "out of date: python -m tests.chaos.report docs/failures.md benchmarks/chaos/*.jsonl"
+    )
+    assert all(not one["wrong"] for _, recorded in found.values() for one in recorded)
+
+
+def test_outcomes_are_counted() -> None:
+    found = outcome(seen([call(0), call(1, "error")], [call(0), call(1, "nan")]))
+    assert found == {"right": 2, "nan": 1, "errors": {"SomeError": 1}}

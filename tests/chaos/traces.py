@@ -1,0 +1,68 @@
+"""What a rank leaves for whoever watches it: events in a file, a line each, and a board in shared memory with what it does now.
+
+A rank may be killed, stopped or hang at any moment; what it wrote before is there. Times are `time.monotonic`, which all processes
+of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+STARTING, BETWEEN, CALLING, DONE, LEAVING = range(5)
+_ROW = struct.Struct("<dd")
+_PLACES = 32  # of rows: one for each rank, then the two words of the whole trial
+_GO, _HOME = _PLACES - 2, _PLACES - 1
+
+
+class Trace:
+    """One line of JSON per event, unbuffered: it survives the death of its process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+
+    def write(self, event: str, **values: Any) -> None:
+        os.write(self._file, (json.dumps({"event": event, "t": time.monotonic(), **values}) + "\n").encode())
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+class Board:
+    """A row for each rank: what it does, and since when. go: the victim has come to the place. home: all are done."""
+
+    def __init__(self, path: Path, rank: int | None = None) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(_ROW.size * _PLACES))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _ROW.size * _PLACES)
+        self._rank = rank
+
+    def set(self, state: int) -> None:
+        assert self._rank is not None
+        _ROW.pack_into(self._memory, self._rank * _ROW.size, state, time.monotonic())
+
+    def of(self, rank: int) -> tuple[int, float]:
+        state, since = _ROW.unpack_from(self._memory, rank * _ROW.size)
+        return int(state), since
+
+    def go(self) -> None:
+        _ROW.pack_into(self._memory, _GO * _ROW.size, 1, time.monotonic())
+
+    def gone_at(self) -> float | None:
+        said, when = _ROW.unpack_from(self._memory, _GO * _ROW.size)
+        return when if said else None
+
+    def send_home(self) -> None:
+        _ROW.pack_into(self._memory, _HOME * _ROW.size, 1, time.monotonic())
+
+    def wait_until_sent_home(self) -> None:
+        while not _ROW.unpack_from(self._memory, _HOME * _ROW.size)[0]:
+            time.sleep(0.005)

@@ -1,0 +1,173 @@
+"""Judges a trial by the traces that its ranks left.
+
+Each rank that lives has, for every call, the right result of that step or a named error, in time. What is counted:
+
+- hang: a call that outlasts its deadline by more than 5 s (a rank that was stopped: 5 s after it wakes), or a process that does
+  not end;
+- mix: a wrong result without an error;
+- lost: a group that had to live and failed, or in which a later call was not right;
+- split: after an error the last calls were right on some ranks and errors on others;
+- unnamed: an error that is no `WeftError` and no `ValueError`, but for what was done to a rank itself;
+- crash: a process that ended by a signal that nobody sent; leak: memory, descriptors, threads or names left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .draw import Injection
+from .trial import GRACE_S, Seen, may_last
+
+Fault = tuple[str, str]  # what it is counted as, and its text
+COUNTED = ("hang", "mix", "lost", "split", "unnamed", "crash", "leak")
+_WAKING_S = 5.0
+
+
+def judge(injection: Injection, seen: Seen) -> list[Fault]:
+    """What is wrong; nothing, if all is well."""
+    faults: list[Fault] = [("hang", f"rank {rank} {where}") for rank, where in seen.hung.items()]
+    if injection.kind == "fork, uses the group":
+        for event in _all(seen, "child"):
+            if event["code"]:
+                faults.append(
+                    ("unnamed" if event["code"] > 0 else "hang", f"a forked child ended with {event['code']}")
+                )
+    for rank, calls in enumerate(calls_of(seen)):
+        for call in calls:
+            faults += _of_call(injection, seen, rank, call)
+        if injection.device == "cuda":
+            faults += _untold(injection, rank, calls)
+    faults += _exits(injection, seen)
+    if not seen.hung:
+        faults += _lives(injection, seen) if injection.of_kind.lives else _split(injection, seen)
+        faults += _leaks(injection, seen)
+    return faults
+
+
+def calls_of(seen: Seen) -> list[list[dict[str, Any]]]:
+    """By rank, in order."""
+    return [[event for event in events if event["event"] == "call"] for events in seen.events]
+
+
+def outcome(seen: Seen) -> dict[str, Any]:
+    """For the record: how many calls were right, and which errors came, by name."""
+    calls = [call for of_rank in calls_of(seen) for call in of_rank]
+    errors: dict[str, int] = {}
+    for call in calls:
+        if call["result"] == "error":
+            errors[call["error"][0]] = errors.get(call["error"][0], 0) + 1
+    counts = {result: sum(call["result"] == result for call in calls) for result in ("right", "nan")}
+    return {**counts, "errors": errors}
+
+
+def was_done(injection: Injection, seen: Seen) -> bool:
+    """Whether the fault took place: a signal that comes after the end, or an allocation that a call has not, is none."""
+    told = [event for event in _all(seen, "fault") if "nowhere" not in str(event.get("where", ""))]
+    if injection.kind in ("kill", "short stop", "long stop", "interrupt", "terminate"):
+        return seen.signalled_at is not None
+    return bool(told) or injection.kind == "none"
+
+
+def _all(seen: Seen, event: str) -> list[dict[str, Any]]:
+    return [found for events in seen.events for found in events if found["event"] == event]
+
+
+def _named(injection: Injection, rank: int, call: dict[str, Any]) -> str:
+    return f"rank {rank}, step {call['n']}, {call['call']}"
+
+
+def _of_call(injection: Injection, seen: Seen, rank: int, call: dict[str, Any]) -> list[Fault]:
+    faults: list[Fault] = []
+    where = _named(injection, rank, call)
+    first = call["n"] in (-1, 0, injection.turn)
+    since, longest_s = may_last(injection, call["begin"], seen.fault_at, first=first)
+    lasted_s = call["end"] - since
+    if rank == injection.victim:
+        for begin, end in seen.stopped:
+            if begin < call["end"] and end > call["begin"]:
+                lasted_s = min(lasted_s, call["end"] - end)
+                longest_s = max(_WAKING_S, longest_s if injection.of_kind.lives else 0.0)
+    if injection.kind == "fork, uses the group":
+        longest_s += 1.0
+    if lasted_s > longest_s:
+        faults.append(("hang", f"{where}: took {lasted_s:.1f} s where {longest_s:g} s are allowed"))
+    if call["result"] == "wrong" or (call["result"] == "nan" and injection.device == "cpu"):
+        faults.append(("mix", f"{where}: {call['result']}, {call['note']}"))
+    if call["result"] == "error" and not call["named"] and not call["injected"]:
+        faults.append(("unnamed", f"{where}: {': '.join(call['error'])}\n{call['where']}"))
+    return faults
+
+
+def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> list[Fault]:
+    """On GPUs, where hosts do not meet, a call whose peer has failed may return NaN; an error follows, in time."""
+    for number, call in enumerate(calls):
+        if call["result"] == "nan":
+            errors = [later["end"] for later in calls[number + 1 :] if later["result"] == "error"]
+            longest_s = injection.deadline_s + GRACE_S
+            if not errors or errors[0] - call["begin"] > longest_s:
+                return [("mix", f"{_named(injection, rank, call)}: NaN, and no error within {longest_s:g} s")]
+    return []
+
+
+def _exits(injection: Injection, seen: Seen) -> list[Fault]:
+    faults: list[Fault] = []
+    for rank, code in enumerate(seen.codes):
+        if code is None or code == 0:
+            continue  # those that hang are counted already
+        meant = {"kill": -9, "exit": 3}.get(injection.kind)
+        if rank == injection.victim and code == meant:
+            continue
+        if rank in seen.hung:
+            continue
+        kind = "crash" if code < 0 else "unnamed"
+        faults.append((kind, f"rank {rank} ended with exit code {code}: {seen.said[rank][-2500:]}"))
+    return faults
+
+
+def _lives(injection: Injection, seen: Seen) -> list[Fault]:
+    """Refused on all ranks alike, at most in the step of the fault; all else is right."""
+    faults: list[Fault] = []
+    refused: dict[int, set[int]] = {}  # by step: which ranks
+    may_refuse = injection.of_kind.family == "bad input" or injection.kind == "exception on all ranks"
+    for rank, calls in enumerate(calls_of(seen)):
+        for call in calls:
+            if call["result"] == "nan":
+                faults.append(("lost", f"{_named(injection, rank, call)}: NaN"))
+            if call["result"] == "error":
+                refused.setdefault(call["n"], set()).add(rank)
+                if not may_refuse or call["n"] != injection.step:
+                    faults.append(("lost", f"{_named(injection, rank, call)}: {': '.join(call['error'])}"))
+        if not calls or calls[-1]["n"] < injection.steps - 1:
+            faults.append(("lost", f"rank {rank} did not come to the end"))
+    for step, ranks in refused.items():
+        if 0 < len(ranks) < injection.world:
+            faults.append(("lost", f"step {step}: an error on ranks {sorted(ranks)} alone"))
+    return faults
+
+
+def _split(injection: Injection, seen: Seen) -> list[Fault]:
+    """Whether the last calls of all ranks that live ended alike. A rank that was at its end before is left out."""
+    last = {rank: calls[-1] for rank, calls in enumerate(calls_of(seen)) if calls}
+    if injection.kind in ("kill", "exit", "leave", "terminate", "never call"):
+        last.pop(injection.victim, None)
+    leaving = {rank for rank, events in enumerate(seen.events) if any(event["event"] == "leaves" for event in events)}
+    last = {rank: call for rank, call in last.items() if rank not in leaving}
+    failed = {rank: call for rank, call in last.items() if call["result"] == "error"}
+    right = {rank: call for rank, call in last.items() if call["result"] == "right" and call["n"] < injection.steps - 1}
+    if not failed or not right:
+        return []
+    texts = [f"{_named(injection, rank, call)}: {call['error'][0]}" for rank, call in failed.items()]
+    return [("split", f"{'; '.join(texts)}; but right at last: {[_named(injection, *item) for item in right.items()]}")]
+
+
+def _leaks(injection: Injection, seen: Seen) -> list[Fault]:
+    faults: list[Fault] = [("leak", f"/dev/shm has {name}") for name in seen.names]
+    for rank, events in enumerate(seen.events):
+        for event in events:
+            if event["event"] == "left":
+                faults += [
+                    ("leak", f"rank {rank} has {event[what][:3]}")
+                    for what in ("descriptors", "mappings", "threads")
+                    if event[what]
+                ]
+    return faults
