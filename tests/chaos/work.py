@@ -247,7 +247,9 @@ class Embedding(Work):
     """The function; the modules differ in what they are given. Bags of 0, 1, 2 or 4 ids, so that means are exact too."""
 
     ROWS = 30
-    last_dim = 5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
+    last_dim = (
+        5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
+    )
     weighted = False
 
     def make(self) -> None:
