@@ -29,6 +29,7 @@ import torch.distributed as dist
 import weft
 from weft import symm
 from weft.errors import WeftError
+from weft.ops import together
 
 from . import bad
 from .draw import Injection
@@ -37,6 +38,8 @@ from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
 from .work import OPERATORS, Given, Results, Work
 
 MOST_ERRORS = 4  # after so many steps that failed a rank ends
+# Functions of weft that have not begun a call yet.
+_WAY_IN = {*weft.__all__, "forward", "call", "group_of", "__init__", "__enter__", "is_of"}
 _PACKAGE = str(Path(weft.__file__).parent) + os.sep
 
 
@@ -192,7 +195,10 @@ class Job:
         kind = self.injection.kind
         mine = self.rank == self.injection.victim and injected(error, kind)
         named = isinstance(error, WeftError | ValueError) and not isinstance(error, UnicodeError)
-        inside = any(frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(error.__traceback__))
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_PACKAGE)]
+        # A signal that strikes on the way into a call comes before it: nothing was begun, and only the program can know.
+        on_the_way_in = all(frame.name in _WAY_IN for frame in frames) and not hasattr(error, together._TOLD)
+        inside = bool(frames) and not on_the_way_in
         self.trace.write(
             "call", n=n, call=name, begin=begin, end=time.monotonic(), result="error",
             error=[type(error).__name__, str(error)[:600]], named=named, injected=mine, inside=inside,
@@ -232,7 +238,10 @@ class Job:
         dist.destroy_process_group()
         gc.collect()
         _start_afresh(self.device)
-        return traces_left()
+        until = time.monotonic() + 1.0
+        while (left := traces_left())["threads"] and time.monotonic() < until:
+            time.sleep(0.02)  # threads that look now and then see at their next look that there is nothing left
+        return left
 
 
 def _start_afresh(device: torch.device) -> None:

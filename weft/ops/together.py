@@ -47,6 +47,15 @@ class together:
         self._operator, self._group, self._like, self._deadline_s = operator, group, like, deadline_s
 
     def __enter__(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:
+            if not isinstance(error, ValueError):  # which says that there is no such group, or that a peer refuses
+                self.__exit__(type(error), error, None)
+            raise
+
+    def _begin(self) -> None:
+        self._said = 0
         calls = calls_of(self._group, symm.require_member)
         if refused := calls.begin():
             raise RefusedError(refused)

@@ -8,6 +8,9 @@ kernels that wait for them return.
 
 from __future__ import annotations
 
+import math
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from weft.runtime.agreement import refuse
 from weft.runtime.embedding_kernel import EmbeddingKernel, Memory
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
+from weft.runtime.stream_watch import watch
 from weft.sparse import JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain
@@ -49,6 +53,11 @@ class EmbeddingAllToAllCuda:
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
         self._take_back = domain.on_failure(self._release_waiters)
+        self._failure: WeftError | None = None
+        self._noting = threading.Lock()
+        self._look = _Look(self)
+        domain._holders.add(self._look)
+        watch.add(self._look)
 
     def __call__(
         self,
@@ -105,32 +114,45 @@ class EmbeddingAllToAllCuda:
         """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""
         record = self._record
         _warn_of_bad_input(self.kernel, record, self._last_input)
+        self.look()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self.domain.check()
+
+    def look(self) -> None:
+        """End the group if the device has noted that a call failed. Also called by the watching thread, so that calls of other
+        operators hear of it."""
+        if int(self._record[device_code.R_STATUS]):
+            with self._noting:
+                self._note_failure(self._record)
+
+    def _note_failure(self, record: Any) -> None:
         status = int(record[device_code.R_STATUS])
-        if status == 0:
-            self.domain.check()
-            return
         record[device_code.R_STATUS] = 0
+        if status == 0 or self.domain.failed:  # a failure elsewhere has ended our waits, or came before our deadline
+            return
         epoch, peer, wanted, found = (int(record[i]) for i in range(device_code.R_EPOCH, device_code.R_FOUND + 1))
-        if status != device_code.DISAGREE:
-            self.domain.check()  # a failure elsewhere has ended our waits, or came before our deadline
         if status == device_code.DISAGREE:
             text = (
                 f"rank {self.domain.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
                 f"the same global batch and batch_sizes on every rank"
             )
+            self._failure = DisagreementError(text)
             self.domain.poison(text)
-            raise DisagreementError(text)
+            return
         text = (
             f"rank {self.domain.rank}: the wait for signal {_WAIT_NAMES[status]!r} of rank {peer} in call {epoch} of "
             f"embedding_all_to_all missed its deadline: wanted {wanted}, found {found}. Has that rank made the same call?"
         )
         if status == device_code.WAIT_FLAG:
             text = text.replace(f" of rank {peer} ", f" number {peer} ")
+        self._failure = DeadlineError(text)
         self.domain.poison(text)
-        raise DeadlineError(text)
 
     def close(self) -> None:
         """Give the memory back, once every rank's device has been waited for and no captured graph will be replayed."""
+        self._look.close()
         self._take_back()
         self.outputs.close()
         self._signals.give_back()
@@ -179,6 +201,27 @@ class EmbeddingAllToAllCuda:
                 timeline.add(rank, lane, name, start_ns / 1e3, end_ns / 1e3, sent)
         if not len(timeline):
             raise WeftError("the device recorded no unit: the call had no work on this rank")
+
+
+class _Look:
+    """Has the watching thread look at what an operator's device has noted, for as long as the operator is there."""
+
+    deadline_s = math.inf
+
+    def __init__(self, operator: EmbeddingAllToAllCuda) -> None:
+        self._operator = weakref.ref(operator)
+
+    def has_begun(self) -> bool:
+        operator = self._operator()
+        if operator is not None:
+            operator.look()
+        return False
+
+    def standing_still(self, seconds: float) -> None:
+        """Kernels have deadlines of their own."""
+
+    def close(self) -> None:
+        watch.remove(self)
 
 
 def _warn_of_bad_input(

@@ -70,7 +70,10 @@ class Control:
         self._begun = {peer.rank: b"" for peer in peers}  # what came of a message whose end is still to come
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._calls, self._log = calls, CallLog(rank, world_size, self.poison)
-        self._changed = threading.Condition()  # reentrant; guards everything above and the life of descriptors
+        # Guards everything above and the life of descriptors. Entered by itself: an interrupt may strike inside of a Condition's
+        # own way in, which is Python, and would leave the lock taken for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
         self._looked_at = time.monotonic()  # the watchdog
         self._wake = -1
@@ -82,6 +85,10 @@ class Control:
             self.poison(f"rank {rank}: making a watchdog: {error!r}")
             self._release()
             raise
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._word.value)
 
     @property
     def failed_address(self) -> int:
@@ -110,7 +117,7 @@ class Control:
 
     def error(self, context: str = "") -> Exception:
         """What to raise now that the failed word is set. Only the first report of a dead peer is a `PeerLostError`."""
-        with self._changed:
+        with self._lock:
             if self.failure is None:
                 return ValueError(f"this domain (rank {self.rank} of {self.world_size}) is closed: {self.closed}")
             kind, text = self.failure
@@ -144,7 +151,7 @@ class Control:
 
     def on_failure(self, callback: Callable[[], None]) -> Callable[[], None]:
         key = object()
-        with self._changed:
+        with self._lock:
             failed = self.failure is not None
             if not failed:
                 self._callbacks[key] = callback
@@ -157,7 +164,7 @@ class Control:
         return take_back
 
     def _fail(self, kind: type[WeftError], text: str, news: bytes = b"", lost: int | None = None) -> None:
-        with self._changed:
+        with self._lock:
             if self.failure is not None or self.closed:
                 return
             self.failure, self._lost = (kind, text), lost
@@ -211,7 +218,7 @@ class Control:
     def _take_all(self, what: str, until: float, deadline_s: float) -> dict[int, tuple[bytes, list[int]]]:
         """Every peer's message, when all are here."""
         has_looked_again = False
-        with self._changed:
+        with self._lock:
             while missing := [rank for rank in self._peers if not self._inbox[rank]]:
                 if not self._word.value and (left := [rank for rank in missing if rank in self.gone]):
                     self.lose_who_left(left)
@@ -238,7 +245,7 @@ class Control:
 
     def close(self, why: str) -> bool:
         """Say goodbye and stop; False if that was done before."""
-        with self._changed:
+        with self._lock:
             if self.closed:
                 return False
             self.closed = why
@@ -255,7 +262,8 @@ class Control:
 
     def forked(self) -> None:
         """In a forked child: `mesh` closes the sockets there; locks may be held by threads that no longer exist."""
-        self._changed, self._collective = threading.Condition(), threading.Lock()
+        self._lock, self._collective = threading.RLock(), threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self.closed = forks.MAKE_ANOTHER
         self.failure = None
         self._word.value = 1
@@ -266,7 +274,7 @@ class Control:
     # -- the watchdog
 
     def _rouse(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
@@ -288,7 +296,7 @@ class Control:
         self._release()
 
     def _release(self) -> None:
-        with self._changed:  # so that no other thread is about to use a descriptor that is being closed
+        with self._lock:  # so that no other thread is about to use a descriptor that is being closed
             for peer in self._peers.values():
                 peer.socket.close()
             for inbox in self._inbox.values():
@@ -301,7 +309,7 @@ class Control:
             self._wake = -1
 
     def _run_callbacks(self) -> None:
-        with self._changed:
+        with self._lock:
             callbacks = list(self._callbacks.values())
             self._callbacks.clear()
         for callback in callbacks:
@@ -328,12 +336,12 @@ class Control:
             if kind == _MORE:
                 self._begun[rank] += body
             elif kind == _DATA:
-                with self._changed:
+                with self._lock:
                     self._inbox[rank].append((self._begun[rank] + body, files))
                     self._begun[rank] = b""
                     self._changed.notify_all()
             elif kind == _GOODBYE:
-                with self._changed:
+                with self._lock:
                     self.gone[rank] = body.decode()
                     if self.gone[rank] == EXITING:
                         self.ended[rank] = f"{self.name(rank)} has left: {EXITING}"
@@ -348,7 +356,7 @@ class Control:
             elif kind == _REFUSAL:
                 if text := self._calls.heard(body):
                     self.poison(text)
-                with self._changed:
+                with self._lock:
                     self._changed.notify_all()  # a wait in this very call is over
 
     def _send(self, rank: int, packet: bytes, file: int | None = None, until: float = 0.0) -> None:
@@ -357,7 +365,7 @@ class Control:
         files = [] if file is None else [file]
         while True:
             try:
-                with self._changed:
+                with self._lock:
                     socket.send_fds(sock, [packet], files, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:

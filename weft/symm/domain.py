@@ -77,6 +77,11 @@ class Domain:
         return bool(self._control.closed)
 
     @property
+    def failed(self) -> bool:
+        """Whether the group has failed, or this domain is closed. Does not raise."""
+        return self._control.failed
+
+    @property
     def failed_address(self) -> int:
         """Address of a private int64: 0 while all is well, 1 once the group has failed or this domain is closed."""
         return self._control.failed_address
