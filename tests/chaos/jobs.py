@@ -29,7 +29,7 @@ import torch.distributed as dist
 import weft
 from weft import symm
 from weft.errors import WeftError
-from weft.ops import together
+from weft.symm.calls import calls_of
 
 from . import bad
 from .draw import Injection
@@ -38,8 +38,9 @@ from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
 from .work import OPERATORS, Given, Results, Work
 
 MOST_ERRORS = 4  # after so many steps that failed a rank ends
-# Functions of weft that have not begun a call yet.
-_WAY_IN = {*weft.__all__, "forward", "call", "group_of", "__init__", "__enter__", "is_of"}
+_DOOR_S = 1e-4
+"""Ctrl-C so early in a call, before weft has counted it, is as Ctrl-C just before: the program makes the call again. A program that
+left it out would make another call in its place, and nobody could know."""
 _PACKAGE = str(Path(weft.__file__).parent) + os.sep
 
 
@@ -166,7 +167,7 @@ class Job:
         padded: bool = False,
     ) -> Results:
         """Make it, look at its result, write both down."""
-        begin = time.monotonic()
+        begin, begin_cpu, begun = time.monotonic(), time.thread_time(), self._begun()
         self.board.set(CALLING)
         try:
             with around():
@@ -179,6 +180,13 @@ class Job:
             raise
         except BaseException as error:
             self.interrupts.inside = False
+            if (
+                isinstance(error, KeyboardInterrupt)
+                and self._begun() == begun
+                and time.thread_time() - begin_cpu < _DOOR_S
+            ):
+                self.trace.write("at the door", n=n)
+                return self._call(n, name, call, wanted, contextlib.nullcontext, padded)
             self._raised(n, name, begin, error)
         finally:
             self.board.set(BETWEEN)
@@ -190,15 +198,21 @@ class Job:
             raise Failed  # whose shape may not be that of its gradient
         return results
 
+    def _begun(self) -> int:
+        """Calls that weft has counted on this rank."""
+        return calls_of(dist.group.WORLD).begun  # type: ignore[arg-type]
+
     def _raised(self, n: int, name: str, begin: float, error: BaseException) -> None:
         """Written down; `Failed`, or `Leave` where weft has had no part in it, or the program is to end."""
         kind = self.injection.kind
         mine = self.rank == self.injection.victim and injected(error, kind)
         named = isinstance(error, WeftError | ValueError) and not isinstance(error, UnicodeError)
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_PACKAGE)]
-        # A signal that strikes on the way into a call comes before it: nothing was begun, and only the program can know.
-        on_the_way_in = all(frame.name in _WAY_IN for frame in frames) and not hasattr(error, together._TOLD)
-        inside = bool(frames) and not on_the_way_in
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [
+            f"{frame.filename[len(_PACKAGE) :]}:{frame.lineno}"
+            for frame in frames
+            if frame.filename.startswith(_PACKAGE)
+        ]
         self.trace.write(
             "call", n=n, call=name, begin=begin, end=time.monotonic(), result="error",
             error=[type(error).__name__, str(error)[:600]], named=named, injected=mine, inside=inside,
