@@ -19,6 +19,6 @@ def test_public_names_are_documented(name: str) -> None:
         missing = [argument for argument in inspect.signature(value).parameters if argument not in text]
         assert not missing
         assert "Raises" in text
-        if not name.startswith("place"):
+        if value.__module__.startswith("weft.ops"):
             assert "Returns" in text
             assert "Memory: " in text

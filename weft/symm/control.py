@@ -48,20 +48,21 @@ _log = logging.getLogger("weft")
 
 class Control:
     """Rank `rank` of `world_size`, connected to `peers`, whose sockets it takes over. `failed` is told of a failure at once, in
-    the thread that notices.
+    the thread that notices, and `afterwards` on the watchdog's when all callbacks have run.
 
     Where there is no descriptor or no thread for a watchdog, the peers are told why before the error is raised."""
 
     def __init__(
-        self, rank: int, world_size: int, peers: list[mesh.Peer], calls: GroupCalls, failed: Callable[[WeftError], None]
-    ):
+        self, rank: int, world_size: int, peers: list[mesh.Peer], calls: GroupCalls, failed: Callable[[WeftError], None],
+        afterwards: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
         self.rank, self.world_size = rank, world_size
         self.gone: dict[int, str] = {}  # who said goodbye, and why
         self.ended: dict[int, str] = {}  # whose process has, and how
         self.closed = ""  # why, once it is
         self.failure: tuple[type[WeftError], str] | None = None
         self._lost: int | None = None
-        self._tell_owner = failed
+        self._tell_owner, self._afterwards = failed, afterwards
         self._reported = False
         self._goodbyes_sent = False
         self._word = ctypes.c_int64(0)
@@ -315,6 +316,7 @@ class Control:
         for callback in callbacks:
             with logged(self.rank):
                 callback()
+        self._afterwards()
 
     def _read(self, rank: int) -> bool:
         """Take in what `rank` has sent; False at the end of its stream."""

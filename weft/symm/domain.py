@@ -26,7 +26,7 @@ from weft import _core, env, forks
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.symm import cpu, mesh
 from weft.symm.calls import calls_of
-from weft.symm.control import EXITING, Control, unusable
+from weft.symm.control import EXITING, Control, logged, unusable
 
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
 _COME_OUT_S = 1.0  # how long the exit of the process waits for threads
@@ -60,7 +60,8 @@ class Domain:
         self.device = device
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
-        self._control = Control(self.rank, self.world_size, peers, calls_of(group), self._remember_failure)
+        calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
+        self._control = Control(self.rank, self.world_size, peers, calls, *told)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -134,6 +135,11 @@ class Domain:
         group = self._group()
         if group is not None:
             _failures.setdefault(group, error)
+
+    def _tell_of_failure(self) -> None:
+        group = self._group()
+        if group is not None:
+            _tell_callbacks(group, self.rank)
 
     # -- waiting
 
@@ -247,6 +253,9 @@ _cache: list[Domain] = []
 _cache_lock = threading.RLock()
 _setup_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, WeftError] = weakref.WeakKeyDictionary()
+_callbacks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Callable[[WeftError], object]]] = (
+    weakref.WeakKeyDictionary()
+)
 _exit_hook_of = 0  # pid
 
 
@@ -343,6 +352,43 @@ def _ended(group: dist.ProcessGroup, rank: int) -> str:
             if dist.get_global_rank(other, peer) == wanted:
                 return text if other is group else f"{text} (rank {peer} of another group, rank {rank} of this one)"
     return ""
+
+
+def on_failure(group: dist.ProcessGroup, callback: Callable[[WeftError], object]) -> Callable[[], None]:
+    """Have `callback(error)` called when `group` fails: a rank died, was late, left too early, or met an error in a call.
+
+    For launchers that go on with the ranks that are left. `error` says what happened: a `PeerLostError`, whose `rank` is the one
+    that is lost, or a `PoisonedGroupError`. Every rank that lives is told, whether it computes, waits or sleeps.
+
+    Once at most, on weft's thread that watches the group, right after what waits for a peer has been released; at once, on this
+    thread, if the group has failed already. Be short there, and call no collective: note the error, set an event, end the
+    process. What the callback raises is logged. A group that ends in order (it is destroyed, the process exits) has not failed.
+
+    Not collective. weft watches a group from the first call of weft on it; a group that no call was made on does not fail.
+
+    Returns a function that takes the registration back. Raises `ValueError` if this rank cannot make calls on `group`.
+    """
+    _store_of(group)
+    mine: dict[object, Callable[[WeftError], object]] = _callbacks.setdefault(group, {})
+    key = object()
+    mine[key] = callback
+    if group in _failures and mine.pop(key, None) is not None:  # else the watchdog has taken it
+        callback(_failures[group])
+
+    def take_back() -> None:
+        mine.pop(key, None)
+
+    return take_back
+
+
+def _tell_callbacks(group: dist.ProcessGroup, rank: int) -> None:
+    """On the watchdog thread."""
+    waiting = _callbacks.get(group, {})
+    for key in list(waiting):
+        callback = waiting.pop(key, None)
+        if callback is not None:
+            with logged(rank):
+                callback(_failures[group])
 
 
 def close_all() -> None:

@@ -1,0 +1,87 @@
+"""Going on with the ranks that are left: one of them is killed, the others make a group of their own and train on.
+
+    python examples/survivors.py                    # 3 CPU processes; rank 1 is killed in the middle
+    python examples/survivors.py --ranks 4 --victim 0
+
+What a program does for this: it asks to be told (`weft.on_failure`), makes a new group of the living ranks, and goes back to the
+last step that all of them have finished. When a rank dies one survivor may have got all that it needed of it for a step, and
+another not: they may be a step apart. What belongs to a group is made anew (modules; memory, which calls set up by themselves).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.errors import PeerLostError, WeftError
+from weft.launch import run_ranks
+
+ROWS, WIDTH, OUT, RATE = 64, 32, 16, 0.05
+
+
+def train_step(group: dist.ProcessGroup, x_shard: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The weights after a step towards all rows of all ranks of `group` @ w = 0, and the loss before it."""
+    w = w.clone().requires_grad_()
+    _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group, return_A=False)
+    loss = y.square().mean()
+    loss.backward()
+    assert w.grad is not None
+    return (w - RATE * w.grad).detach(), loss.item()
+
+
+def on_a_rank(rank: int, world: int, steps: int, victim: int) -> tuple[list[int], torch.Tensor, str]:
+    """(the ranks that were left at the end, the weights, what happened)."""
+    group, living = dist.group.WORLD, list(range(world))
+    assert group is not None
+    failures: queue.SimpleQueue[WeftError] = queue.SimpleQueue()
+    weft.on_failure(group, failures.put)  # on weft's own thread: it only notes what happened
+
+    torch.manual_seed(rank)
+    x_shard = torch.randn(ROWS, WIDTH)
+    weights = [torch.ones(WIDTH, OUT)]  # of each step; a real program has checkpoints
+    losses: list[float] = []
+    story = "nobody was lost"
+    while len(weights) <= steps:
+        if rank == victim and len(weights) == steps // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            w, loss = train_step(group, x_shard, weights[-1])
+        except WeftError:
+            failure = failures.get(timeout=10)
+            if not isinstance(failure, PeerLostError) or failure.rank is None:
+                raise  # no rank is lost: an error that would come again
+            lost = living.pop(failure.rank)  # it counts as the group did
+            group = dist.new_group(living, use_local_synchronization=True)
+            weft.on_failure(group, failures.put)
+            done = torch.tensor(len(weights))
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=group)  # one may be a step ahead
+            del weights[int(done) :], losses[int(done) - 1 :]
+            story = f"rank {lost} was lost in step {int(done)}, and ranks {living} went on"
+            continue
+        weights.append(w)
+        losses.append(loss)
+    return living, weights[-1], f"{story}; loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+
+
+def main() -> None:
+    about, _, why = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about, epilog=why, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=3, help="processes on this machine (default: %(default)s)")
+    parser.add_argument("--victim", type=int, default=1, help="the rank that is killed (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="of training (default: %(default)s)")
+    given = parser.parse_args()
+    results = run_ranks(given.ranks, on_a_rank, given.steps, given.victim, return_exceptions=True)
+    for rank, result in enumerate(results):
+        print(f"rank {rank}: {result if isinstance(result, Exception) else result[2]}")
+
+
+if __name__ == "__main__":
+    main()
