@@ -276,6 +276,36 @@ def test_declarations() -> None:
     assert "i needs a value for i" in faults(with_steps(Set("arrived", Expr("i"))))
 
 
+def test_a_run_begins_when_all_lanes_of_its_rank_have_ended_the_one_before() -> None:
+    d = Draft("two lanes", 1)
+    x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
+    filled = d.signals("filled", 1)
+    d.lane("fill", "copy").copy(x.part(), box.part()).set(filled)
+    d.lane("compute").wait(filled).compute("silu", y.part(), box.part())
+    verify(d.schedule())
+
+
+def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
+    """They write into each other's memory, and one collective tells that it has come, another that it was read."""
+
+    def exchange(heard: bool) -> Schedule:
+        d = Draft("exchange", 2)
+        x, y, whole = (
+            d.buffer("x", 4, 8, "fp32", "input"),
+            d.buffer("y", 4, 8, "fp32", "output"),
+            d.buffer("all", 8, 8, "fp32", "scratch"),
+        )
+        box = d.buffer("box", 4, 8, "fp32", "symmetric")
+        lane = d.lane("compute").copy(x.part(), box.part(at=1 - RANK)).all_gather(x.part(), whole.part())
+        lane.compute("silu", y.part(), box.part())
+        if heard:
+            lane.all_gather(x.part(), whole.part())
+        return d.schedule()
+
+    verify(exchange(True))
+    assert "a run early" in faults(exchange(False))
+
+
 def test_the_first_ten_of_many_faults() -> None:
     text = faults(with_steps(*[Set("departed")] * 40))
     assert text.startswith("schedule push has 40 faults:\n")
