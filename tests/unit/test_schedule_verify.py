@@ -58,6 +58,13 @@ def faults(schedule: Schedule) -> str:
     return str(error.value)
 
 
+def assert_verifies(schedule: Schedule) -> None:
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        pytest.fail(f"nothing is wrong with it: {error}")
+
+
 def without(schedule: Schedule, kind: type, **values: object) -> Schedule:
     return edited(
         schedule, lambda s: None if isinstance(s, kind) and all(getattr(s, k) == v for k, v in values.items()) else s
@@ -282,7 +289,7 @@ def test_a_run_begins_when_all_lanes_of_its_rank_have_ended_the_one_before() -> 
     filled = d.signals("filled", 1)
     d.lane("fill", "copy").copy(x.part(), box.part()).set(filled)
     d.lane("compute").wait(filled).compute("silu", y.part(), box.part())
-    verify(d.schedule())
+    assert_verifies(d.schedule())
 
 
 def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
@@ -302,7 +309,7 @@ def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
             lane.all_gather(x.part(), whole.part())
         return d.schedule()
 
-    verify(exchange(True))
+    assert_verifies(exchange(True))
     assert "a run early" in faults(exchange(False))
 
 
