@@ -119,6 +119,7 @@ def test_bad_tables_are_refused(weights, words):
         ({9: 99}, ["'users'", "'friend'", "offsets[9]", "sample 1", "is 99", "10"]),
         (dict(enumerate(range(2, 15))), ["'users'", "'friend'", "ends at 13", "begin at 2", "pass offsets - 2"]),
         ({12: 14}, ["'users'", "'friend'", "offsets[11]", "sample 3", "ends at 14", "12 values"]),
+        ({12: 13}, ["'users'", "'friend'", "offsets[11]", "sample 3", "ends at 13", "12 values"]),
         ({1: -7}, ["'pairs'", "'i'", "offsets[0]", "next is -7"]),
     ],
 )

@@ -219,3 +219,8 @@ def test_lengths_and_offsets_that_differ_bag_by_bag_are_refused_though_their_sum
     as_jagged(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([1, 3], dtype=torch.int32), offsets=offsets))
     with pytest.raises(ValueError, match=r"disagree: by lengths bag 0 holds 2 ids, by offsets 1: pass one of the two"):
         as_jagged(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([2, 2]), offsets=offsets))
+
+
+def test_offsets_go_on_where_lengths_of_32_bits_end() -> None:
+    lengths = torch.full((3,), 2**30, dtype=torch.int32)
+    assert offsets_of(lengths).tolist() == [0, 2**30, 2**31, 3 * 2**30]

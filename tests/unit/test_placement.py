@@ -89,6 +89,19 @@ def test_many_uneven_tables_are_balanced_and_contiguous():
     assert runs(placed) == 2
 
 
+def test_tables_are_swapped_where_moving_them_is_not_enough():
+    placed = place_tables(tables([16, 36, 8, 20, 12, 28, 8]), 2)
+    costs = [table.bytes_per_sample() for table in placed.tables]
+    assert loads(placed).max() == min(np.bincount(ranks, costs, 2).max() for ranks in product(range(2), repeat=7))
+
+
+def test_a_contiguous_split_is_left_where_it_costs_more_than_next_to_nothing():
+    """36 + 24 + 36 against 28 + 16 + 28 + 28 would be contiguous, and 2.9% above the mean."""
+    placed = place_tables(tables([36, 24, 36, 28, 16, 28, 28]), 2)
+    assert loads(placed).max() <= CONTIGUOUS_SLACK * loads(placed).mean()
+    assert runs(placed) > 2
+
+
 def test_memory_breaks_ties():
     # Four equal costs, two large tables that lie side by side: each rank should get one of them.
     placed = place_tables(tables([32, 8, 8, 16], [100, 10**6, 10**6, 100]), 2, rows_read=[1, 1, 1, 1])

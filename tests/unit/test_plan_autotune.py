@@ -117,6 +117,15 @@ def test_a_candidate_without_a_time_is_measured_with_the_others() -> None:
     assert rank.runs == [c.name for c in CANDIDATES[:2]] + [c.name for c in CANDIDATES]
 
 
+def test_what_was_measured_before_is_remembered_beside_what_is_measured_now() -> None:
+    before = Rank().tune(rounds=1)
+    rank = Rank()
+    new = next(candidate for candidate in candidates(PROBLEM) if candidate.name not in before)
+    autotune(PROBLEM, [new], rank.run, rank.agree, machine="toy", rounds=1)
+    assert rank.runs == [new.name]
+    assert known_times(PROBLEM, "toy", "queued") == before | {new.name: 100.0}
+
+
 def test_times_hold_for_the_schedules_of_builders_from_outside() -> None:
     def ring(p: AllGatherMatmul, *, by: str) -> Schedule:  # as somebody's builder is changed
         return made_up.ring(p, by="dma")

@@ -58,6 +58,13 @@ def faults(schedule: Schedule) -> str:
     return str(error.value)
 
 
+def assert_verifies(schedule: Schedule) -> None:
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        pytest.fail(f"nothing is wrong with it: {error}")
+
+
 def without(schedule: Schedule, kind: type, **values: object) -> Schedule:
     return edited(
         schedule, lambda s: None if isinstance(s, kind) and all(getattr(s, k) == v for k, v in values.items()) else s
@@ -274,6 +281,36 @@ def test_declarations() -> None:
     )
     assert "world_size=0 must be at least 1" in faults(replace(schedule, world_size=0))
     assert "i needs a value for i" in faults(with_steps(Set("arrived", Expr("i"))))
+
+
+def test_a_run_begins_when_all_lanes_of_its_rank_have_ended_the_one_before() -> None:
+    d = Draft("two lanes", 1)
+    x, y, box = (d.buffer(n, 4, 8, "fp32", role) for n, role in (("x", "input"), ("y", "output"), ("box", "scratch")))
+    filled = d.signals("filled", 1)
+    d.lane("fill", "copy").copy(x.part(), box.part()).set(filled)
+    d.lane("compute").wait(filled).compute("silu", y.part(), box.part())
+    assert_verifies(d.schedule())
+
+
+def test_what_ranks_do_before_a_collective_is_done_when_it_ends() -> None:
+    """They write into each other's memory, and one collective tells that it has come, another that it was read."""
+
+    def exchange(heard: bool) -> Schedule:
+        d = Draft("exchange", 2)
+        x, y, whole = (
+            d.buffer("x", 4, 8, "fp32", "input"),
+            d.buffer("y", 4, 8, "fp32", "output"),
+            d.buffer("all", 8, 8, "fp32", "scratch"),
+        )
+        box = d.buffer("box", 4, 8, "fp32", "symmetric")
+        lane = d.lane("compute").copy(x.part(), box.part(at=1 - RANK)).all_gather(x.part(), whole.part())
+        lane.compute("silu", y.part(), box.part())
+        if heard:
+            lane.all_gather(x.part(), whole.part())
+        return d.schedule()
+
+    assert_verifies(exchange(True))
+    assert "a run early" in faults(exchange(False))
 
 
 def test_the_first_ten_of_many_faults() -> None:

@@ -8,7 +8,7 @@ import pytest
 from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
 
 from weft.errors import ScheduleError
-from weft.schedule import RANK, AllGatherMatmul, Collective, Copy, Draft, Expr, Set, Wait
+from weft.schedule import RANK, AllGatherMatmul, Collective, Copy, Draft, Expr, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
 from weft.sim.lower import lower
@@ -30,6 +30,26 @@ def test_copies_over_different_links_do_not_disturb_each_other() -> None:
 
 def test_behind_a_switch_a_rank_sends_no_more_than_its_port_does() -> None:
     assert simulate(puts(4, 1, 2, 3), SWITCH).end_us == pytest.approx(7 + 3 * 1000 / 100)
+
+
+def test_behind_a_switch_a_rank_receives_no_more_than_its_port_does() -> None:
+    """All others send to rank 0."""
+    d = Draft("towards one", 4)
+    x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 40, 25, "fp32", "symmetric")
+    send = Copy(x.part(), box.part(rows=(RANK * 10, 10), at=0))
+    d.lane("copy", "copy").repeat("i", lookup((0, 1, 1, 1), RANK), send)
+    assert simulate(d.schedule(), SWITCH).end_us == pytest.approx(7 + 3 * 1000 / 100)
+    assert simulate(d.schedule(), TOY).end_us == pytest.approx(7 + 1000 / 100)
+
+
+def test_an_all_gather_writes_and_reads_all_that_it_gathers() -> None:
+    """By its links it takes 10 us; memory for what it receives and forwards, 2 x 2000 bytes, is scarcer here."""
+    d = Draft("gather", 2)
+    x, y = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("y", 20, 25, "fp32", "output")
+    d.lane("compute").all_gather(x.part(), y.part())
+    model = replace(TOY, collective_bytes_per_us=100.0, collective_latency_us=3.0)
+    assert simulate(d.schedule(), model).end_us == pytest.approx(3 + 1000 / 100)
+    assert simulate(d.schedule(), replace(model, hbm_bytes_per_us=200.0)).end_us == pytest.approx(3 + 4000 / 200)
 
 
 def test_copies_share_the_engines_there_are() -> None:

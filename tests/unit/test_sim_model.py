@@ -96,6 +96,20 @@ def test_the_copy_engine_of_the_h200_follows_its_measured_curve(megabytes: int) 
     assert predicted == pytest.approx(count / load_machine("h200")[key].si * 1e6, rel=0.03)
 
 
+def test_a_collective_goes_the_way_that_is_the_quicker_one_for_its_size() -> None:
+    model = replace(
+        TOY,
+        collective_bytes_per_us=100.0,
+        small_collective_bytes_per_us=20.0,
+        large_collective_us=40.0,
+        collective_latency_us=5.0,
+    )
+    assert model.transfer_us("all_gather", 200) == pytest.approx(200 / 20)
+    assert model.transfer_us("all_gather", 1000) == pytest.approx(1000 / 20) == pytest.approx(40 + 1000 / 100)
+    assert model.transfer_us("all_to_all", 5000) == pytest.approx(40 + 5000 / 100)
+    assert model.transfer_us("copy", 5000) == pytest.approx(5000 / TOY.copy_bytes_per_us)
+
+
 def test_copying_kernels_follow_the_curve_of_their_units() -> None:
     h200 = load_machine("h200")
     at = {n: model_of(h200, 2, kernel_copy_units=n) for n in (4, 8, 12, 16, 132, 200)}

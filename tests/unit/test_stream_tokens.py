@@ -248,6 +248,27 @@ def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("previous", "heard", "safe"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_an_answer_protects_a_token_only_if_it_is_heard_in_time(previous: bool, heard: bool, safe: bool) -> None:
+    """Each rank tells its peer at once in every run; the peer answers once its wait has ended. A rank that waits for the answer in
+    another lane ends its run only then: in time for the token of the next run, and too late for one that a wait for the
+    previous run has left until then."""
+    d, peer = Draft("answered", 2), (RANK + 1) % 2
+    x, y = d.buffer("x", 8, 8, "fp32", "input"), d.buffer("y", 8, 8, "fp32", "output")
+    told, answered = d.signals("told", 2), d.signals("answered", 2)
+    d.lane("compute").copy(x.part(), y.part(), "kernel").set(told, RANK, at=peer)
+    d.lane("answers", "copy").wait(told, peer, previous=previous).set(answered, RANK, at=peer)
+    if heard:
+        d.lane("hears", "copy").wait(answered, peer)
+    if safe:
+        assert all(tokens_of(d.schedule()))
+    else:
+        with pytest.raises(ScheduleError, match=r"may set told\[\d\] of rank \d again before lane 'answers' there"):
+            tokens_of(d.schedule())
+
+
+@pytest.mark.parametrize(
     ("name", "standing", "come", "wanted"),
     [
         ("shard[chunks=1,send=in_turn,by=dma]", 0, {"free"}, None),  # idle: rows of the run before have been read

@@ -73,6 +73,25 @@ def test_what_one_rank_still_holds_is_not_had_again() -> None:
         region.tensor(0, (1,), torch.uint8)
 
 
+def test_views_stay_within_their_region() -> None:
+    region = cuda.allocate(_Rank(), 100, "test")  # type: ignore[arg-type]
+    assert region.tensor(0, (5, 4), torch.float32, 20).shape == (5, 4)
+    for shape, offset in (((5, 4), 24), ((5, 4), -4), ((26,), 0), ((1,), 100)):
+        with pytest.raises(ValueError, match=f"bytes at {offset} do not fit into a region of 100 bytes"):
+            region.tensor(0, shape, torch.float32, offset)
+
+
+def test_what_is_given_back_is_whole_again() -> None:
+    """Small regions one after the other: once all are back, one as large as the slab fits where they were."""
+    domain: Any = _Rank()
+    regions = [cuda.allocate(domain, 100, "test") for _ in range(20)]
+    slab_bytes, first = cuda.slab_bytes(domain), regions[0].address(0)
+    for region in regions:
+        region.give_back()
+    assert cuda.allocate(domain, slab_bytes, "test").address(0) == first
+    assert cuda.slab_bytes(domain) == slab_bytes
+
+
 def test_sizes_must_agree() -> None:
     domain: Any = _Rank([(5, [])])
     with pytest.raises(DisagreementError, match=r"\[4, 5\] bytes"):
