@@ -19,7 +19,7 @@ import weft
 from weft.schedule import AllGatherMatmul, NotApplicableError, Scaled, candidates
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
-NAMES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NAMES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "fp8"}
 
 
 def scales(rank: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -72,7 +72,8 @@ class Data:
             self.A_scale = own[rank] if case.by == "row" else self.scale_of_whole
             self.B_scales = [scales(rank, (1, n), 70 + seed + i) for i, n in enumerate(case.widths)]
         self.biases = [
-            data(rank, (n,), case.out, 80 + seed + i) if case.biased else None for i, n in enumerate(case.widths)
+            data(rank, (n,), BF16 if case.out == FP8 else case.out, 80 + seed + i) if case.biased else None
+            for i, n in enumerate(case.widths)
         ]
 
     def call(self, group: dist.ProcessGroup, **options: Any) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
@@ -153,6 +154,33 @@ def compiled(group: dist.ProcessGroup, case: Case) -> None:
     made.check(*fast(made.shards[made.rank], made.Bs, made.A_scale, made.B_scales))
 
 
+def as_scaled_mm(group: dist.ProcessGroup, case: Case, is_compiled: bool) -> list[torch.dtype]:
+    """`out_dtypes=[None]` against torch's own GEMM without an out_dtype, of the whole."""
+    made = Data(case, group.size(), group.rank(), 5)
+    one, name, dim = (
+        torch.full((1,), 20.0, device=device()),
+        group.group_name,
+        case.gather_dim,
+    )  # most results are too large
+
+    def call(x: torch.Tensor, Bs: list[torch.Tensor]) -> Any:
+        n = len(Bs)
+        return weft.all_gather_scaled_matmul(
+            x, Bs, one, [one] * n, dim, name, [None] * n, [None] * n, [None] * n, [False] * n
+        )
+
+    call = torch.compile(call, fullgraph=True, backend="aot_eager") if is_compiled else call
+    A, ys = call(made.shards[made.rank], made.Bs)
+    gathered = made.whole.movedim(dim, 0)
+    wanted = [torch._scaled_mm(gathered.flatten(0, -2), B, one, one) for B in made.Bs]
+    for y, flat in zip(ys, wanted, strict=True):
+        expected = flat.unflatten(0, gathered.shape[:-1]).movedim(0, dim)
+        assert y.stride() == expected.stride()
+        assert torch.equal(y.float(), expected.float())
+        assert (y.float().abs() == torch.finfo(FP8).max).any()
+    return [y.dtype for y in (A, *ys)]
+
+
 def checked_as_op(group: dist.ProcessGroup) -> None:
     made = Data(Case(by="row", biased=True), group.size(), group.rank(), 1)
     made.call(group)
@@ -193,7 +221,9 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "shape of bias": call(6, [torch.zeros(n - 1, dtype=BF16, device=device())]),
         "bias of fp32": call(6, [torch.zeros(n, device=device())], 8, [torch.float32]),
         "result scale": call(7, [scale]),
-        "out": call(8, [FP8]),
+        "out": call(8, [torch.float64]),
+        "fp8 by row": call(2, rows, 8, [None]),
+        "bias of fp8": call(6, [torch.zeros(n, device=device())], 8, [None]),
         "gradient": call(2, scale.clone().requires_grad_()),
         "2D": call(schedule="ficco_2d[start=uniform,gemms=fused,steps=2,by=dma]", return_A=False),
         "deadline": call(deadline_s=0),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import scaled_ranks as ranks
 import torch
-from scaled_ranks import Case
+from scaled_ranks import FP8, Case
 
 from weft.launch import Pool
 
@@ -27,6 +27,9 @@ FORWARD = {
     "a batch, uneven, scales of all": Case(shape=(2, 3, 16), gather_dim=1, rows=(3, 1, 2, 4), by="row of all"),
     "one row each": Case(shape=(1, 16), by="row", return_A=False),
     "no rows": Case(shape=(0, 16), by="row"),
+    "fp8": Case(out=FP8, widths=(16, 32)),
+    "fp8, biases": Case(out=FP8, biased=True, return_A=False, options={"schedule": SHARD}),
+    "fp8, serial, a batch": Case(shape=(2, 3, 16), gather_dim=1, out=FP8, options={"schedule": "serial"}),
 }
 
 
@@ -40,16 +43,24 @@ def test_results(pool: Pool, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("by", ["tensor", "row"])
-def test_every_schedule(pool: Pool, world: int, by: str) -> None:
-    case = Case(shape=(8, 32), widths=(16, 32), by=by, biased=True, return_A=False)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("by", "out"), [("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", FP8)])
+def test_every_schedule(pool: Pool, world: int, by: str, out: torch.dtype) -> None:
+    case = Case(shape=(8, 32), widths=(16, 32), by=by, biased=True, return_A=False, out=out)  # type: ignore[arg-type]
     builders = {name.split("[")[0] for name in pool.run(ranks.every_schedule, case, ranks=world, timeout_s=120)[0]}
     assert builders == ({"serial"} if world == 1 else {"serial", "gather", "shard", "ficco_1d", "ficco_1d_collective"})
 
 
-@pytest.mark.parametrize("name", ["a scale for all", "by row, biases in fp16", "a batch of sequences"])
+@pytest.mark.parametrize("name", ["a scale for all", "by row, biases in fp16", "a batch of sequences", "fp8", "uneven"])
 def test_compiled(pool: Pool, name: str) -> None:
     pool.run(ranks.compiled, FORWARD[name], ranks=2, timeout_s=120)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["fp8", "fp8, serial, a batch"])
+def test_none_among_out_dtypes_is_what_torch_makes_of_it(pool: Pool, name: str, compiled: bool) -> None:
+    """Bit by bit, beyond the largest number too, and as it lies in memory."""
+    for dtypes in pool.run(ranks.as_scaled_mm, FORWARD[name], compiled, ranks=2, timeout_s=60):
+        assert set(dtypes) == {FP8}
 
 
 def test_opcheck(pool: Pool) -> None:
@@ -81,8 +92,10 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "bias": "biases[0] is torch.float32 on cpu: use torch.bfloat16",
         "shape of bias": "biases[0] has shape (15,), strides (1,): pass a contiguous [16]",
         "bias of fp32": "fp8 GEMMs add none there; use bf16",
-        "result scale": "result_scales are for fp8 results",
-        "out": "out_dtypes has torch.float8_e4m3fn: use one of torch.bfloat16",
+        "result scale": "result_scales are not taken: pass None each, and scale B_scales",
+        "out": "out_dtypes has torch.float64: use one of torch.bfloat16",
+        "fp8 by row": "out_dtypes[0] is torch.float8_e4m3fn (or None): with scales of rows",
+        "bias of fp8": "biases[0] is torch.float32 on cpu: use torch.bfloat16",
         "gradient": "an input wants gradients, and there are none of fp8",
         "2D": "no scaled GEMMs",
         "deadline": "deadline_s=0 must be positive",

@@ -96,11 +96,11 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
     expected = {
         "one dimension": "tokens has shape (8,): pass [T, K]",
         "three dimensions": "tokens has shape (1, 4, 8): pass [T, K]",
-        "no tensor": "tokens is a list: pass a torch tensor [T, K]",
+        "no tensor": "tokens is a list: pass a torch.Tensor",
         "strange dtype": "tokens is torch.float64: use one of",
         "other K": "w_experts has shape (2, 5, 3): it must be [E, K=8, N]",
         "one expert, no dimension": "w_experts has shape (8, 3): it must be [E, K=8, N]",
-        "list of experts": "w_experts is a list: pass a torch tensor [E, K=8, N]",
+        "list of experts": "w_experts is a list: pass a torch.Tensor",
         "other dtype": "w_experts is torch.float16 and tokens torch.float32",
         "splits of floats": "splits is torch.float32: use torch.int64",
         "splits of a rank": "splits has shape (2,): it must be [4], a number for each of 2 experts of 2 ranks",

@@ -201,7 +201,11 @@ def test_scaled_gemms_have_schedules_that_overlap() -> None:
         ({"k": 24}, "K=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
         ({"n": (8,)}, "N of Bs[0]=8 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
         ({"n": (16, 16)}, "one entry for each of n=(16, 16)"),
-        ({"scaled": replace(BY_TENSOR, out=("fp8",))}, "results of fp8 GEMMs are bf16, fp16 or fp32"),
+        (
+            {"scaled": replace(BY_TENSOR, out=("int32",))},
+            "fp8 GEMMs are bf16, fp16, fp32 or, with scales by tensor, fp8",
+        ),
+        ({"scaled": replace(BY_TENSOR, by="row", out=("fp8",))}, "results of fp8 GEMMs are bf16, fp16, fp32 or, with"),
     ],
 )
 def test_what_scaled_gemms_cannot_be(change: dict[str, Any], fault: str) -> None:

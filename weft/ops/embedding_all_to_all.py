@@ -106,7 +106,7 @@ def embedding_all_to_all(
             )
         plan, rank = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs), group.rank()
         jagged = as_jagged(features)
-        weights = _tensors(weights)
+        weights = _listed(weights)
         known = _known(weights, plan, rank)
         checked = check_jagged(jagged, sharding, rank, batch_sizes, device if known else weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
@@ -203,14 +203,11 @@ def _planned(
     return plan_of(schedule, sharding, bounds_check=bounds_check, hash=hash, outputs=outputs)
 
 
-def _tensors(weights: Any) -> list[torch.Tensor]:
-    """`weights` as a list; `TypeError` if that is not what it is."""
+def _listed(weights: Any) -> list[torch.Tensor]:
+    """`TypeError` if that is not what it is."""
     if not isinstance(weights, Sequence | torch.Tensor):
         raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
-    for weight in (weights := list(weights)):
-        if not isinstance(weight, torch.Tensor):
-            raise TypeError(f"weights holds a {type(weight).__name__}: pass one torch.Tensor per table of this rank")
-    return weights
+    return list(weights)
 
 
 def _device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
