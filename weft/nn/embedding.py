@@ -23,6 +23,7 @@ from weft.arguments import check_tensor, checked_deadline
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.ops.embedding_all_to_all import embedding_all_to_all, release
+from weft.ops.together import together
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.sparse.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged
@@ -148,6 +149,12 @@ class ShardedEmbeddingBagCollection(nn.Module):
         `batch_sizes` (for input="global_batch"): how many samples of the global batch each rank gets, in rank order;
         default even, the first ranks get the odd ones. With input="local_batch" the ranks tell each other: refused then.
         """
+        if torch.compiler.is_compiling():
+            return self._pooled(features, batch_sizes)
+        with together(type(self).__name__, self.group, lambda: self._input_dist.device, self.deadline_s):
+            return self._pooled(features, batch_sizes)
+
+    def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         jagged: JaggedInput | Unreadable
         if self.input == "local_batch":
             refusal = None
