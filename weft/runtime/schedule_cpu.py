@@ -53,7 +53,13 @@ class CpuSchedule:
             raise ScheduleError(errors[0])
         self.schedule, self.domain = schedule, domain
         self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, domain))
-        self._workers = [_Worker(f"weft {schedule.name}, {name}") for name, _ in self._program.lanes[1:]]
+        self._workers: list[_Worker] = []
+        try:
+            for name, _ in self._program.lanes[1:]:
+                self._workers.append(_Worker(f"weft {schedule.name}, {name}"))
+        except BaseException:  # no thread is left, say: those that there are do not stay
+            _end_all(self._workers, self._program)
+            raise
         self._end = weakref.finalize(self, _end_all, self._workers, self._program)
         self._end.atexit = False  # the domain ends it then, after it has told lanes that wait
         domain._holders.add(self)
@@ -155,22 +161,22 @@ class _Worker(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         self._done, self._ending = threading.Lock(), threading.Lock()
-        self._done.acquire()
-        self._ended = False
+        self._ended = self._busy = False
         self.start()
 
     def begin(self, job: Callable[[], None]) -> None:
         with self._ending:
             if self._ended:
                 raise ValueError("this CpuSchedule was closed during a run")
+            self._done.acquire(blocking=False)  # whatever an interrupted wait has left
+            self._busy = True
             self._jobs.put((job, torch.get_num_threads()))
 
     def wait(self, run: Run) -> None:
-        """Until the job is done, come what may: it uses the caller's tensors."""
-        while True:
+        """Until the job is done, come what may: it uses the caller's tensors. An interrupt may strike when it has the lock."""
+        while self._busy:
             try:
                 self._done.acquire()
-                return
             except BaseException as error:  # Ctrl-C
                 run.fail(error, "waiting for the other lanes")
 
@@ -191,6 +197,7 @@ class _Worker(threading.Thread):
                 torch.set_num_threads(threads)
             job()
             del item, job
+            self._busy = False
             self._done.release()
 
 
