@@ -5,6 +5,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 OUT ?= gpu-check
+JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip
 INSTALL := $(PIP) install -q --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint bench-cpu gpu-check commit-note wheel clean
+.PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,8 +36,11 @@ build: | $(BIN)/python  ## Recompile the native module after a change of csrc/ (
 demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/
 	$(BIN)/weft demo
 
-test: setup  ## All tests that need no GPU
-	$(BIN)/python -m pytest tests
+test: setup  ## Tests of everything that needs no GPU, at most 5 minutes on two cores
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
+
+test-all: test  ## After these their repetitions at length, what runs commands, and planted faults, which tests must find
+	$(BIN)/python -m pytest tests -n 2 --dist loadgroup -m "slow and not gpu and not multigpu"
 
 .PHONY: chaos chaos-gpu
 N ?= 250

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = len(KINDS)
 
 
+@pytest.mark.slow
 def test_a_short_campaign(tmp_path: Path) -> None:
     """As `make chaos` runs it: its traces say what was wrong."""
     command = [

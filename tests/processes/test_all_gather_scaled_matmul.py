@@ -8,6 +8,7 @@ import pytest
 import scaled_ranks as ranks
 import torch
 from scaled_ranks import FP8, Case
+from slow import slow
 
 from weft.launch import Pool
 
@@ -42,7 +43,7 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, case, 2, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, slow(3), slow(4)])
 @pytest.mark.parametrize(("by", "out"), [("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", FP8)])
 def test_every_schedule(pool: Pool, world: int, by: str, out: torch.dtype) -> None:
     case = Case(shape=(8, 32), widths=(16, 32), by=by, biased=True, return_A=False, out=out)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import expert_ranks as ranks
 import pytest
 import torch
+from slow import slow
 
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
@@ -32,7 +33,7 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, *FORWARD[name], 8, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("schedule", [None, "serial", "dispatch[by=kernel,rest=together]"])
+@pytest.mark.parametrize("schedule", [slow(None), "serial", "dispatch[by=kernel,rest=together]"])
 def test_eight_ranks(pool: Pool, schedule: str | None) -> None:
     pool.run(ranks.forward, 2, F32, "uneven", schedule is not None, schedule, False, 6, ranks=8, timeout_s=60)
 
@@ -84,6 +85,7 @@ def test_compiled(pool: Pool) -> None:
     pool.run(ranks.compiled_forward, ranks=2, timeout_s=120)
 
 
+@pytest.mark.slow
 def test_compiled_in_pieces_warns_of_nothing(pool: Pool) -> None:
     assert pool.run(ranks.compiled_in_pieces, ranks=2, timeout_s=120) == [[], []]
 

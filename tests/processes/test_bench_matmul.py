@@ -322,6 +322,7 @@ def test_a_captured_call_is_checked_and_one_that_cannot_be_is_named(pool: Pool) 
     assert "late as a graph differs" in results.wrong[0]
 
 
+@pytest.mark.slow
 def test_bench_prints_a_table_and_a_summary(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

@@ -114,6 +114,7 @@ def test_doctor_without_the_native_module_leaves_no_path(monkeypatch) -> None:
     assert "pip install" in next(f.fix for f in report.findings if f.what == "native module")
 
 
+@pytest.mark.slow
 def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     arguments = ["bench", "embedding_all_to_all", "--device", "cpu", "--ranks", "2", "--preset", "criteo-kaggle"]
@@ -132,6 +133,7 @@ def test_bench_on_two_ranks_prints_a_table_and_appends_records(tmp_path: Path) -
     assert "vs" in found.stdout
 
 
+@pytest.mark.slow
 def test_bench_under_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     arguments = ["-m", "weft.cli", "bench", "embedding_all_to_all", "--device", "cpu", "--preset", "criteo-kaggle"]
@@ -146,6 +148,7 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_demo_leaves_a_picture_and_a_trace(tmp_path: Path) -> None:
     found = _weft("demo", "--out", str(tmp_path / "demo"), "--scale", "1/1024")
     assert found.returncode == 0, found.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pool import error_of
+from slow import slow
 
 import weft
 from weft.launch import Pool
@@ -22,6 +23,10 @@ TABLES = (EmbeddingBagConfig(50, 8, "users", ("u", "friend")), EmbeddingBagConfi
 KEYS = ["u", "friend", "i"]
 BATCH = 4
 PLACEMENTS = [[0, 1], [1, 1]]  # with the second, rank 0 owns nothing
+
+
+# What the module needs takes long to make: one worker of pytest-xdist does all of it.
+pytestmark = pytest.mark.xdist_group("embedding module handling")
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +405,7 @@ def compiled(group, what: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("what", ["module", "operator"])
+@pytest.mark.parametrize("what", ["module", slow("operator")])
 def test_compiled_programs_call_it_with_other_ids(what):
     with Pool(2) as alone:  # Dynamo stays loaded
         assert alone.run(compiled, what, timeout_s=120) == [[0.0] * 4] * 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib.image
 import pytest
+from slow import slow
 
 from weft.errors import ScheduleError
 from weft.hw import load_machine
@@ -37,6 +38,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_dlrm_agrees_with_the_unsharded_model() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["--device", "cpu", "--check", "--batch", "128", "--steps", "3"]
@@ -49,7 +51,7 @@ def test_dlrm_agrees_with_the_unsharded_model() -> None:
 # -- a mixture-of-experts layer
 
 
-@pytest.mark.parametrize("preset", ["mixtral", "deepseek"])
+@pytest.mark.parametrize("preset", [slow("mixtral"), "deepseek"])
 def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
     small = ["--preset", preset, "--shrink", "128", "--tokens", "32", "--repetitions", "1"]
     printed = run(EXAMPLES / "moe.py", *small, "--schedule", "dispatch[by=kernel,rest=each]")
@@ -60,6 +62,7 @@ def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
     assert re.search(r"^forward and backward: .*: \d+\.\d\dx$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_experts_under_torchrun_with_the_librarys_calls() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["--shrink", "128", "--tokens", "32", "--repetitions", "1", "--schedule", "serial"]
@@ -85,6 +88,7 @@ def test_the_help_of_moe_teaches() -> None:
 # -- a chain of GEMMs as one schedule
 
 
+@pytest.mark.slow
 def test_the_chain_runs_prints_itself_and_is_drawn(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "gemm_chain.py", "--rows", "64", "--width", "48", "--hidden", "96", "--trace", tmp_path)
     assert "lane GEMM 2 (compute)" in printed
@@ -132,6 +136,7 @@ def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> 
     assert run("page.py", cwd=tmp_path) == TABLE
 
 
+@pytest.mark.slow
 def test_sizes_that_only_the_run_knows(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(SCRIPT + LATE)
     assert run("page.py", cwd=tmp_path) == TABLE

@@ -174,6 +174,7 @@ def _run(group: dist.ProcessGroup, folder: Path) -> list[dict]:
     return run_rank(group.rank(), group.size(), options)
 
 
+@pytest.mark.slow
 def test_a_run_records_prints_and_draws(pool: Pool, tmp_path: Path) -> None:
     rows, nothing = pool.run(_run, tmp_path, ranks=2)
     assert nothing == []

@@ -18,6 +18,7 @@ import schedule_cpu_ranks as ranks
 import torch
 from pool import error_of, traces
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
+from slow import slow
 
 from weft.launch import Pool
 from weft.runtime.schedule_cpu import CpuSchedule
@@ -41,7 +42,7 @@ def problems(world: int) -> Iterator[AllGatherMatmul]:
         yield AllGatherMatmul(world, (rows,) * world, (choose.randint(4, 9),), k, "fp32", return_gathered=True)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, slow(4), slow(8)])
 def test_every_candidate_is_right(pool: Pool, world: int) -> None:
     for p in problems(world):
         counts = pool.run(ranks.all_candidates, p, 100 * world, 3, ranks=world)

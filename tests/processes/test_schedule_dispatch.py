@@ -5,6 +5,7 @@ from __future__ import annotations
 import dispatch_cpu_ranks as ranks
 import pytest
 from schedule_cpu_ranks import applicable
+from slow import slow
 
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul
@@ -21,8 +22,8 @@ def problem(world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32"
         problem(2, 2, (11, 6)),
         problem(2, 4, (16, 16), "bf16", exact=False),
         problem(3, 2, (5, 0, 12)),
-        problem(4, 3, (20, 7, 13, 1), exact=False),
-        problem(8, 2, (6,) * 8),
+        slow(problem(4, 3, (20, 7, 13, 1), exact=False)),
+        slow(problem(8, 2, (6,) * 8)),
     ],
     ids=["one rank", "two", "two, room to spare", "three", "four, room to spare", "eight"],
 )

@@ -275,6 +275,10 @@ OTHERS = {
 }
 
 
+# What the module needs takes long to make: one worker of pytest-xdist does all of it.
+pytestmark = pytest.mark.xdist_group("embedding interpreted")
+
+
 @pytest.fixture(scope="module")
 def played() -> dict[str, str]:
     """What went wrong in each case, "" where nothing did."""

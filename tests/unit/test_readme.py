@@ -30,6 +30,7 @@ def test_the_first_snippet_runs_as_printed(tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank (\d): \[128, 512\], feature3: \[128, 64\]", printed)) == ["0", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, len(BLOCKS)))
 def test_every_other_block_runs_too(number: int, tmp_path: Path) -> None:
     _run_on_two_ranks(BLOCKS[number], tmp_path)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schedule_interpreter import Tensors, edited, interpret
+from slow import slow
 
 from weft.errors import ScheduleError
 from weft.hw import load_machine
@@ -155,7 +156,7 @@ def check_order(schedule: Schedule) -> None:
     assert at == {rank: len(issued) for rank, issued in order.items()}
 
 
-@pytest.mark.parametrize("problem", [*PROBLEMS, *SCALED], ids=str)
+@pytest.mark.parametrize("problem", [*PROBLEMS[:-1], slow(PROBLEMS[-1]), *SCALED], ids=str)
 def test_every_candidate_verifies_and_computes_the_product(problem: AllGatherMatmul) -> None:
     found = applicable(problem)
     assert any(candidate.builder == "serial" for candidate, _ in found)
@@ -164,9 +165,7 @@ def test_every_candidate_verifies_and_computes_the_product(problem: AllGatherMat
         check(problem, schedule, candidate.name, seeds=range(2), runs=2 if problem.world_size == 8 else 3)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_any_small_shape(data: st.DataObject) -> None:
+def any_small_shape(data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4), label="world_size")
     sizes = st.integers(0, 9)
     even = data.draw(st.booleans(), label="even")
@@ -179,6 +178,19 @@ def test_any_small_shape(data: st.DataObject) -> None:
     )
     candidate, schedule = data.draw(st.sampled_from(applicable(problem)), label="candidate")
     check(problem, schedule, candidate.name, seeds=range(2), runs=2)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_some_small_shapes(data: st.DataObject) -> None:
+    any_small_shape(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_small_shape(data: st.DataObject) -> None:
+    any_small_shape(data)
 
 
 def test_a_random_order_finds_a_buffer_that_is_filled_again_too_early() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 from schedule_interpreter import edited
+from slow import slow
 
 from weft.errors import ScheduleError
 from weft.schedule import (
@@ -345,7 +346,7 @@ def test_lanes_that_poll_on_all_compute_units_for_what_needs_one() -> None:
     verify(polling(3, "dma"), compute_units=1)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", [2, 3, slow(4), slow(8)])
 def test_no_schedule_of_the_house_polls_for_what_it_keeps_from_coming(world: int) -> None:
     """On whatever GPU: most wait, while they poll, for the run before, and a launch that polls for its own run does so by one
     program, beside copies by kernel that need another."""

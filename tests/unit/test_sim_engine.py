@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
+from slow import slow
 
 from weft.errors import ScheduleError
 from weft.schedule import RANK, AllGatherMatmul, Collective, Copy, Draft, Expr, Set, Wait, lookup
@@ -276,7 +277,7 @@ def test_a_model_of_other_ranks_is_refused() -> None:
 # -- all schedules that there are
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, slow(8)])
 @pytest.mark.parametrize("machine", ["h200", "mi300x"])
 def test_every_schedule_simulates_and_moves_the_bytes_it_says(machine: str, world: int) -> None:
     problem = AllGatherMatmul.even(2048, 1024, 1024, world)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_toys import SWITCH, TOY, all_schedules, gpu
+from slow import slow
 
 from weft.errors import ScheduleError
 from weft.schedule import (
@@ -67,7 +68,7 @@ def _numbers(result: Simulated) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["queued", "graph", "single"])
-@pytest.mark.parametrize(("machine", "world"), [("h200", 2), ("mi300x", 3), ("h200", 5), ("mi300x", 6)])
+@pytest.mark.parametrize(("machine", "world"), [("h200", 2), ("mi300x", 3), slow("h200", 5), slow("mi300x", 6)])
 def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode) -> None:
     model, alike = gpu(machine, world), 0
     for name, schedule in _schedules(world).items():
@@ -163,7 +164,7 @@ def test_loops_whose_turns_differ_are_written_out_for_each_rank() -> None:
     assert [len(lane.tasks) for lane in program.lanes] == [1, 4, 2]
 
 
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("even", [slow(True), False])
 def test_numbers_are_those_of_each_rank(even: bool) -> None:
     """Whatever is evaluated for all ranks at once, against `Schedule.of_rank`, which writes out one."""
     splits = tuple(tuple((rank + 2 * e) % 5 for e in range(8)) for rank in range(4))
@@ -216,7 +217,7 @@ def _parts(tiled: object) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 3, slow(5)])
 def test_steps_are_issued_in_the_order_of_all_ranks(world: int) -> None:
     model, compared = gpu("h200", world), 0
     for name, schedule in _schedules(world).items():

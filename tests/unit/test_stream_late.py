@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from slow import slow
 from test_stream_tokens import Recorded, owner_of
 
 from weft.errors import ScheduleError
@@ -34,7 +35,7 @@ def tiles_of(schedule: Schedule, rank: int) -> list[Tiles]:
     return [s for lane in schedule.of_rank(rank, expected=False) for s in lane.steps if isinstance(s, Tiles)]
 
 
-@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), (4, 3), (8, 4)])
+@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), slow(4, 3), slow(8, 4)])
 def test_every_source_and_expert_is_in_one_launch(world: int, experts: int) -> None:
     for name, schedule in schedules(world, experts):
         for rank in (0, world - 1):

@@ -18,6 +18,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
+from slow import mostly
+
 from weft.errors import ScheduleError
 from weft.runtime import stream_compiler
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
@@ -214,7 +216,7 @@ class Played:
             assert moved, "all streams stand still"
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "3 ranks, uneven", "a rank without rows"))
 def test_tokens_come_to_the_run_that_waits_for_them(recorded: None, name: str) -> None:
     count = 0
     for candidate in candidates(PROBLEMS[name]):
