@@ -183,11 +183,7 @@ class Job:
             raise
         except BaseException as error:
             self.interrupts.inside = False
-            if (
-                isinstance(error, KeyboardInterrupt)
-                and self._begun() == begun
-                and time.thread_time() - begin_cpu < _DOOR_S
-            ):
+            if isinstance(error, KeyboardInterrupt) and self._begun() == begun and _at_the_door(error):
                 self.trace.write("at the door", n=n)
                 return self._call(n, name, call, wanted, contextlib.nullcontext, padded)
             self._raised(n, name, begin, error)
