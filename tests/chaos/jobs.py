@@ -38,9 +38,12 @@ from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
 from .work import OPERATORS, Given, Results, Work
 
 MOST_ERRORS = 4  # after so many steps that failed a rank ends
-_DOOR_S = 1e-4
-"""Ctrl-C so early in a call, before weft has counted it, is as Ctrl-C just before: the program makes the call again. A program that
-left it out would make another call in its place, and nobody could know."""
+_DOORS = (
+    "call", "forward", "backward", "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "embedding_all_to_all",
+    "group_of", "__init__", "__enter__", "calls_of", "begin",
+)  # fmt: skip
+"""Functions whose first lines a call runs before weft counts it. Ctrl-C there is as Ctrl-C just before the call: the program makes
+the call again. A program that left it out would make another one in its place, and nobody could know."""
 _PACKAGE = str(Path(weft.__file__).parent) + os.sep
 
 
@@ -167,7 +170,7 @@ class Job:
         padded: bool = False,
     ) -> Results:
         """Make it, look at its result, write both down."""
-        begin, begin_cpu, begun = time.monotonic(), time.thread_time(), self._begun()
+        begin, begun = time.monotonic(), self._begun()
         self.board.set(CALLING)
         try:
             with around():
@@ -180,11 +183,7 @@ class Job:
             raise
         except BaseException as error:
             self.interrupts.inside = False
-            if (
-                isinstance(error, KeyboardInterrupt)
-                and self._begun() == begun
-                and time.thread_time() - begin_cpu < _DOOR_S
-            ):
+            if isinstance(error, KeyboardInterrupt) and self._begun() == begun and _at_the_door(error):
                 self.trace.write("at the door", n=n)
                 return self._call(n, name, call, wanted, contextlib.nullcontext, padded)
             self._raised(n, name, begin, error)
@@ -264,6 +263,11 @@ def _start_afresh(device: torch.device) -> None:
     symm.domain(dist.group.WORLD, device).close()
     dist.destroy_process_group()
     gc.collect()
+
+
+def _at_the_door(error: BaseException) -> bool:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_PACKAGE)]
+    return bool(frames) and all(frame.name in _DOORS for frame in frames)
 
 
 def compare(results: Results, wanted: Results, padded: bool) -> str:
