@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,28 @@ def test_a_rank_killed_in_the_middle_of_set_up_is_not_waited_for(method: str) ->
     for kind, text, seconds in (found[0], found[2]):
         assert kind == "PeerLostError"
         assert f"rank 1 (pid {pid}) died" in text
+        assert seconds < PROMPT_S
+
+
+def on_another_host(group, is_late):
+    if (group.rank() == BAD_RANK) == is_late:
+        time.sleep(0.3)
+    native = mesh._Entry.of_this_process
+    if group.rank() == BAD_RANK:
+        mesh._Entry.of_this_process = lambda *given: replace(native(*given), kernel="another one", host="elsewhere")
+    own = own_group(group)
+    try:
+        return timed(lambda: symm.domain(own, "cpu", deadline_s=LONG_S))
+    finally:
+        mesh._Entry.of_this_process = native
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_on_several_hosts_are_told_so_at_once(pool: Pool, is_late: bool) -> None:
+    for kind, text, seconds in pool.run(on_another_host, is_late, ranks=3, timeout_s=40):
+        assert kind in ("RefusedError", "PeerLostError")
+        assert "make one group per host" in text
+        assert "rank 1 (host elsewhere)" in text
         assert seconds < PROMPT_S
 
 
@@ -318,7 +341,7 @@ def without_threads(group):
 
 def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:
     found = pool.run(without_threads, ranks=3, timeout_s=40)
-    assert [first[0] for first, _, _ in found] == ["PoisonedGroupError", "RuntimeError", "PoisonedGroupError"]
+    assert [first[0] for first, _, _ in found] == ["PoisonedGroupError", "WeftError", "PoisonedGroupError"]
     for first, second, left in found:
         assert "can't start new thread" in first[1]
         assert second[0] == "PoisonedGroupError"

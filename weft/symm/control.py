@@ -83,8 +83,11 @@ class Control:
             self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
             self._watchdog.start()
         except BaseException as error:
-            self.poison(f"rank {rank}: making a watchdog: {error!r}")
+            text = f"rank {rank}: making a watchdog: {error!r}"
+            self.poison(text)
             self._release()
+            if isinstance(error, Exception):
+                raise WeftError(text) from error
             raise
 
     @property

@@ -269,7 +269,8 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
     rank, or if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank
     does not come, be it late or dead; `PeerLostError` if one has an error or dies once it has come, or is known to have ended
-    from another group, or if the store of the group died with its process.
+    from another group, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or thread
+    for it.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
