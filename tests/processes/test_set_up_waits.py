@@ -26,7 +26,7 @@ import weft
 from weft import _core, symm
 from weft.errors import PeerLostError
 from weft.launch import Pool
-from weft.symm import mesh
+from weft.symm import Domain, mesh
 from weft.symm.control import Control
 
 BAD_RANK = 1
@@ -197,6 +197,68 @@ def test_set_up_has_a_deadline_of_its_own(pool: Pool, what: str) -> None:
     kind, text = pool.run(wait_by_default, what, ranks=2)[0]
     assert kind == "DeadlineError"
     assert "rank 0 waited 0.5 s for" in text
+
+
+def embed(group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    tables = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(group.size())]
+    sharding = weft.place_tables(tables, group.size(), placement=range(group.size()))
+    given = torch.arange(4), torch.arange(5)
+    weft.embedding_all_to_all([torch.ones(10, 4)], given, sharding, group=group, transport="put", deadline_s=deadline_s)
+
+
+def multiply(group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    options: Any = {"schedule": "shard[chunks=1,send=in_turn,by=dma]", "deadline_s": deadline_s}
+    weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, group, **options)
+
+
+def late_in(group, function, where, late_s, deadline_s, variables):
+    """Rank 1 is late in one of the set-ups of a first call."""
+    function(own_group(group), LONG_S)  # loads modules
+    own, native = own_group(group), Domain.all_gather_files
+    symm.domain(own, "cpu")
+
+    def come_late(domain: Domain, *given: Any, what: str, **options: Any) -> Any:
+        if where in what:
+            time.sleep(late_s)
+        return native(domain, *given, what=what, **options)
+
+    os.environ.update(variables)
+    if group.rank() == BAD_RANK:
+        Domain.all_gather_files = come_late
+    try:
+        return timed(lambda: function(own, deadline_s))
+    finally:
+        Domain.all_gather_files = native
+        for name in variables:
+            del os.environ[name]
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (multiply, "Exchange"),
+        (multiply, "schedules to run"),
+        (multiply, "buffers of schedule"),
+        (multiply, "signals of schedule"),
+        (embed, "Exchange"),
+        (embed, "allocating 8 bytes"),  # the first flags
+        (embed, "allocating 131072 bytes"),  # results
+    ],
+)
+def test_a_callers_deadline_holds_in_all_of_the_set_up(pool: Pool, function: Any, where: str) -> None:
+    found = pool.run(late_in, function, where, 1.5, 0.4, {}, ranks=2, timeout_s=60)
+    kind, text, seconds = found[0]
+    assert kind == "DeadlineError", found
+    assert re.search(rf"rank 0 waited 0.4 s for the part of rank 1 \(pid \d+\) in .*{where}", text)
+    assert seconds < PROMPT_S
+
+
+@pytest.mark.parametrize("where", ["schedules to run", "buffers of schedule"])
+def test_where_ranks_compile_and_measure_the_deadline_of_calls_holds(pool: Pool, where: str) -> None:
+    variables = {"WEFT_SETUP_DEADLINE_S": "1", "WEFT_DEADLINE_S": "30"}
+    for kind, text, _ in pool.run(late_in, multiply, where, 1.6, None, variables, ranks=2, timeout_s=60):
+        assert not kind, text
 
 
 # -- a process that was stopped

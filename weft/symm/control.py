@@ -232,8 +232,10 @@ class Control:
                 if self._word.value:
                     raise self.error(f"; rank {self.rank} was waiting for {whose}")
                 if has_looked_again:
-                    found = f"wanted {self.world_size} ranks, found {self.world_size - len(missing)}"
-                    text = f"rank {self.rank} waited {deadline_s:g} s for {whose}: {found}"
+                    text = (
+                        f"rank {self.rank} waited {deadline_s:g} s for {whose}: wanted {self.world_size} ranks, found "
+                        f"{self.world_size - len(missing)} (deadline_s or WEFT_SETUP_DEADLINE_S gives them more time)"
+                    )
                     self.poison(text)
                     raise DeadlineError(text)
                 remaining = until - time.monotonic()
