@@ -23,7 +23,7 @@ from embedding_ranks import TRANSPORTS, assert_same_bits
 from pool import error_of
 from reference import Problem, problem, tables_of
 
-from weft import symm
+from weft import _core, symm
 from weft.errors import WeftError
 from weft.launch import Pool, RankDiedError
 from weft.runtime import cpu
@@ -202,3 +202,38 @@ def test_a_rank_that_is_killed(mortals: Pool, transport: str, where: str) -> Non
         assert kind_again == "PoisonedGroupError"
         outputs.append(output)
     assert_same_bits(outputs, problem(2))
+
+
+def stands_still(group, p, options):
+    """Rank 0 stands still between its last look at the flags and one at the clock; rank 1 raises its own meanwhile."""
+    own = dist.new_group(list(range(group.size())))
+    ranks.call(own, p, **options)
+    native, pool_and_store, looks = _core.wait_flags, cpu.run_native, []
+
+    def look_once(*given: Any) -> Any:
+        *flags, _, failed = given
+        found = native(*flags, 0.0, failed) if not looks else native(*given)
+        if not looks:
+            time.sleep(1.2)
+        looks.append(found)
+        return found
+
+    def pool_late(*given: Any, **named: Any) -> Any:
+        time.sleep(0.2)
+        return pool_and_store(*given, **named)
+
+    try:
+        if group.rank() == 0:
+            _core.wait_flags = look_once
+        if group.rank() == BAD_RANK:
+            cpu.run_native = pool_late
+        output = ranks.call(own, p, deadline_s=1.0 if group.rank() == 0 else 30.0, **options).clone()
+    finally:
+        _core.wait_flags, cpu.run_native = native, pool_and_store
+    return output, [status for status, *_ in looks]
+
+
+def test_flags_that_came_while_a_rank_stood_still_count(pool: Pool) -> None:
+    answers = pool.run(stands_still, PROBLEM, {"transport": "put"}, ranks=3)
+    assert_same_bits([output for output, _ in answers], PROBLEM)
+    assert answers[0][1][0] == 1  # they were not there before

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ import weft
 from weft import _core, symm
 from weft.errors import PeerLostError
 from weft.launch import Pool
-from weft.symm import mesh
+from weft.symm import Domain, mesh
 from weft.symm.control import Control
 
 BAD_RANK = 1
@@ -147,6 +148,28 @@ def test_a_rank_killed_in_the_middle_of_set_up_is_not_waited_for(method: str) ->
         assert seconds < PROMPT_S
 
 
+def on_another_host(group, is_late):
+    if (group.rank() == BAD_RANK) == is_late:
+        time.sleep(0.3)
+    native = mesh._Entry.of_this_process
+    if group.rank() == BAD_RANK:
+        mesh._Entry.of_this_process = lambda *given: replace(native(*given), kernel="another one", host="elsewhere")
+    own = own_group(group)
+    try:
+        return timed(lambda: symm.domain(own, "cpu", deadline_s=LONG_S))
+    finally:
+        mesh._Entry.of_this_process = native
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_on_several_hosts_are_told_so_at_once(pool: Pool, is_late: bool) -> None:
+    for kind, text, seconds in pool.run(on_another_host, is_late, ranks=3, timeout_s=40):
+        assert kind in ("RefusedError", "PeerLostError")
+        assert "make one group per host" in text
+        assert "rank 1 (host elsewhere)" in text
+        assert seconds < PROMPT_S
+
+
 # -- how long
 
 
@@ -174,6 +197,68 @@ def test_set_up_has_a_deadline_of_its_own(pool: Pool, what: str) -> None:
     kind, text = pool.run(wait_by_default, what, ranks=2)[0]
     assert kind == "DeadlineError"
     assert "rank 0 waited 0.5 s for" in text
+
+
+def embed(group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    tables = [weft.EmbeddingBagConfig(10, 4, f"t{i}", [f"f{i}"]) for i in range(group.size())]
+    sharding = weft.place_tables(tables, group.size(), placement=range(group.size()))
+    given = torch.arange(4), torch.arange(5)
+    weft.embedding_all_to_all([torch.ones(10, 4)], given, sharding, group=group, transport="put", deadline_s=deadline_s)
+
+
+def multiply(group: dist.ProcessGroup, deadline_s: float | None) -> None:
+    options: Any = {"schedule": "shard[chunks=1,send=in_turn,by=dma]", "deadline_s": deadline_s}
+    weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, group, **options)
+
+
+def late_in(group, function, where, late_s, deadline_s, variables):
+    """Rank 1 is late in one of the set-ups of a first call."""
+    function(own_group(group), LONG_S)  # loads modules
+    own, native = own_group(group), Domain.all_gather_files
+    symm.domain(own, "cpu")
+
+    def come_late(domain: Domain, *given: Any, what: str, **options: Any) -> Any:
+        if where in what:
+            time.sleep(late_s)
+        return native(domain, *given, what=what, **options)
+
+    os.environ.update(variables)
+    if group.rank() == BAD_RANK:
+        Domain.all_gather_files = come_late
+    try:
+        return timed(lambda: function(own, deadline_s))
+    finally:
+        Domain.all_gather_files = native
+        for name in variables:
+            del os.environ[name]
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (multiply, "Exchange"),
+        (multiply, "schedules to run"),
+        (multiply, "buffers of schedule"),
+        (multiply, "signals of schedule"),
+        (embed, "Exchange"),
+        (embed, "allocating 8 bytes"),  # the first flags
+        (embed, "allocating 131072 bytes"),  # results
+    ],
+)
+def test_a_callers_deadline_holds_in_all_of_the_set_up(pool: Pool, function: Any, where: str) -> None:
+    found = pool.run(late_in, function, where, 1.5, 0.4, {}, ranks=2, timeout_s=60)
+    kind, text, seconds = found[0]
+    assert kind == "DeadlineError", found
+    assert re.search(rf"rank 0 waited 0.4 s for the part of rank 1 \(pid \d+\) in .*{where}", text)
+    assert seconds < PROMPT_S
+
+
+@pytest.mark.parametrize("where", ["schedules to run", "buffers of schedule"])
+def test_where_ranks_compile_and_measure_the_deadline_of_calls_holds(pool: Pool, where: str) -> None:
+    variables = {"WEFT_SETUP_DEADLINE_S": "1", "WEFT_DEADLINE_S": "30"}
+    for kind, text, _ in pool.run(late_in, multiply, where, 1.6, None, variables, ranks=2, timeout_s=60):
+        assert not kind, text
 
 
 # -- a process that was stopped
@@ -318,7 +403,7 @@ def without_threads(group):
 
 def test_no_thread_for_the_watchdog_is_told_by_its_cause(pool: Pool) -> None:
     found = pool.run(without_threads, ranks=3, timeout_s=40)
-    assert [first[0] for first, _, _ in found] == ["PoisonedGroupError", "RuntimeError", "PoisonedGroupError"]
+    assert [first[0] for first, _, _ in found] == ["PoisonedGroupError", "WeftError", "PoisonedGroupError"]
     for first, second, left in found:
         assert "can't start new thread" in first[1]
         assert second[0] == "PoisonedGroupError"

@@ -262,13 +262,14 @@ def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | No
     if operator is None:
         if domain.device.type == "cuda":
             agree(_OPERATOR, domain.group, domain.device, lambda: ("a plan", 0), deadline_s)
-        agree_on_new(domain, plan, deadline_s=deadline_s)
-        if domain.device.type == "cuda":
-            from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
+        with symm.set_up_within(deadline_s):
+            agree_on_new(domain, plan, deadline_s=deadline_s)
+            if domain.device.type == "cuda":
+                from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
 
-            operator = EmbeddingAllToAllCuda(plan, domain)
-        else:
-            operator = EmbeddingAllToAllCpu(plan, domain)
+                operator = EmbeddingAllToAllCuda(plan, domain)
+            else:
+                operator = EmbeddingAllToAllCpu(plan, domain)
         operator.handle = next(_handles)
         _by_handle[operator.handle] = operator
         operators[plan] = operator

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from weft import _core, symm
+from weft import _core, env, symm
 from weft.hw import file_of, load_machine
 from weft.kernels.signals import TOKEN
 from weft.plan import calibrate
@@ -40,12 +40,12 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.group.WORLD
     assert group is not None
-    domain = symm.domain(group, device)
-    measure = GpuMeasure(domain)
-    # Another machine's file still says which sizes are sensible.
-    base = model_of(load_machine(file_of(measure.machine) or "h200"), world_size)
-    found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
-    measure.close()
+    with symm.set_up_within(env.deadline_s()):  # ranks compile and measure between their exchanges
+        measure = GpuMeasure(symm.domain(group, device))
+        # Another machine's file still says which sizes are sensible.
+        base = model_of(load_machine(file_of(measure.machine) or "h200"), world_size)
+        found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
+        measure.close()
     return str(found.save()) if rank == 0 else ""
 
 

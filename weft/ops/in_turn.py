@@ -97,7 +97,8 @@ def turn_on(group: dist.ProcessGroup, device: torch.device, what: str, deadline_
     """For a call of which nothing was prepared; None where nothing is to be added to the library's calls."""
     if device.type != "cpu" or group.size() == 1:
         return None
-    return Turn(Turns(what, symm.domain(group, device, deadline_s=deadline_s)), deadline_s)
+    with symm.set_up_within(deadline_s):
+        return Turn(Turns(what, symm.domain(group, device)), deadline_s)
 
 
 def begun(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from weft import symm
+from weft import env, symm
 from weft.arguments import checked_deadline
 from weft.caller import warn
 from weft.errors import WeftError
@@ -151,7 +151,9 @@ class Prepared:
             if capturing:
                 raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
             assert self.domain is not None
-            with _whole(self.domain, f"choosing a schedule of {self.operator}"):
+            # Ranks compile and measure meanwhile, and not all for the same time.
+            patience_s = env.deadline_s() if deadline_s is None else deadline_s
+            with _whole(self.domain, f"choosing a schedule of {self.operator}"), symm.set_up_within(patience_s):
                 self._chosen = choosing.choose(
                     self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s, serial=serial
                 )

@@ -82,7 +82,8 @@ class together:
         if said and isinstance(error, NotApplicableError):  # to what ranks have agreed on: all raise it
             return
         if device.type == "cpu" and isinstance(error, Exception) and not said:
-            meeting = meeting_of(symm.domain(group, device, deadline_s=deadline_s))
+            with symm.set_up_within(deadline_s):
+                meeting = meeting_of(symm.domain(group, device))
             refusals = meeting.refuse(text, deadline_s=deadline_s)
             if not isinstance(error, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
                 raise RefusedError(refusals) from error
@@ -109,10 +110,11 @@ def agree(
         return [check()[1]]
     if device.type == "cpu":
         text, number = check()  # an error leaves the call, and is published
-        domain = symm.domain(group, device, deadline_s=deadline_s)
         extra = _NUMBER.pack(number, 0)
         topic = Topic(f"{operator} of a shape that is new here: {text}", hint=hint)
-        extras = meeting_of(domain).meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
+        with symm.set_up_within(deadline_s):
+            meeting = meeting_of(symm.domain(group, device))
+        extras = meeting.meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
         return [_NUMBER.unpack(extra)[0] for extra in extras]
     if device.type != "cuda":
         return [check()[1]]

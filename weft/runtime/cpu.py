@@ -131,13 +131,14 @@ class EmbeddingAllToAllCpu:
         try:
             slots = agree(domain, self._topic, slot, checked.batch_sizes, deadline_s=deadline_s)
             largest = max(checked.batch_sizes, default=0)
-            if self.outputs.reserve(largest * sharding.total_dim * sharding.dtype.itemsize, lambda: None):
+            slot_bytes = largest * sharding.total_dim * sharding.dtype.itemsize
+            if self.outputs.reserve(slot_bytes, lambda: None, deadline_s):
                 # All ranks grow at the same call, to buffers of which none is lent yet.
                 slot = self.outputs.acquire()
                 slots = [slot] * domain.world_size
             bases = self.outputs.base_addresses()
             outputs = [base + s * self.outputs.slot_bytes for base, s in zip(bases, slots, strict=True)]
-            flags = self._flag_blocks(checked.batch_sizes) if plan.transport == "put" else []
+            flags = self._flag_blocks(checked.batch_sizes, deadline_s) if plan.transport == "put" else []
             self._epoch += 1
             events = self._room_for_events(checked) if timeline is not None else None
             table = self._table(weights, checked.key_of_slot)
@@ -190,13 +191,13 @@ class EmbeddingAllToAllCpu:
             self._tables[key] = table = slot_table(self.plan.sharding, self.domain.rank, weights, key_of_slot)
         return table
 
-    def _flag_blocks(self, batch_sizes: tuple[int, ...]) -> list[int]:
+    def _flag_blocks(self, batch_sizes: tuple[int, ...], deadline_s: float) -> list[int]:
         """Where my flags are at each rank: source by source, `batch_sizes[rank] * slices_per_sample` each."""
         per_sample = self.plan.slices_per_sample
         wanted = max(batch_sizes, default=0) * sum(per_sample)
         if wanted > self._flag_count:
             count = max(wanted, 2 * self._flag_count)
-            self._flags = self.domain.allocate(8 * count)
+            self._flags = self.domain.allocate(8 * count, deadline_s=deadline_s)
             self._flag_count = count  # only now: where there was no room, the group lives on with the old ones
         before = sum(per_sample[: self.domain.rank])
         return [self._flags.address(rank) + 8 * size * before for rank, size in enumerate(batch_sizes)]

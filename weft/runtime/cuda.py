@@ -26,7 +26,7 @@ from weft.runtime.outputs import OutputPool
 from weft.runtime.stream_watch import watch
 from weft.sparse import JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
-from weft.symm import Domain
+from weft.symm import Domain, set_up_within
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -79,11 +79,13 @@ class EmbeddingAllToAllCuda:
         plan, domain = self.plan, self.domain
         item_bytes = plan.sharding.dtype.itemsize
         largest = max(checked.batch_sizes, default=0)
-        grown = self.outputs.reserve(largest * plan.sharding.total_dim * item_bytes, self._quiesce)
+        patience_s = deadline_s or env.deadline_s()  # another rank may still compile what it runs before
+        grown = self.outputs.reserve(largest * plan.sharding.total_dim * item_bytes, self._quiesce, patience_s)
         if plan.transport == "put" and largest * sum(plan.slices_per_sample) > self._flag_count:
-            self._quiesce()
             flag_count = max(largest * sum(plan.slices_per_sample), 2 * self._flag_count)
-            fewer, self._flags = self._flags, domain.allocate(8 * flag_count)
+            with set_up_within(patience_s):
+                self._quiesce()
+                fewer, self._flags = self._flags, domain.allocate(8 * flag_count)
             fewer.give_back()
             self._flag_count = flag_count
             grown = True
@@ -97,7 +99,7 @@ class EmbeddingAllToAllCuda:
             )
         try:
             self.kernel.launch(
-                weights, jagged, checked, self._memory, slot, deadline_s or env.deadline_s(),
+                weights, jagged, checked, self._memory, slot, patience_s,
                 count=count, launch_per_table=launch_per_table, timeline=lines,
             )  # fmt: skip
         except BaseException:

@@ -19,7 +19,7 @@ import torch
 
 from weft import _core
 from weft.errors import WeftError
-from weft.symm import Domain
+from weft.symm import Domain, set_up_within
 
 _DLPACK_TYPE = {torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
 _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
@@ -51,16 +51,18 @@ class OutputPool:
         self._region: Any = None
         self._free: list[int] = []
 
-    def reserve(self, slot_bytes: int, quiesce: Callable[[], None]) -> bool:
-        """Make each buffer hold `slot_bytes`. Collective when it has to grow (then `quiesce` is called first); whether it did."""
+    def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
+        """Make each buffer hold `slot_bytes`. Collective when it has to grow (then `quiesce` is called first); whether it did.
+        deadline_s: of each wait for a peer then."""
         if slot_bytes <= self.slot_bytes and self._region is not None:
             return False
-        quiesce()
         wanted = max(slot_bytes, self.slot_bytes * 5 // 4, _GRANULE)
         wanted = -(-wanted // _GRANULE) * _GRANULE
         # Results that the user still holds keep the old memory mapped; peers no longer write there. Where there is no
         # room for more, this raises and everything stays as it was.
-        self._region = self._domain.allocate(wanted * self.count)
+        with set_up_within(deadline_s):
+            quiesce()
+            self._region = self._domain.allocate(wanted * self.count)
         self.slot_bytes = wanted
         self._free = list(range(self.count))
         return True

@@ -83,8 +83,11 @@ class Control:
             self._watchdog = threading.Thread(target=self._watch, name=f"weft-watchdog-{rank}", daemon=True)
             self._watchdog.start()
         except BaseException as error:
-            self.poison(f"rank {rank}: making a watchdog: {error!r}")
+            text = f"rank {rank}: making a watchdog: {error!r}"
+            self.poison(text)
             self._release()
+            if isinstance(error, Exception):
+                raise WeftError(text) from error
             raise
 
     @property
@@ -229,8 +232,10 @@ class Control:
                 if self._word.value:
                     raise self.error(f"; rank {self.rank} was waiting for {whose}")
                 if has_looked_again:
-                    found = f"wanted {self.world_size} ranks, found {self.world_size - len(missing)}"
-                    text = f"rank {self.rank} waited {deadline_s:g} s for {whose}: {found}"
+                    text = (
+                        f"rank {self.rank} waited {deadline_s:g} s for {whose}: wanted {self.world_size} ranks, found "
+                        f"{self.world_size - len(missing)} (deadline_s or WEFT_SETUP_DEADLINE_S gives them more time)"
+                    )
                     self.poison(text)
                     raise DeadlineError(text)
                 remaining = until - time.monotonic()

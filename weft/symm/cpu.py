@@ -65,12 +65,12 @@ class CpuRegion:
         return self._mappings[rank]
 
 
-def allocate(domain: Domain, nbytes: int, what: str, deadline_s: float | None) -> CpuRegion:
+def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
     """Reserve and exchange; see `Domain.allocate`. Three rounds, after each of which all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Is there room for all? Asked before anybody takes any: reserving more than there is wakes the kernel's
     # out-of-memory killer rather than failing.
-    rooms = domain.all_gather(_room(), what=what, deadline_s=deadline_s)
+    rooms = domain.all_gather(_room(), what=what)
     free = min(room for room, _ in rooms)
     _agree(what, size, free, [trouble for _, trouble in rooms])
     total = size * domain.world_size
@@ -83,7 +83,7 @@ def allocate(domain: Domain, nbytes: int, what: str, deadline_s: float | None) -
     descriptor, error = _reserve(size)
     files: list[int | None] = []
     try:
-        made = domain.all_gather_files(error, descriptor, what=what, deadline_s=deadline_s)
+        made = domain.all_gather_files(error, descriptor, what=what)
         files = [file for rank, (_, file) in enumerate(made) if rank != domain.rank]
         _agree(what, size, free, [text for text, _ in made])
         # 3. Everybody maps all of them.
@@ -95,7 +95,7 @@ def allocate(domain: Domain, nbytes: int, what: str, deadline_s: float | None) -
                 mappings.append(_core.Mapping(file, size))
         except OSError as trouble:
             error = f"mapping failed: {trouble}"
-        _agree(what, size, free, domain.all_gather(error, what=what, deadline_s=deadline_s))
+        _agree(what, size, free, domain.all_gather(error, what=what))
     finally:
         for file in [descriptor, *files]:
             if file is not None:

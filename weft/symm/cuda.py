@@ -135,10 +135,10 @@ def _agree(what: str, errors: list[str]) -> None:
 _slabs: weakref.WeakKeyDictionary[Domain, list[_Slab]] = weakref.WeakKeyDictionary()
 
 
-def allocate(domain: Domain, nbytes: int, what: str, deadline_s: float | None) -> CudaRegion:
+def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
     """Collective: the same `nbytes` on every rank. Synchronises the device when a new slab, or a region again, is needed."""
     slabs = _slabs.setdefault(domain, [])
-    asked = domain.all_gather((nbytes, [slab.free for slab in slabs]), what=what, deadline_s=deadline_s)
+    asked = domain.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
     sizes = [size for size, _ in asked]
     if len(set(sizes)) > 1:
         raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
@@ -154,10 +154,10 @@ def allocate(domain: Domain, nbytes: int, what: str, deadline_s: float | None) -
     if offset < slab.zero_from:
         # Others may have had it: what they enqueued is waited for everywhere before it is cleared, and then for that.
         _synchronize(domain.device)
-        domain.all_gather(None, what=f"{what}, again", deadline_s=deadline_s)
+        domain.all_gather(None, what=f"{what}, again")
         slab.buffers[domain.rank][offset : offset + wanted].zero_()
         _synchronize(domain.device)
-        domain.all_gather(None, what=f"{what}, cleared", deadline_s=deadline_s)
+        domain.all_gather(None, what=f"{what}, cleared")
     slab.zero_from = max(slab.zero_from, offset + wanted)
     return CudaRegion(slab, offset, nbytes)
 

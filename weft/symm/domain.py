@@ -7,13 +7,15 @@ symmetric memory (`weft.symm.cpu`, `weft.symm.cuda`). Several may be open at onc
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,9 +30,26 @@ from weft.symm import cpu, mesh
 from weft.symm.calls import calls_of
 from weft.symm.control import EXITING, Control, logged, unusable
 
+_set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
 _COME_OUT_S = 1.0  # how long the exit of the process waits for threads
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+@contextlib.contextmanager
+def set_up_within(deadline_s: float | None) -> Iterator[None]:
+    """Set-up waits of this thread in here have this deadline, if it is not None and they are given no other: it is a caller's, or
+    the one for calls where ranks compile or measure between what they set up together."""
+    before = _set_up_s.get()
+    _set_up_s.set(before if deadline_s is None else deadline_s)
+    try:
+        yield
+    finally:
+        _set_up_s.set(before)
+
+
+def _setup_deadline_s(given: float | None) -> float:
+    return given or _set_up_s.get() or env.setup_deadline_s()
 
 
 class Region(Protocol):
@@ -188,7 +207,8 @@ class Domain:
         """Every rank's `obj` (picklable, small), by rank. For set-up: it takes about 0.1 ms a rank.
 
         All ranks must make the same calls in the same order; `what` says which this is, and ranks that meet with
-        different ones raise `DisagreementError`. Deadline (default `WEFT_SETUP_DEADLINE_S`) and failures as in `wait`.
+        different ones raise `DisagreementError`. Deadline (default: that of `set_up_within`, or `WEFT_SETUP_DEADLINE_S`) and
+        failures as in `wait`.
         """
         return [value for value, _ in self.all_gather_files(obj, None, what=what, deadline_s=deadline_s)]
 
@@ -196,7 +216,7 @@ class Domain:
         self, obj: Any, file: int | None, *, what: str, deadline_s: float | None = None
     ) -> list[tuple[Any, int | None]]:
         """`all_gather` in which each rank may hand over a file descriptor too; the receiver closes what peers sent."""
-        deadline_s = env.setup_deadline_s() if deadline_s is None else deadline_s
+        deadline_s = _setup_deadline_s(deadline_s)
         return self._control.all_gather(obj, file, what, deadline_s)
 
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
@@ -211,12 +231,13 @@ class Domain:
         what = f"allocating {nbytes} bytes{' for ' if what else ''}{what}"
         region: Region
         try:
-            if self.device.type == "cpu":
-                region = cpu.allocate(self, nbytes, what, deadline_s)
-            else:
-                from weft.symm import cuda
+            with set_up_within(deadline_s):
+                if self.device.type == "cpu":
+                    region = cpu.allocate(self, nbytes, what)
+                else:
+                    from weft.symm import cuda
 
-                region = cuda.allocate(self, nbytes, what, deadline_s)
+                    region = cuda.allocate(self, nbytes, what)
         except WeftError:
             raise
         except BaseException as error:
@@ -269,7 +290,8 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     Raises `ValueError` if `group` is None, was destroyed, was made before this process was forked, or does not contain this
     rank, or if its ranks are on different hosts; `PoisonedGroupError` if the group has failed before; `DeadlineError` if a rank
     does not come, be it late or dead; `PeerLostError` if one has an error or dies once it has come, or is known to have ended
-    from another group, or if the store of the group died with its process.
+    from another group, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or thread
+    for it.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -288,7 +310,7 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
                 known._close("its process group was destroyed")
         if group in _failures:
             raise unusable(str(_failures[group]))
-        deadline_s = env.setup_deadline_s() if deadline_s is None else deadline_s
+        deadline_s = _setup_deadline_s(deadline_s)
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
             calls = calls_of(group).begun

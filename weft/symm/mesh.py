@@ -39,7 +39,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.errors import DeadlineError, DisagreementError, PeerLostError
+from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
@@ -102,9 +102,10 @@ def connect(
 ) -> list[Peer]:
     """A connected socket to every other rank of the group, in rank order. Collective over the group's ranks.
 
-    Raises `ValueError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
+    Raises `RefusedError` if the ranks are not all on this host, `DeadlineError` naming who has not come within
     `deadline_s` seconds, `PeerLostError` if another rank died or gave up in the middle, with its reason, or the store is gone
-    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls. In all cases nothing stays open.
+    with the process that kept it; `DisagreementError` if ranks have not begun equally many calls; `WeftError` for what this rank
+    met (no descriptor is left, say). In all cases nothing stays open, and the others are told.
 
     ended: what is known of a rank whose process has ended, from elsewhere, else "". Of one that died before it came here nothing
     else is known, not even its pid, so the others wait for it until the deadline.
@@ -125,6 +126,8 @@ def connect(
                 f"rank {rank} lost the store of this process group while setting up symmetric memory ({error}): the process "
                 "that kept it has ended, which is rank 0 unless a launcher keeps it: start the ranks again"
             ) from error
+        if isinstance(error, Exception) and not isinstance(error, WeftError):
+            raise WeftError(f"rank {rank} could not set up symmetric memory: {error}") from error
         raise
     setup.close()
     setup.say("")
@@ -216,7 +219,7 @@ class _Setup:
             self._pause(missing)
         for entry in self.entries.values():
             if entry.kernel != self.mine.kernel:
-                raise ValueError(
+                raise RefusedError(
                     f"rank {entry.rank} (host {entry.host}) and rank {self.rank} (host {self.mine.host}) do not share "
                     "a kernel and network namespace: symmetric memory works inside one host (and one container), "
                     "make one group per host"
