@@ -89,7 +89,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         super().__init__()
         self.rank = _rank_in(group)
         self.group = group
-        self.input, self.deadline_s = input, None
+        self.input = input
+        self.deadline_s: float | None = None
         self._is_weighted = is_weighted
         self._settings: dict[str, Any] = {
             "transport": transport,
@@ -100,16 +101,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
             "outputs": outputs,
         }
         self.embedding_bags = nn.ModuleDict()
-        sharding, refusal, patience_s = None, None, None
+        sharding, refusal = None, None
         try:
-            if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
-                raise ValueError(f"deadline_s={deadline_s!r} must be positive: it is how many seconds a wait may take")
-            patience_s = deadline_s
+            self.deadline_s = checked_deadline(deadline_s)
             if input not in ("local_batch", "global_batch"):
                 raise ValueError(f"input={input!r} must be 'local_batch' or 'global_batch'")
             if not isinstance(is_weighted, bool):
                 raise ValueError(f"is_weighted={is_weighted!r} must be True or False")
-            self.deadline_s = checked_deadline(deadline_s)
             device = _device_for(group, device)
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
@@ -128,7 +126,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         except (ValueError, TypeError) as error:
             refusal = error
         settings = {**self._settings, "input": input, "is_weighted": is_weighted}
-        sharding = _agree(group, device, sharding, settings, refusal, patience_s)
+        sharding = _agree(group, device, sharding, settings, refusal, self.deadline_s)
         self._settle(sharding, cast(torch.device, device))
         for index in self.sharding.local_tables(self.rank):
             table = self.sharding.tables[index]

@@ -248,7 +248,7 @@ class _Prepared(Prepared):
             return strided(w, "w_experts")
         if not w.is_contiguous():
             warn_of_copy("w_experts", w, "and on CPU an expert's rows must follow each other; pass a contiguous one")
-        return w.flatten(0, 1)
+        return w.contiguous().flatten(0, 1)
 
     def _require_room(self, sizes: Sizes, max_rows: int) -> None:
         came = sum(sizes.host.came)
