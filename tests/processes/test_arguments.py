@@ -355,28 +355,6 @@ def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str
     return found
 
 
-def compiled(group: dist.ProcessGroup) -> dict[str, str]:
-    """What compiled calls of all ranks are told; they run as they are where the compiler cannot tell."""
-    name, found = group.group_name, {}
-    x, w = torch.ones(4, 8), torch.ones(8, 3)
-
-    @torch.compile(backend="aot_eager")
-    def call(x: Any, gather_dim: Any) -> torch.Tensor:
-        return weft.all_gather_matmul(x, [w], gather_dim, name)[1][0]
-
-    for kind, bad, gather_dim in (("DTensor", as_dtensor(x), 0), ("sparse", x.to_sparse(), 0), ("text", x, "0")):
-        found[kind] = told(partial(call, bad, gather_dim))
-    assert torch.equal(call(x, -2), torch.full((8, 3), 8.0))
-    return found
-
-
-def test_compiled_calls_refuse_them_too(pool: Pool) -> None:
-    for found in pool.run(compiled, ranks=2, timeout_s=60):
-        assert found["DTensor"].endswith("rank 1: A_shard is a DTensor: pass .to_local()")
-        assert found["sparse"].endswith("rank 1: A_shard is torch.sparse_coo: pass a dense one (to_dense())")
-        assert found["text"].endswith(f"rank 1: gather_dim='0' is a str: {NO_DIMENSION}")
-
-
 def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
     (text,) = pool.run(no_group, ranks=1, timeout_s=60)
     assert text == "ValueError: group='none' names no process group of this rank: pass the group, or its group_name"
