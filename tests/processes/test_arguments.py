@@ -7,6 +7,7 @@ Arguments that mean the same make one call, however each rank writes them.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
