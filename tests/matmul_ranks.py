@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +223,26 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         except ValueError as error:
             told[name] = str(error)
     return told
+
+
+def layouts(group: dist.ProcessGroup, schedule: str | None, calls: int = 10) -> None:
+    """Calls of one shape with weights by columns on rank 0 and of other strides on the others, in turn."""
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.Tensor.contiguous,  # by rows
+        lambda w: w,
+        lambda w: torch.cat((w.t(), w.t())).t()[:, : w.shape[1]],  # by columns, of a wider one
+        lambda w: w.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2],  # which has to be copied
+    ]
+    rank, world = group.rank(), group.size()
+    for call in range(calls):
+        shards = shards_of(world, (64, 128), 0, None, torch.bfloat16, call)
+        w = data(rank, (96, 128), torch.bfloat16, 50 + call).t()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = ways[call % len(ways)](w) if rank else w
+            _, (y,) = weft.all_gather_matmul(shards[rank], [given], 0, group, return_A=False, schedule=schedule)
+        whole = torch.cat(shards)
+        close(y, whole.double() @ w.double(), whole @ w)
 
 
 def copies(group: dist.ProcessGroup) -> list[str]:

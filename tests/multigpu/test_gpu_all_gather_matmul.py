@@ -39,6 +39,11 @@ def test_many_sizes_in_a_row(pair: Pool) -> None:
     pair.run(ranks.many_sizes, 12, timeout_s=60)
 
 
+@pytest.mark.parametrize("schedule", [None, "serial", "gather[by=kernel]", "shard[chunks=2,send=in_turn,by=dma]"])
+def test_weights_may_lie_otherwise_on_each_rank_and_in_each_call(pair: Pool, schedule: str | None) -> None:
+    pair.run(ranks.layouts, schedule, timeout_s=60)
+
+
 def test_layouts_that_cost_a_copy_are_warned_about_once(pair: Pool) -> None:
     for told in pair.run(ranks.copies, timeout_s=60):
         assert sum("A_shard is copied at every call" in text for text in told) == 1

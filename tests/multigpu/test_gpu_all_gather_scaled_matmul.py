@@ -9,7 +9,7 @@ import gpu_ranks
 import pytest
 import scaled_ranks as ranks
 import torch
-from scaled_ranks import Case
+from scaled_ranks import FP8, Case
 
 from weft.launch import Pool
 
@@ -26,6 +26,8 @@ FORWARD = {
     "biases, by row": Case((256, 512), widths=(256, 64), biased=True, by="row"),
     "biases in fp16": Case((256, 512), widths=(256,), biased=True, out=torch.float16),
     "fp32": Case((256, 512), widths=(256,), out=torch.float32),
+    "fp8": Case((256, 512), widths=(256, 64), out=FP8),
+    "fp8, biases": Case((256, 512), widths=(256,), out=FP8, biased=True, return_A=False),
     "odd rows": Case((37, 48), widths=(16,)),
     "odd rows, by row": Case((37, 48), widths=(16,), by="row", return_A=False),
     "one row": Case((1, 256), widths=(128,), return_A=False),
@@ -61,7 +63,8 @@ def test_a_graph_is_replayed_behind_stragglers(pair: Pool, by: str, schedule: st
 
 
 @pytest.mark.parametrize(
-    "name", ["large", "large, by row", "large, fast", "A wanted", "biases", "a batch of sequences"]
+    "name",
+    ["large", "large, by row", "large, fast", "A wanted", "biases", "a batch of sequences", "fp8", "fp8, biases"],
 )
 def test_as_the_fused_op_of_torch(pair: Pool, name: str) -> None:
     pair.run(ranks.as_torch, replace(FORWARD[name], return_A=True), timeout_s=60)

@@ -93,6 +93,11 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
             assert text in told[name], name
 
 
+@pytest.mark.parametrize("schedule", [None, "serial", "gather[by=kernel]"])
+def test_weights_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, schedule: str | None) -> None:
+    pool.run(ranks.layouts, schedule, ranks=3, timeout_s=60)
+
+
 def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
     for told in pool.run(ranks.copies, ranks=2, timeout_s=60):
         assert sum("A_shard is copied at every call" in text for text in told) == 1

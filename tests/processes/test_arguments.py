@@ -7,8 +7,11 @@ Arguments that mean the same make one call, however each rank writes them.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import weft
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn.input_dist import InputDist
 
 FP8 = torch.float8_e4m3fn
 Arguments = dict[str, Any]
@@ -72,14 +76,36 @@ NOT_OF_FP8 = {"sparse", "nested"}
 MAY_BE_NONE = {"biases[0]", "per_sample_weights", "weights", "lengths"}
 
 
-class Operator:
-    """A public operator on this rank. arguments: a good call's. tensors: how each tensor argument is put in, by the name that
-    errors call it by."""
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor among the arguments. index: in a list."""
 
-    def __init__(
-        self, call: Callable[..., Any], arguments: Arguments, tensors: dict[str, Callable[[Arguments, Any], None]]
-    ) -> None:
-        self.call, self.arguments, self.tensors = call, arguments, tensors
+    name: str
+    index: int | None = None
+
+    def given(self, arguments: Arguments) -> torch.Tensor:
+        return arguments[self.name] if self.index is None else arguments[self.name][self.index]
+
+    def put(self, arguments: Arguments, value: Any) -> None:
+        if self.index is None:
+            arguments[self.name] = value
+        else:
+            arguments[self.name][self.index] = value
+
+
+def places(*names: str) -> dict[str, Place]:
+    """Of names such as "Bs[1]"."""
+    parts = [name.rstrip("]").split("[") for name in names]
+    return {name: Place(outer, *map(int, index)) for name, (outer, *index) in zip(names, parts, strict=True)}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A public operator on this rank. arguments: of a good call. tensors: where they are, by the names that errors call them."""
+
+    call: Callable[..., Any]
+    arguments: Arguments
+    tensors: dict[str, Place] = field(default_factory=dict)
 
     def __call__(self, change: Callable[[Arguments], None] | None = None, **options: Any) -> Any:
         arguments = {name: list(a) if isinstance(a, list) else a for name, a in self.arguments.items()} | options
@@ -87,57 +113,38 @@ class Operator:
             change(arguments)
         return self.call(**arguments)
 
-    def given(self, name: str) -> torch.Tensor:
-        """The good call's tensor."""
-        found: Any = self.arguments
-        outer, _, index = name.partition("[")
-        found = found[outer]
-        return found[int(index[:-1])] if index else found
 
-
-def at(name: str) -> tuple[str, Callable[[Arguments, Any], None]]:
-    outer, _, index = name.partition("[")
-
-    def put(arguments: Arguments, value: Any) -> None:
-        if index:
-            arguments[outer][int(index[:-1])] = value
-        else:
-            arguments[outer] = value
-
-    return name, put
+def data(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(group.rank()))
 
 
 def all_gather_matmul(group: dist.ProcessGroup) -> Operator:
-    arguments = {
-        "A_shard": torch.ones(4, 8),
-        "Bs": [torch.ones(8, 3), torch.ones(8, 5)],
-        "gather_dim": 0,
-        "group": group,
-    }
-    return Operator(weft.all_gather_matmul, arguments, dict(map(at, ("A_shard", "Bs[0]", "Bs[1]"))))
+    Bs = [data(group, 8, 3), data(group, 8, 5)]
+    arguments = {"A_shard": data(group, 4, 8), "Bs": Bs, "gather_dim": 0, "group": group}
+    return Operator(weft.all_gather_matmul, arguments, places("A_shard", "Bs[0]", "Bs[1]"))
 
 
 def all_gather_scaled_matmul(group: dist.ProcessGroup) -> Operator:
     arguments = {
-        "A_shard": torch.ones(4, 32).to(FP8), "Bs": [torch.ones(16, 32).to(FP8).t()], "A_scale": torch.ones(4, 1),
+        "A_shard": data(group, 4, 32).to(FP8), "Bs": [data(group, 16, 32).to(FP8).t()], "A_scale": torch.ones(4, 1),
         "B_scales": [torch.ones(1, 16)], "gather_dim": 0, "group": group, "biases": [torch.ones(16, dtype=torch.bfloat16)],
     }  # fmt: skip
     names = "A_shard", "Bs[0]", "A_scale", "B_scales[0]", "biases[0]"
-    return Operator(weft.all_gather_scaled_matmul, arguments, dict(map(at, names)))
+    return Operator(weft.all_gather_scaled_matmul, arguments, places(*names))
 
 
 def all_to_all_matmul(group: dist.ProcessGroup) -> Operator:
     arguments = {
-        "tokens": torch.ones(4, 8), "w_experts": torch.ones(1, 8, 3), "splits": torch.tensor([1, 3]), "group": group,
+        "tokens": data(group, 4, 8), "w_experts": data(group, 1, 8, 3), "splits": torch.tensor([1, 3]), "group": group,
     }  # fmt: skip
-    return Operator(weft.all_to_all_matmul, arguments, dict(map(at, ("tokens", "w_experts", "splits"))))
+    return Operator(weft.all_to_all_matmul, arguments, places("tokens", "w_experts", "splits"))
 
 
 def embedding_all_to_all(group: dist.ProcessGroup) -> Operator:
     sharding = weft.place_tables(TABLES, 2, placement=[0, 1])
     table = TABLES[group.rank()]
     arguments = {
-        "weights": [torch.ones(table.num_embeddings, table.embedding_dim)], "values": torch.arange(4),
+        "weights": [data(group, table.num_embeddings, table.embedding_dim)], "values": torch.arange(4),
         "offsets": torch.tensor([0, 1, 4]), "per_sample_weights": torch.ones(4),
     }  # fmt: skip
 
@@ -145,9 +152,9 @@ def embedding_all_to_all(group: dist.ProcessGroup) -> Operator:
         features = values, offsets, per_sample_weights
         return weft.embedding_all_to_all(weights, features, sharding, group=group, **options)
 
-    tensors = dict(map(at, ("values", "offsets", "per_sample_weights")))
-    name = f"the weight of table {TABLES[1].name!r}"  # of rank 1, which passes what is bad
-    return Operator(call, arguments, {**tensors, name: at("weights[0]")[1]})
+    # The table is rank 1's, which passes what is bad.
+    tensors = {"the weight of table 'items'": Place("weights", 0), **places("values", "offsets", "per_sample_weights")}
+    return Operator(call, arguments, tensors)
 
 
 def module(group: dist.ProcessGroup, input: str) -> Operator:
@@ -158,7 +165,7 @@ def module(group: dist.ProcessGroup, input: str) -> Operator:
         "values": torch.arange(6), "lengths": torch.tensor([1, 2, 0, 3]), "weights": torch.ones(6),
     }  # fmt: skip
     ids = "weights" if input == "local_batch" else "per_sample_weights"
-    tensors = {**dict(map(at, ("values", "lengths"))), ids: at("weights")[1]}
+    tensors = {ids: Place("weights"), **places("values", "lengths")}
     return Operator(lambda **given: ebc(Features(**given)).values(), arguments, tensors)
 
 
@@ -187,7 +194,7 @@ OPERATORS: dict[str, Callable[[dist.ProcessGroup], Operator]] = {
     "local_batch": partial(module, input="local_batch"),
     "global_batch": partial(module, input="global_batch"),
 }
-MATMULS = ["all_gather_matmul", "all_gather_scaled_matmul"]
+GATHERS = ["all_gather_matmul", "all_gather_scaled_matmul"]
 
 
 # --- tensors ---
@@ -197,14 +204,13 @@ def other_kinds(group: dist.ProcessGroup, operator: str, known: bool) -> dict[tu
     """What each rank is told of each kind of tensor in each place, which rank 1 passes. known: after a good call."""
     call, found = OPERATORS[operator](group), {}
     wanted = call() if known else None
-    for name, put in call.tensors.items():
-        given = call.given({"per_sample_weights": "weights"}.get(name, name) if "lengths" in call.arguments else name.replace(
-            "the weight of table 'items'", "weights[0]"))  # fmt: skip
+    for name, place in call.tensors.items():
+        given = place.given(call.arguments)
         for kind, (make, _) in KINDS.items():
             if (kind == "nothing" and name in MAY_BE_NONE) or (kind in NOT_OF_FP8 and given.dtype == FP8):
                 continue
             bad = make(given)
-            change = partial(put, value=bad) if group.rank() == 1 else None
+            change = partial(place.put, value=bad) if group.rank() == 1 else None
             found[name, kind] = told(partial(call, change))
     again = call()
     assert not known or all(torch.equal(a, b) for a, b in zip(leaves(again), leaves(wanted), strict=True))
@@ -224,4 +230,244 @@ def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: 
         assert {kind for _, kind in found} == KINDS.keys()
         for (name, kind), text in found.items():
             assert text.startswith("RefusedError: "), (name, kind, text)
-            assert f"rank 1: {name} {KINDS[kind][1]}" in text.replace(f"{operator}: ", ""), (name, kind, text)
+            assert f"rank 1: {name} {KINDS[kind][1]}" in text, (name, kind, text)
+
+
+# --- other arguments ---
+
+NO_DIMENSION = "pass the number of a dimension, an int"
+NO_NUMBER = "pass a whole number for each rank"
+NO_DEADLINE = "must be positive, and at most 1000000: it is how many seconds a wait may take"
+# For operators that gather: (argument, what rank 1 passes, words of the error).
+GATHERS_REFUSE: list[tuple[str, Any, str]] = [
+    ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
+    ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
+    ("gather_dim", False, f"gather_dim=False is a bool: {NO_DIMENSION}"),
+    ("gather_dim", 0.0, f"gather_dim=0.0 is a float: {NO_DIMENSION}"),
+    ("gather_dim", None, f"gather_dim=None is a NoneType: {NO_DIMENSION}"),
+    ("gather_dim", -1, "gather_dim=-1 must name a dimension of A_shard (4, "),
+    ("gather_dim", 2, "gather_dim=2 must name a dimension of A_shard (4, "),
+    ("gather_dim", -3, "gather_dim=-3 must name a dimension of A_shard (4, "),
+    ("rows", 4, "rows=4 is an int: pass a list with a number for each rank"),
+    ("rows", "44", "rows='44' is a str: pass a list with a number for each rank"),
+    ("rows", [4, 4.0], f"rows[1]=4.0 is a float: {NO_NUMBER}"),
+    ("rows", [4, True], f"rows[1]=True is a bool: {NO_NUMBER}"),
+    ("rows", [4, None], f"rows[1]=None is a NoneType: {NO_NUMBER}"),
+    ("rows", [4], "rows=(4,) must have one entry, 0 or more, for each of 2 ranks"),
+    ("rows", [3, 5], "rows=(3, 5) must have one entry, 0 or more, for each of 2 ranks, and here, on rank 1, be 4"),
+    ("rows", [-4, 4], "rows=(-4, 4) must have one entry, 0 or more"),
+    ("Bs", None, "Bs is a NoneType: pass a list"),
+    ("Bs", torch.ones(8, 3), "Bs is one tensor of shape (8, 3): pass a list of tensors, [B]"),
+    ("Bs", {"w": torch.ones(8, 3)}, "Bs is a dict: pass a list"),
+    ("Bs", {torch.ones(8, 3)}, "Bs is a set: pass a list"),
+    ("Bs", [], "Bs"),
+    ("return_A", "no", "return_A='no' is a str: pass True or False"),
+    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+]
+DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
+# Deadlines are taken by all, and by the module when it is made.
+DIRECT = [*GATHERS, "all_to_all_matmul", "embedding_all_to_all"]
+
+
+def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
+    """What each rank is told of each argument that rank 1 passes, at a known shape; good calls in between."""
+    call, found = OPERATORS[operator](group), []
+    call()
+    for name, value in bad:
+        found.append(told(partial(call, **({name: value} if group.rank() == 1 else {}))))
+        call()
+    return found
+
+
+@pytest.mark.parametrize("operator", GATHERS)
+def test_arguments_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
+    bad = [(name, value) for name, value, _ in GATHERS_REFUSE]
+    for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
+        for text, (name, value, words) in zip(found, GATHERS_REFUSE, strict=True):
+            assert text.startswith("RefusedError: rank 1: "), (name, value, text)
+            assert words in text, (name, value, text)
+
+
+@pytest.mark.parametrize("operator", DIRECT)
+def test_deadlines_that_no_wait_can_have_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
+    bad = [("deadline_s", value) for value in DEADLINES]
+    for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
+        for text, value in zip(found, DEADLINES, strict=True):
+            assert text.startswith(f"RefusedError: rank 1: deadline_s={value!r} {NO_DEADLINE}"), text
+
+
+def made_with_deadlines(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """What becomes of a module, and of an input distribution, with each deadline; in the first case on rank 1 alone."""
+    found = []
+    for value in DEADLINES:
+        of_rank = value if group.rank() == 1 else 5.0
+        module = partial(ShardedEmbeddingBagCollection, TABLES, group=group, deadline_s=of_rank)
+        sharding = weft.place_tables(TABLES, 2)
+        distribution = partial(InputDist, sharding, group, torch.device("cpu"), is_weighted=False, deadline_s=value)
+        found.append((told(module), told(distribution)))
+    return found
+
+
+def test_deadlines_are_looked_at_when_a_module_is_made(pool: Pool) -> None:
+    for found in pool.run(made_with_deadlines, ranks=2, timeout_s=60):
+        for (module, distribution), value in zip(found, DEADLINES, strict=True):
+            assert module.startswith("RefusedError"), module
+            assert f"rank 1: deadline_s={value!r} {NO_DEADLINE}" in module
+            assert distribution == f"ValueError: deadline_s={value!r} {NO_DEADLINE}"
+
+
+def deadlines_taken(group: dist.ProcessGroup) -> None:
+    """By every wait: in set-up, in calls of a new and of a known shape, in an all-to-all of gloo's, in `close`."""
+    for seconds in (1e6, 5, 0.9e6, np.float32(7), np.int64(7), Fraction(7, 2)):
+        own = dist.new_group([0, 1])
+        for make in map(OPERATORS.__getitem__, DIRECT):
+            for _ in range(2):
+                make(own)(deadline_s=seconds)
+        for input in ("local_batch", "global_batch"):
+            ebc = ShardedEmbeddingBagCollection(TABLES, group=own, input=input, deadline_s=seconds)  # type: ignore[arg-type]
+            for _ in range(2):
+                ebc(Features(torch.arange(6), torch.tensor([1, 2, 0, 3]), None))
+            ebc.close()
+        dist.destroy_process_group(own)
+
+
+def test_long_deadlines_are_taken(pool: Pool) -> None:
+    pool.run(deadlines_taken, ranks=2, timeout_s=100)
+
+
+def test_weights_that_are_no_tensors_are_refused_before_any_is_copied(pool: Pool) -> None:
+    for found in pool.run(full_weights_of_other_kinds, ranks=2, timeout_s=60):
+        for kind, (text, copied) in found.items():
+            assert text.startswith(f"ValueError: weights['items'] {KINDS[kind][1]}"), kind
+            assert not copied
+
+
+def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str, bool]]:
+    # A table beside it, which comes first.
+    ebc = ShardedEmbeddingBagCollection(TABLES, group=group, placement=[group.size() - 1] * 2)
+    if group.rank() != group.size() - 1:
+        return {}
+    before, found = ebc.embedding_bags["users"].weight.clone(), {}
+    for kind, (make, _) in KINDS.items():
+        if kind != "DTensor":  # making one is collective
+            full = {"users": torch.ones(10, 4), "items": make(torch.ones(20, 3))}
+            text = told(partial(ebc.load_full_weights, full))
+            found[kind] = text, not torch.equal(ebc.embedding_bags["users"].weight, before)
+    return found
+
+
+def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
+    (text,) = pool.run(no_group, ranks=1, timeout_s=60)
+    assert text == "ValueError: group='none' names no process group of this rank: pass the group, or its group_name"
+
+
+def no_group(group: dist.ProcessGroup) -> str:
+    return told(lambda: weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, "none"))
+
+
+# --- arguments that mean the same ---
+
+
+def scattered(w: torch.Tensor) -> torch.Tensor:
+    """The same, of which neither rows nor columns are in one piece."""
+    wide = torch.zeros(*w.shape[:-2], 2 * w.shape[-2], 2 * w.shape[-1], dtype=w.dtype)
+    wide[..., ::2, ::2] = w
+    return wide[..., ::2, ::2]
+
+
+def of_each(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], None]:
+    def apply(arguments: Arguments) -> None:
+        given = arguments[name]
+        arguments[name] = [change(x) for x in given] if isinstance(given, list) else change(given)
+
+    return apply
+
+
+def option(**options: Any) -> Callable[[Arguments], None]:
+    return lambda arguments: arguments.update(options)
+
+
+OF_GATHERS: dict[str, Callable[[Arguments], None]] = {
+    "gather_dim from the end": option(gather_dim=-2),
+    "gather_dim of numpy": option(gather_dim=np.int64(0)),
+    "rows, all alike": option(rows=[4, 4]),
+    "rows in a tensor": option(rows=torch.tensor([4, 4])),
+    "a tuple of weights": lambda a: a.update(Bs=tuple(a["Bs"])),
+    "weights one by one": lambda a: a.update(Bs=iter(a["Bs"])),
+    "weights by rows": of_each("Bs", torch.Tensor.contiguous),
+    "weights by columns": of_each("Bs", lambda w: w.t().contiguous().t()),
+    "scattered weights": of_each("Bs", scattered),
+    "a wide weight's columns": of_each("Bs", lambda w: torch.cat((w.t(), w.t())).contiguous().t()[:, : w.shape[1]]),
+    "a scattered shard": of_each("A_shard", scattered),
+    "another type": of_each("A_shard", lambda x: x.as_subclass(Named)),
+    "a deadline": option(deadline_s=30),
+}
+SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
+    "all_gather_matmul": {
+        **OF_GATHERS,
+        "a shard of blocks": of_each("A_shard", lambda x: x.view(2, 2, -1)),
+        "parameters": of_each("Bs", lambda w: torch.nn.Parameter(w, requires_grad=False)),
+    },
+    "all_gather_scaled_matmul": {
+        **OF_GATHERS,
+        "a shard of blocks": lambda a: a.update(
+            A_shard=a["A_shard"].view(2, 2, -1), A_scale=a["A_scale"].view(2, 2, 1)
+        ),
+        "scales of all rows": of_each("A_scale", lambda scale: torch.cat((scale, scale))),
+        "one scale for all columns": of_each("B_scales", lambda scale: scale[0, :1]),
+        "no dimensions": of_each("B_scales", lambda scale: scale[0, 0]),
+        "dtypes": option(out_dtypes=[torch.bfloat16]),
+        "slow": option(use_fast_accum=[False]),
+        "no result scales": option(result_scales=(None,)),
+    },
+    "all_to_all_matmul": {
+        "int32": of_each("splits", torch.Tensor.int),
+        "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
+        "scattered tokens": of_each("tokens", scattered),
+        "scattered weights": of_each("w_experts", scattered),
+        "transposed weights": of_each("w_experts", lambda w: w.mT.contiguous().mT),
+        "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
+        "a deadline": option(deadline_s=30),
+    },
+    "embedding_all_to_all": {
+        "int32": of_each("offsets", torch.Tensor.int),
+        "batch sizes": option(batch_sizes=[1, 1]),
+        "batch sizes of numpy": option(batch_sizes=np.array([1, 1])),
+        "the usual transport": option(transport="direct"),
+        "a deadline": option(deadline_s=30),
+    },
+}
+SCHEDULES: dict[str, list[str | None]] = {
+    "all_gather_matmul": ["serial", "gather[by=kernel]"],
+    "all_gather_scaled_matmul": ["serial", "gather[by=kernel]"],
+    "all_to_all_matmul": ["serial", "dispatch[by=dma,rest=each]"],
+    "embedding_all_to_all": [None],
+}
+
+
+def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
+    """Rank 1 writes each call otherwise than rank 0, at a new shape and at a known one: by nobody's or everybody's calls before."""
+    for schedule in SCHEDULES[operator]:
+        options = {} if schedule is None else {"schedule": schedule}
+        make = OPERATORS[operator]
+        wanted = leaves(make(group)(**options))
+        for name, same in SAME[operator].items():
+            for known in (False, True):
+                own = dist.new_group([0, 1])
+                call = make(own)
+                if known:
+                    call(**options)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of copies
+                    for change in (same if group.rank() == 1 else None, None):
+                        found = leaves(call(change, **options))
+                        for one, other in zip(found, wanted, strict=True):
+                            torch.testing.assert_close(
+                                one.reshape(other.shape), other, msg=lambda text, name=name: f"{name}: {text}"
+                            )
+                dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("operator", SAME)
+def test_what_means_the_same_makes_one_call(pool: Pool, operator: str) -> None:
+    pool.run(written_otherwise, operator, ranks=2, timeout_s=120)

@@ -90,7 +90,7 @@ SPOILED: dict[str, tuple[Spoiler, list[str]]] = {
     ),
     "no list of tables": (replace("weights", lambda _: None), ["weights is a NoneType", "one tensor per table"]),
     "tables by name": (replace("weights", lambda w: dict(enumerate(w))), ["weights is a dict", "one tensor per table"]),
-    "a table that is no tensor": (lambda a: a["weights"].__setitem__(0, None), ["the weight of table 't1' is a NoneType", "torch.Tensor"]),
+    "a table that is no tensor": (lambda a: a["weights"].__setitem__(0, None), ["weight of table 't1' is a NoneType", "Tensor"]),
     "a table too few": (lambda a: a["weights"].pop(), ["1 weight for", "owns 2 tables (t1, t2)"]),
     "a table that learns": (
         lambda a: a["weights"].__setitem__(0, a["weights"][0].clone().requires_grad_()),

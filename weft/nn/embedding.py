@@ -89,7 +89,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         super().__init__()
         self.rank = _rank_in(group)
         self.group = group
-        self.input, self.deadline_s = input, None
+        self.input = input
+        self.deadline_s: float | None = None
         self._is_weighted = is_weighted
         self._settings: dict[str, Any] = {
             "transport": transport,

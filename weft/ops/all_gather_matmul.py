@@ -65,7 +65,8 @@ def all_gather_matmul(
     in A_shard and Bs, once; gradients are sums over ranks, not means, and the same ones must be wanted on every rank. Autocast
     does not reach in: inputs are multiplied in the dtype that they have.
 
-    A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D. Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D; like all tensors here an ordinary one (of a DTensor its to_local()).
+        Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
     Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied).
     gather_dim: any dimension but the last.
     group: a process group, or its name.
@@ -73,7 +74,7 @@ def all_gather_matmul(
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
         collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
         checks there that ranks call the same of the shapes that are known already.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
@@ -84,10 +85,10 @@ def all_gather_matmul(
     Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
         CUDA graph has captured stay and do not count, and large ones that are not called any more go sooner).
 
-    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no tensor,
-    number, timeline or group, and a dimension or deadline that cannot be, which only its own rank can tell; then others wait
-    until their deadline), and `DisagreementError` when ranks describe different calls, on CPU at later calls too;
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
+    Raises `ValueError` for bad arguments: `RefusedError`, on every rank, and the group lives on; on GPUs at the first call of a
+    shape, while at later ones, where hosts do not meet, it ends the group (only what is no group its own rank alone can tell).
+    `DisagreementError` when ranks describe different calls, on CPU at later calls too; `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """

@@ -79,7 +79,7 @@ def all_to_all_matmul(
         default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
         collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
         checks there that ranks call the same of the shapes that are known already.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
@@ -97,11 +97,10 @@ def all_to_all_matmul(
 
     Calls on one group are made by one thread at a time.
 
-    Raises `ValueError` for bad arguments: at the first call of a shape `RefusedError`, on every rank (but for what is no
-        tensor, no number, no timeline or no group, which only its own rank can tell; then others wait until their deadline),
-        and `DisagreementError` when ranks describe different calls, on CPU at later ones too. Later, splits that do not fit
-        (CPU) and T above the capacity (where there is one: not "serial") are a `RefusedError` on every rank on CPU; on GPUs,
-        where hosts do not meet, a T above the capacity is a `RefusedError` on its rank and ends the group. `TooManyRowsError`,
+    Raises `ValueError` for bad arguments: `RefusedError`, on every rank, and the group lives on; on GPUs at the first call of
+        a shape, while at later ones, where hosts do not meet, it ends the group (only what is no group its own rank alone can
+        tell). So do splits that do not fit (on CPU, where they are read) and T above the capacity (where there is one: not
+        "serial"). `DisagreementError` when ranks describe different calls, on CPU at later ones too. `TooManyRowsError`,
         on CPU, on a rank to which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and
         `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
 
@@ -248,7 +247,7 @@ class _Prepared(Prepared):
             return strided(w, "w_experts")
         if not w.is_contiguous():
             warn_of_copy("w_experts", w, "and on CPU an expert's rows must follow each other; pass a contiguous one")
-        return w.flatten(0, 1)
+        return w.contiguous().flatten(0, 1)
 
     def _require_room(self, sizes: Sizes, max_rows: int) -> None:
         came = sum(sizes.host.came)

@@ -79,7 +79,7 @@ def embedding_all_to_all(
     hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.sparse.hash_ids`).
     outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
         results may be held while the next is computed, a further one is copied out; with 1, holding one is an error.
-    deadline_s: seconds that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
+    deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
     timeline: filled with what ran when (profiling: on GPUs it waits for the device).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.

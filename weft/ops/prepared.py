@@ -35,7 +35,12 @@ T = TypeVar("T")
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     """What a caller names so; None is the world."""
     if isinstance(group, str):
-        return _resolve_process_group(group)  # type: ignore[arg-type]
+        try:
+            return _resolve_process_group(group)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise ValueError(
+                f"group={group!r} names no process group of this rank: pass the group, or its group_name"
+            ) from error
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")

@@ -80,10 +80,11 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             f"{counted(len(weights), 'weight')} for rank {rank}, which owns {counted(len(local), 'table')} ({names}): "
             "pass one tensor per table, in that order"
         )
+    for index, weight in zip(local, weights, strict=True):
+        check_tensor(f"the weight of table {sharding.tables[index].name!r}", weight)
     if local and weights[0].device.type not in DEVICE_TYPES:
         raise ValueError(f"table {sharding.tables[local[0]].name!r}: {no_tables_on(weights[0].device)}")
     for index, weight in zip(local, weights, strict=True):
-        check_tensor(f"the weight of table {sharding.tables[index].name!r}", weight)
         table = sharding.tables[index]
         shape = (table.num_embeddings, table.embedding_dim)
         if tuple(weight.shape) != shape:
