@@ -19,7 +19,7 @@ class _Rank:
     def __init__(self, others: list[Any] | None = None) -> None:
         self.rank, self.world_size, self.device, self.others = 0, 1, torch.device("cpu"), others
 
-    def all_gather(self, mine: Any, *, what: str, deadline_s: float | None = None) -> list[Any]:
+    def all_gather(self, mine: Any, *, what: str) -> list[Any]:
         return [mine, *(self.others or [])] if isinstance(mine, tuple) else [mine]
 
 
@@ -52,7 +52,7 @@ def test_given_back_memory_is_had_again_cleared_and_nothing_overlaps() -> None:
             region, value = held.pop(choose.choice(list(held)))
             assert (region.tensor(0, (region.nbytes,), torch.uint8) == value).all(), "somebody else wrote there"
             region.give_back()
-        region = cuda.allocate(domain, choose.randint(1, 3 << 20), "test", None)
+        region = cuda.allocate(domain, choose.randint(1, 3 << 20), "test")
         found = region.tensor(0, (region.nbytes,), torch.uint8)
         assert not found.any(), "fresh memory is zero"
         found.fill_(value := number % 255 + 1)
@@ -63,18 +63,18 @@ def test_given_back_memory_is_had_again_cleared_and_nothing_overlaps() -> None:
 
 def test_what_one_rank_still_holds_is_not_had_again() -> None:
     domain: Any = _Rank()
-    region = cuda.allocate(domain, 1000, "test", None)
+    region = cuda.allocate(domain, 1000, "test")
     slab_bytes, first = cuda.slab_bytes(domain), region.address(0)
     region.give_back()
     domain.others = [(1000, [[(1024, slab_bytes)]])]  # the other rank has not given it back
-    again = cuda.allocate(domain, 1000, "test", None)
+    again = cuda.allocate(domain, 1000, "test")
     assert again.address(0) == first + 1024
     with pytest.raises(ValueError, match="closed"):
         region.tensor(0, (1,), torch.uint8)
 
 
 def test_views_stay_within_their_region() -> None:
-    region = cuda.allocate(_Rank(), 100, "test", None)  # type: ignore[arg-type]
+    region = cuda.allocate(_Rank(), 100, "test")  # type: ignore[arg-type]
     assert region.tensor(0, (5, 4), torch.float32, 20).shape == (5, 4)
     for shape, offset in (((5, 4), 24), ((5, 4), -4), ((26,), 0), ((1,), 100)):
         with pytest.raises(ValueError, match=f"bytes at {offset} do not fit into a region of 100 bytes"):
@@ -84,15 +84,15 @@ def test_views_stay_within_their_region() -> None:
 def test_what_is_given_back_is_whole_again() -> None:
     """Small regions one after the other: once all are back, one as large as the slab fits where they were."""
     domain: Any = _Rank()
-    regions = [cuda.allocate(domain, 100, "test", None) for _ in range(20)]
+    regions = [cuda.allocate(domain, 100, "test") for _ in range(20)]
     slab_bytes, first = cuda.slab_bytes(domain), regions[0].address(0)
     for region in regions:
         region.give_back()
-    assert cuda.allocate(domain, slab_bytes, "test", None).address(0) == first
+    assert cuda.allocate(domain, slab_bytes, "test").address(0) == first
     assert cuda.slab_bytes(domain) == slab_bytes
 
 
 def test_sizes_must_agree() -> None:
     domain: Any = _Rank([(5, [])])
     with pytest.raises(DisagreementError, match=r"\[4, 5\] bytes"):
-        cuda.allocate(domain, 4, "test", None)
+        cuda.allocate(domain, 4, "test")

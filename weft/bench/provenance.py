@@ -44,7 +44,9 @@ class Provenance:
 def provenance(root: Path = ROOT) -> Provenance:
     """Of the code in `root`; the commit is "unknown" where neither git nor the note knows it."""
     source = source_hash(_lying(root))
-    known = _from_git(root) or _from_note(root)
+    # A note that was written for these very sources knows better than a git that came along with an older commit.
+    note = _from_note(root)
+    known = note if note is not None and note.source == source else _from_git(root) or note
     if known is None:
         return Provenance("unknown", source)
     return Provenance(known.commit if known.source == source else f"{known.commit}+dirty", source)
