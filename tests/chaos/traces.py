@@ -45,23 +45,27 @@ class Board:
             self._memory = mmap.mmap(file.fileno(), _ROW.size * _PLACES)
         self._rank = rank
 
+    def _write(self, row: int, state: int) -> None:
+        """At once: `pack_into` would clear the row first, and a rank may be stopped just then."""
+        self._memory[row * _ROW.size : (row + 1) * _ROW.size] = _ROW.pack(state, time.monotonic())
+
     def set(self, state: int) -> None:
         assert self._rank is not None
-        _ROW.pack_into(self._memory, self._rank * _ROW.size, state, time.monotonic())
+        self._write(self._rank, state)
 
     def of(self, rank: int) -> tuple[int, float]:
         state, since = _ROW.unpack_from(self._memory, rank * _ROW.size)
         return int(state), since
 
     def go(self) -> None:
-        _ROW.pack_into(self._memory, _GO * _ROW.size, 1, time.monotonic())
+        self._write(_GO, 1)
 
     def gone_at(self) -> float | None:
         said, when = _ROW.unpack_from(self._memory, _GO * _ROW.size)
         return when if said else None
 
     def send_home(self) -> None:
-        _ROW.pack_into(self._memory, _HOME * _ROW.size, 1, time.monotonic())
+        self._write(_HOME, 1)
 
     def wait_until_sent_home(self) -> None:
         while not _ROW.unpack_from(self._memory, _HOME * _ROW.size)[0]:
