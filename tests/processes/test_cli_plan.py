@@ -82,8 +82,8 @@ def test_a_plan_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPat
     ]  # which no test has asked for before
     monkeypatch.setattr(plan, "_SAYS_EVERY_S", 1e-9)
     said, quiet = runner.invoke(app, arguments), runner.invoke(app, arguments)
-    assert re.search(r"weft plan: building serial, 1 of \d+ \(0% done, 0 s\)", said.stderr)
-    assert re.search(r"weft plan: simulating shard\[.*\], \d+ of \d+ \(\d\d% done, \d+ s\)", said.stderr)
+    assert re.search(r"weft plan: building 1 of \d+: serial \(0% done, 0 s\)", said.stderr)
+    assert re.search(r"weft plan: simulating \d+ of \d+: shard\[.*\] \(\d\d% done, \d+ s\)", said.stderr)
     assert said.stdout == quiet.stdout
     assert "weft plan: " not in said.stdout
     monkeypatch.setattr(plan, "_SAYS_EVERY_S", 1000.0)

@@ -190,7 +190,7 @@ def _built(problem: Problem, progress: Progress, needed: frozenset[str] = frozen
     found: list[_Built] = []
     first: dict[Schedule, str] = {}
     for number, candidate in enumerate(known, 1):
-        progress(f"building {candidate.name}, {number} of {len(known)}", 0.5 / len(known))
+        progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
             schedule = candidate.build()
         except NotApplicableError as error:
@@ -334,7 +334,7 @@ def _times(
     best, best_captured = float("inf"), float("inf")
     times: dict[str, float | str] = {}
     for number, name in enumerate(sorted(bounds, key=lambda name: (name not in needed, bounds[name])), 1):
-        progress(f"simulating {name}, {number} of {len(bounds)}", 0.5 / len(bounds))
+        progress(f"simulating {number} of {len(bounds)}: {name}", 0.5 / len(bounds))
         one, schedule = there[name]
         if bounds[name] > HOPELESS * (best if one.row.reads_on_host else best_captured) and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
