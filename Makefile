@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip
-INSTALL := $(PIP) install -q --disable-pip-version-check $(PIP_ARGS)
+INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel clean
@@ -23,15 +23,20 @@ setup: $(STAMP)  ## Make .venv with everything that development needs (again aft
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weft needs Python 3.11 or later: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	@echo "== 1 of 3: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
-	$(INSTALL) -c constraints.txt --no-build-isolation -e ".[test,dev]"
-	touch $@
+	@echo "== 2 of 3: installing what builds the native module, into $(VENV)"
+	@$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
+	@echo "== 3 of 3: installing torch and what tests need, and compiling csrc/: takes minutes the first time"
+	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	@touch $@
+	@echo "== weft is in $(VENV)"
 
 build: | $(BIN)/python  ## Recompile the native module after a change of csrc/ (needs no network)
-	$(PIP) install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@echo "== compiling csrc/"
+	@$(PIP) install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
 demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/
 	$(BIN)/weft demo

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -12,11 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from weft.bench import console
 from weft.cli import app
 from weft.cli.app import main
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
 
+plan = importlib.import_module("weft.cli.plan")  # the name in its package is the command
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
 COMMAND = ["plan", "all_gather_matmul"]
 
@@ -47,6 +51,43 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
     assert data["machine"] == "AMD Instinct MI300X"
     for words in (data["choice"], data["heuristic"], "serial", "GEMM DIL", "exposed us", "slower ones are not shown"):
         assert words in done.stdout
+
+
+def test_without_a_terminal_lines_say_what_takes_so_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second passes at each look at the clock."""
+    clock = itertools.count()
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
+    with console.progress(4.0, True, "weft plan: ", every_s=2.0) as step:
+        for what in ("building a[b=c]", "building d", "simulating a[b=c]", "simulating d", *map(str, range(16))):
+            step(what, 0.2)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        "weft plan: building d (5% done, 2 s)",
+        "weft plan: 7 (55% done, 12 s)",
+    ]
+
+
+def test_a_plan_says_how_far_it_is_on_stderr_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [
+        *COMMAND,
+        "--shape",
+        "512,4096,8192",
+        "--hw",
+        "h200",
+        "--dtype",
+        "fp16",
+    ]  # which no test has asked for before
+    monkeypatch.setattr(plan, "_SAYS_EVERY_S", 1e-9)
+    said, quiet = runner.invoke(app, arguments), runner.invoke(app, arguments)
+    assert re.search(r"weft plan: building 1 of \d+: serial \(0% done, 0 s\)", said.stderr)
+    assert re.search(r"weft plan: simulating \d+ of \d+: shard\[.*\] \(\d\d% done, \d+ s\)", said.stderr)
+    assert said.stdout == quiet.stdout
+    assert "weft plan: " not in said.stdout
+    monkeypatch.setattr(plan, "_SAYS_EVERY_S", 1000.0)
+    assert runner.invoke(app, arguments).stderr == ""
 
 
 def test_all_shows_all(tmp_path: Path) -> None:

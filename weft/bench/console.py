@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 try:
@@ -13,6 +14,8 @@ try:
     from rich.table import Table
 except ImportError:
     Console = None  # type: ignore[assignment,misc]
+
+_FEWER = 5  # times as long between lines, once there was one
 
 
 def print_table(
@@ -65,20 +68,29 @@ def _rich_table(
 
 
 @contextlib.contextmanager
-def progress(total: float, shown: bool, prefix: str = "") -> Iterator[Callable[[str, float], None]]:
+def progress(
+    total: float, shown: bool, prefix: str = "", every_s: float = 0.0
+) -> Iterator[Callable[[str, float], None]]:
     """Yields `step(what, share)`, which says what is going on and advances the bar by `share` of `total`.
 
-    The bar is on stderr and leaves nothing behind; print to stdout after it.
+    The bar is on stderr and leaves nothing behind; print to stdout after it. Where stderr is no terminal there are lines: of all
+    steps, or the first after `every_s` seconds, so that what is over before says nothing, and then fewer.
     """
     if not shown:
         yield lambda what, share: None
     elif Console is None or not sys.stderr.isatty():
         said: set[str] = set()
+        start, said_at, done = time.monotonic(), 0.0, 0.0
 
         def line(what: str, share: float) -> None:
-            if what not in said:
-                print(f"{prefix}{what}", file=sys.stderr, flush=True)
+            nonlocal said_at, done
+            passed = time.monotonic() - start
+            if what not in said and passed - said_at >= (_FEWER * every_s if said_at else every_s):
+                so_far = f" ({done / total:.0%} done, {passed:.0f} s)" if every_s else ""
+                print(f"{prefix}{what}{so_far}", file=sys.stderr, flush=True)
+                said_at = passed
             said.add(what)
+            done += share
 
         yield line
     else:
@@ -88,4 +100,4 @@ def progress(total: float, shown: bool, prefix: str = "") -> Iterator[Callable[[
         )
         with bar:
             task = bar.add_task(prefix, total=total)
-            yield lambda what, share: bar.update(task, description=prefix + what, advance=share)
+            yield lambda what, share: bar.update(task, description=escape(prefix + what), advance=share)

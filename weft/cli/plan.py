@@ -34,6 +34,7 @@ class PlanMode(enum.StrEnum):
 # A schedule with as many steps as ranks has their square, and all_to_all_matmul's that times the experts of a rank; every
 # candidate is built and simulated. Towards this number that takes minutes, and beyond it gigabytes too.
 _MOST_RANKS = 256
+_SAYS_EVERY_S = 2.0  # what it does, where there is no terminal for a bar
 _MANY = "A plan's time grows with their square: for hundreds it may be minutes."
 _MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
@@ -144,10 +145,11 @@ def _plan(
     if json is not None:
         check_writable("--json", json)
     shown = None if everything else 10
-    with progress(1.0, sys.stderr.isatty()) as step, _without_collection():  # hundreds of ranks take a minute
+    # Hundreds of ranks take minutes.
+    with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
         found = explanation(
             op, M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, experts=experts, bounded=bounded,
-            progress=lambda what, share: step(what.replace("[", r"\["), share),
+            progress=step,
         )  # fmt: skip
         step("simulating what is lost", 0.0)
         found.cells(shown)

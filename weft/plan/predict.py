@@ -189,8 +189,8 @@ def _built(problem: Problem, progress: Progress, needed: frozenset[str] = frozen
         return kept
     found: list[_Built] = []
     first: dict[Schedule, str] = {}
-    for candidate in known:
-        progress(f"building {candidate.name}", 0.5 / len(known))
+    for number, candidate in enumerate(known, 1):
+        progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
             schedule = candidate.build()
         except NotApplicableError as error:
@@ -333,8 +333,8 @@ def _times(
     bounds = {name: max(least, _least_us(one, model, mode)) for name, (one, _) in there.items()}
     best, best_captured = float("inf"), float("inf")
     times: dict[str, float | str] = {}
-    for name in sorted(bounds, key=lambda name: (name not in needed, bounds[name])):
-        progress(f"simulating {name}", 0.5 / len(bounds))
+    for number, name in enumerate(sorted(bounds, key=lambda name: (name not in needed, bounds[name])), 1):
+        progress(f"simulating {number} of {len(bounds)}: {name}", 0.5 / len(bounds))
         one, schedule = there[name]
         if bounds[name] > HOPELESS * (best if one.row.reads_on_host else best_captured) and name not in needed:
             times[name] = f"{AT_LEAST} {bounds[name]:.1f} us"
