@@ -42,10 +42,10 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 	$(BIN)/weft demo
 
 test: setup  ## Tests of everything that needs no GPU, at most 5 minutes on two cores
-	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu"
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
 test-all: test  ## After these their repetitions at length, what runs commands, and planted faults, which tests must find
-	$(BIN)/python -m pytest tests -n 2 --dist loadgroup -m "slow and not gpu and not multigpu"
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal -m "slow and not gpu and not multigpu"
 
 .PHONY: chaos chaos-gpu
 N ?= 250

@@ -32,10 +32,6 @@ TABLES = (
 FEATURES = {"u": 9, "friend": 50, "i": 9, "one": 1}  # with the rows of the smallest table that each is looked up in
 
 
-# What the module needs takes long to make: one worker of pytest-xdist does all of it.
-pytestmark = pytest.mark.xdist_group("embedding module")
-
-
 @pytest.fixture(scope="module")
 def pool():
     with Pool(4) as workers:

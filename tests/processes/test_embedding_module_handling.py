@@ -25,10 +25,6 @@ BATCH = 4
 PLACEMENTS = [[0, 1], [1, 1]]  # with the second, rank 0 owns nothing
 
 
-# What the module needs takes long to make: one worker of pytest-xdist does all of it.
-pytestmark = pytest.mark.xdist_group("embedding module handling")
-
-
 @pytest.fixture(scope="module")
 def pool():
     with Pool(2) as workers:
