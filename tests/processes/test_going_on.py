@@ -160,6 +160,30 @@ def test_an_end_in_order_is_no_failure(pool: Pool, how: str) -> None:
     assert pool.run(end_in_order, how, ranks=3) == [[], [], []]
 
 
+def fail_in_set_up(group):
+    """The group ends before anything watches it: rank 1 has no thread for that."""
+    own, heard, start = dist.new_group(list(range(group.size()))), Heard(), threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    weft.on_failure(own, heard)
+    if group.rank() == 1:
+        threading.Thread.start = fail
+    try:
+        error_of(lambda: symm.domain(own, "cpu").all_gather(None))
+    finally:
+        threading.Thread.start = start
+    assert heard.event.wait(NOTICE_S)
+    return [str(error) for error, _ in heard.said]
+
+
+def test_a_group_that_fails_while_it_is_set_up_has_failed(pool: Pool) -> None:
+    for said in pool.run(fail_in_set_up, ranks=2):
+        assert len(said) == 1
+        assert "rank 1: making a watchdog: RuntimeError" in said[0]
+
+
 def no_group(group):
     return [error_of(lambda one=one: weft.on_failure(one, print)) for one in (None, "world")]
 

@@ -294,6 +294,45 @@ def test_a_process_that_was_stopped_finds_what_came_meanwhile(pool: Pool) -> Non
     pool.run(stopped_past_its_deadline, 3, ranks=2)
 
 
+def store_of_a_stopped_rank(group):
+    """Rank 0 keeps a store and is stopped; rank 1 waits for it, until its deadline or Ctrl-C."""
+    (pid, port), *_ = symm.domain(group, "cpu").all_gather((os.getpid(), keep_a_store() if group.rank() == 0 else 0))
+    found = []
+    if group.rank() == 1:
+        client = dist.TCPStore("127.0.0.1", port, is_master=False)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            found.append(timed(lambda: mesh.connect(client, 1, 2, deadline_s=0.5)))
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                mesh.connect(client, 1, 2, deadline_s=LONG_S)
+            except KeyboardInterrupt:
+                found.append("interrupted")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    dist.barrier(group)
+    kept.clear()
+    return found
+
+
+kept: list[dist.TCPStore] = []
+
+
+def keep_a_store() -> int:
+    kept.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return kept[0].port
+
+
+def test_a_store_that_does_not_answer_is_no_reason_to_wait_longer(pool: Pool) -> None:
+    _, ((kind, text, seconds), interrupted) = pool.run(store_of_a_stopped_rank, ranks=2, timeout_s=40)
+    assert kind == "DeadlineError"
+    assert "rank 1 waited for the store of this process group to answer" in text
+    assert seconds < PROMPT_S
+    assert interrupted == "interrupted"
+
+
 def set_while_stopped(group, wait):
     """The process stands still between a look at the counter and one at the clock; the counter is raised meanwhile."""
     native = _core.signal_wait

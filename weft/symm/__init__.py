@@ -1,8 +1,10 @@
 """Symmetric memory: buffers and signals that every rank of a group can address, on CPU processes and on GPUs."""
 
 from weft.symm.buffer import Signal, SymmetricBuffer
-from weft.symm.domain import Domain, Region, domain, on_failure, open_domain, require_member, set_up_within
+from weft.symm.domain import Domain, Region, domain, open_domain, set_up_within
 from weft.symm.exchange import Exchange
+from weft.symm.failures import on_failure
+from weft.symm.groups import require_member
 
 __all__ = [
     "Domain", "Exchange", "Region", "Signal", "SymmetricBuffer", "domain", "on_failure", "open_domain", "require_member",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import pickle
 import select
@@ -34,6 +33,7 @@ from weft import forks
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, PoisonedGroupError, WeftError
 from weft.symm import mesh
 from weft.symm.calls import CallLog, GroupCalls
+from weft.symm.failures import logged
 
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
 _REFUSAL = b"R"
@@ -43,7 +43,6 @@ _LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read 
 EXITING = "the process is exiting"
 _TICK_S = 0.25  # how often the watchdog looks when nothing comes
 _STALE_S = 1.0  # since its last look: this process has been stopped, and news may lie unread
-_log = logging.getLogger("weft")
 
 
 class Control:
@@ -86,6 +85,7 @@ class Control:
             text = f"rank {rank}: making a watchdog: {error!r}"
             self.poison(text)
             self._release()
+            self._run_callbacks()
             if isinstance(error, Exception):
                 raise WeftError(text) from error
             raise
@@ -381,15 +381,6 @@ class Control:
                 time.sleep(0.001)
             except OSError:
                 return
-
-
-@contextlib.contextmanager
-def logged(rank: int) -> Iterator[None]:
-    """Around what is told of a failure: its own may not keep others from hearing."""
-    try:
-        yield
-    except BaseException:
-        _log.exception("rank %d: a callback for the group's failure failed itself", rank)
 
 
 def and_list(names: Iterable[str]) -> str:

@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
-from weft import _core, env, forks
+from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, WeftError
-from weft.symm import cpu, mesh
+from weft.symm import cpu, failures, mesh
 from weft.symm.calls import calls_of
-from weft.symm.control import EXITING, Control, logged, unusable
+from weft.symm.control import EXITING, Control, unusable
+from weft.symm.groups import is_registered, store_of
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
@@ -153,12 +153,12 @@ class Domain:
     def _remember_failure(self, error: WeftError) -> None:
         group = self._group()
         if group is not None:
-            _failures.setdefault(group, error)
+            failures.remember(group, error)
 
     def _tell_of_failure(self) -> None:
         group = self._group()
         if group is not None:
-            _tell_callbacks(group, self.rank)
+            failures.tell(group, self.rank)
 
     # -- waiting
 
@@ -273,10 +273,6 @@ class Domain:
 _cache: list[Domain] = []
 _cache_lock = threading.RLock()
 _setup_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, WeftError] = weakref.WeakKeyDictionary()
-_callbacks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Callable[[WeftError], object]]] = (
-    weakref.WeakKeyDictionary()
-)
 _exit_hook_of = 0  # pid
 
 
@@ -296,7 +292,7 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    store = _store_of(group)
+    store = store_of(group)
     with _cache_lock:
         lock = _setup_locks.setdefault(group, threading.Lock())
     with lock:
@@ -306,17 +302,18 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
                 if known.device != device:
                     raise ValueError(f"this group has a domain on {known.device}: close it to use {device}")
                 return known
-            if not _is_registered(known._group()):  # destroyed, though something still refers to it
+            if not is_registered(known._group()):  # destroyed, though something still refers to it
                 known._close("its process group was destroyed")
-        if group in _failures:
-            raise unusable(str(_failures[group]))
+        if (failure := failures.of(group)) is not None:
+            raise unusable(str(failure))
         deadline_s = _setup_deadline_s(deadline_s)
         prefix = dist.PrefixStore(f"weft/{device.type}", store)
         try:
             calls = calls_of(group).begun
             peers = mesh.connect(prefix, group.rank(), group.size(), deadline_s, partial(_ended, group), calls)
         except DisagreementError as error:  # all ranks have found it out
-            _failures[group] = error
+            failures.remember(group, error)
+            failures.tell(group, group.rank())
             raise
         made = Domain(group, device, peers)
         with _cache_lock:
@@ -330,87 +327,17 @@ def open_domain(group: dist.ProcessGroup, device_type: str) -> Domain | None:
     return next((one for one in list(_cache) if one.is_of(group) and one.device.type == device_type), None)
 
 
-def require_member(group: Any) -> None:
-    """`ValueError` if this rank cannot make calls on `group`."""
-    _store_of(group)
-
-
-def _store_of(group: Any) -> dist.Store:
-    """The group's key-value store; raises if this rank cannot use the group."""
-    if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialised: call dist.init_process_group first")
-    if group is None:
-        raise ValueError(
-            "group=None: pass dist.group.WORLD or your own group. (dist.new_group with use_local_synchronization=True "
-            "returns None on ranks that are not in the new group: only its members may make this call)"
-        )
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members may make this call")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group={group!r} must be a torch.distributed.ProcessGroup")
-    if forks.is_the_parents(group):
-        raise ValueError(forks.MAKE_ANOTHER)
-    try:
-        return _get_process_group_store(group)
-    except KeyError:
-        raise ValueError("this process group was destroyed: make a new one") from None
-
-
-def _is_registered(group: dist.ProcessGroup | None) -> bool:
-    try:
-        return group is not None and bool(dist.get_process_group_ranks(group))
-    except KeyError:
-        return False
-
-
 def _ended(group: dist.ProcessGroup, rank: int) -> str:
     """What another group of this process knows of a rank of `group` whose process has ended, else ''."""
     wanted = dist.get_global_rank(group, rank)
     for known in list(_cache):
         other = known._group()
-        if other is None or not _is_registered(other):
+        if other is None or not is_registered(other):
             continue
         for peer, text in list(known._control.ended.items()):
             if dist.get_global_rank(other, peer) == wanted:
                 return text if other is group else f"{text} (rank {peer} of another group, rank {rank} of this one)"
     return ""
-
-
-def on_failure(group: dist.ProcessGroup, callback: Callable[[WeftError], object]) -> Callable[[], None]:
-    """Have `callback(error)` called when `group` fails: a rank died, was late, left too early, or met an error in a call.
-
-    For launchers that go on with the ranks that are left. `error` says what happened: a `PeerLostError`, whose `rank` is the one
-    that is lost, or a `PoisonedGroupError`. Every rank that lives is told, whether it computes, waits or sleeps.
-
-    Once at most, on weft's thread that watches the group, right after what waits for a peer has been released; at once, on this
-    thread, if the group has failed already. Be short there, and call no collective: note the error, set an event, end the
-    process. What the callback raises is logged. A group that ends in order (it is destroyed, the process exits) has not failed.
-
-    Not collective. weft watches a group from the first call of weft on it; a group that no call was made on does not fail.
-
-    Returns a function that takes the registration back. Raises `ValueError` if this rank cannot make calls on `group`.
-    """
-    _store_of(group)
-    mine: dict[object, Callable[[WeftError], object]] = _callbacks.setdefault(group, {})
-    key = object()
-    mine[key] = callback
-    if group in _failures and mine.pop(key, None) is not None:  # else the watchdog has taken it
-        callback(_failures[group])
-
-    def take_back() -> None:
-        mine.pop(key, None)
-
-    return take_back
-
-
-def _tell_callbacks(group: dist.ProcessGroup, rank: int) -> None:
-    """On the watchdog thread."""
-    waiting = _callbacks.get(group, {})
-    for key in list(waiting):
-        callback = waiting.pop(key, None)
-        if callback is not None:
-            with logged(rank):
-                callback(_failures[group])
 
 
 def close_all() -> None:

@@ -40,6 +40,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
+from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
@@ -114,6 +115,14 @@ def connect(
         return []
     setup = _Setup(store, rank, world_size, deadline_s, ended, calls)
     try:
+        return _connect(setup)
+    finally:
+        setup.store.close()
+
+
+def _connect(setup: _Setup) -> list[Peer]:
+    rank = setup.rank
+    try:
         setup.run()
     except BaseException as error:
         words = json.dumps(setup.last_words(error))
@@ -147,9 +156,10 @@ class _Setup:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, deadline_s: float, ended: Callable[[int], str], calls: int
     ) -> None:
-        self.store, self.rank, self.world_size, self.deadline_s = store, rank, world_size, deadline_s
+        self.rank, self.world_size, self.deadline_s = rank, world_size, deadline_s
         self.ended, self.calls = ended, calls
         self.until = time.monotonic() + deadline_s
+        self.store = PatientStore(store, rank, self.until)
         self.name = PREFIX + secrets.token_hex(16)
         self.entries: dict[int, _Entry] = {}
         self.gave_up: dict[int, str] = {}  # in earlier attempts

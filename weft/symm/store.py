@@ -1,0 +1,75 @@
+"""A process group's store, asked on a thread of its own.
+
+A store may be kept by another process: rank 0, unless a launcher keeps it. torch waits for its answer without end, whatever the
+store's own timeout: if that process is stopped, whoever asks stands still in native code, where no deadline and no Ctrl-C reach.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.errors import DeadlineError
+
+_GRACE_S = 0.5  # for what is asked when the deadline has passed, or something before was not answered
+
+
+class PatientStore:
+    """`store`, which has until `until` (`time.monotonic`) to answer, for rank `rank`. Raises what it raises, or `DeadlineError`."""
+
+    def __init__(self, store: dist.Store, rank: int, until: float) -> None:
+        self._store, self._rank, self._until = store, rank, until
+        self._asked: queue.SimpleQueue[tuple[str, tuple[Any, ...], queue.SimpleQueue] | None] = queue.SimpleQueue()
+        self._is_stuck = False  # a question was left without an answer: by the deadline, or by Ctrl-C
+        # Where there is no thread left it asks on the caller's: to be able to say so counts for more.
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._answer, name=f"weft-store-{rank}", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask("check", keys)
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", key)
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("set", key, value)
+
+    def close(self) -> None:
+        """The thread ends, when the store has answered what it was asked last."""
+        self._asked.put(None)
+
+    def _ask(self, method: str, *given: Any) -> Any:
+        if self._thread is None:
+            return getattr(self._store, method)(*given)
+        answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        left = 0.0 if self._is_stuck else self._until - time.monotonic()
+        self._asked.put((method, given, answer))
+        self._is_stuck = True
+        try:
+            succeeded, value = answer.get(timeout=max(_GRACE_S, left))
+        except queue.Empty:
+            raise DeadlineError(
+                f"rank {self._rank} waited for the store of this process group to answer, to set up symmetric memory: the "
+                "process that keeps it, which is rank 0 unless a launcher does, is stopped or does not get to run"
+            ) from None
+        self._is_stuck = False
+        if not succeeded:
+            raise value
+        return value
+
+    def _answer(self) -> None:
+        while (question := self._asked.get()) is not None:
+            method, given, answer = question
+            try:
+                answer.put((True, getattr(self._store, method)(*given)))
+            except Exception as error:
+                answer.put((False, error))
