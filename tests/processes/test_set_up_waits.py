@@ -247,7 +247,7 @@ def late_in(group, function, where, late_s, deadline_s, variables):
     ],
 )
 def test_a_callers_deadline_holds_in_all_of_the_set_up(pool: Pool, function: Any, where: str) -> None:
-    found = pool.run(late_in, function, where, 1.5, 0.4, {}, ranks=2, timeout_s=60)
+    found = pool.run(late_in, function, where, 6.0, 2.0, {}, ranks=2, timeout_s=60)
     kind, text, seconds = found[0]
     assert kind == "DeadlineError", found
     assert re.search(rf"rank 0 waited 2 s for the part of rank 1 \(pid \d+\) in .*{where}", text)
