@@ -99,6 +99,7 @@ def stuck(group, p, options, doing):
         if doing == "raise":
             raise ArithmeticError("on purpose")
         wait_for_failure(own)
+        dist.barrier(group)  # who has not given up yet would still take what comes now
         return native(*args, **kwargs)
 
     if group.rank() == BAD_RANK:
@@ -112,6 +113,8 @@ def stuck(group, p, options, doing):
         error = type(raised).__name__, str(raised)
     finally:
         cpu.run_native = native
+    if doing == "hang" and group.rank() != BAD_RANK:
+        dist.barrier(group)
     return error, *then(own, p, options)
 
 
