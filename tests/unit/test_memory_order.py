@@ -35,7 +35,7 @@ def test_waits_end_as_they_should_in_every_order(tmp_path: Path) -> None:
         name: int(count)
         for name, count in (re.fullmatch(r"(.*): (\d+) orders", s).groups() for s in run("signals", tmp_path))
     }
-    assert len(orders) == 8
+    assert len(orders) == 9
     assert orders["the counter is reached, then the group fails"] > 1000
 
 

@@ -69,6 +69,7 @@ struct World {
     ucontext_t scheduler{};
     bool exploring = false;
     double time_s = 0;
+    double yield_s = 0;  // how long the others keep the core
     bool sleeps_end = false;  // a futex times out when nothing else can happen
     std::string wrong;
 };
@@ -320,7 +321,7 @@ inline void model_fence(memory_order order) { model::fence(order); }
 inline void *model_memcpy(void *to, const void *from, size_t bytes) { return model::copy(to, from, bytes); }
 using model_jthread = model::jthread;
 namespace this_thread {
-inline void model_yield() {}
+inline void model_yield() { model::world.time_s += model::world.yield_s; }
 }
 }  // namespace std
 

@@ -73,6 +73,12 @@ const std::vector<Case> cases = {
              if (world.time_s < 0.05 || world.time_s > 0.0701) model::fault("a deadline of 0.05 s ends after " + std::to_string(world.time_s));
          }, true};
      }, 0},
+    {"nobody sets, and others want the core", [] {
+         return Scene{{[] { world.yield_s = 0.045; waiter(1, 0.05)(); }}, [] {
+             all(Wait::deadline)();
+             if (world.time_s > 0.15) model::fault("a deadline of 0.05 s ends after " + std::to_string(world.time_s));
+         }, true};
+     }, 0},
 };
 
 }  // namespace
