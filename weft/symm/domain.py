@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from weft.symm.groups import is_registered, store_of
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
 _COME_OUT_S = 1.0  # how long the exit of the process waits for threads
+_LET_GO_S = 0.1  # and then, while they live, for what they do on their way out
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -348,21 +350,35 @@ def close_all() -> None:
 
 def _leave_all() -> None:
     """At interpreter exit. Daemon threads that wait in native code hear of the end of their domain, and get some time to come out:
-    one that did so when the interpreter is already ending would abort the process."""
+    one that did so when the interpreter is already ending would abort the process. So would one that lets go of tensors then, as
+    it does with the traceback that it leaves with: `_LET_GO_S` is for that."""
+    came_out = _threads_inside()
     close_all()
     until = time.monotonic() + _COME_OUT_S
-    while _is_inside() and time.monotonic() < until:
+    while (inside := _threads_inside()) and time.monotonic() < until:
+        came_out |= inside
         time.sleep(0.001)  # in which they get the interpreter's lock
+    until = time.monotonic() + _LET_GO_S
+    while came_out & sys._current_frames().keys() and time.monotonic() < until:
+        time.sleep(0.001)
 
 
-def _is_inside() -> bool:
-    """Whether another thread is in code of weft, or in what that calls natively. Those that watch call nothing that could abort."""
+def _threads_inside() -> set[int]:
+    """Other threads in code of weft, or in what that calls natively. Those that watch call nothing that could abort."""
     watching = {thread.ident for thread in threading.enumerate() if thread.name.startswith("weft-")}
-    return any(
-        frame.f_code.co_filename.startswith(_PACKAGE)
+    return {
+        thread
         for thread, frame in sys._current_frames().items()
-        if thread != threading.get_ident() and thread not in watching
-    )
+        if thread != threading.get_ident() and thread not in watching and _is_inside(frame)
+    }
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _close_at_exit() -> None:
