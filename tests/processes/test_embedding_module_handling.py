@@ -401,7 +401,7 @@ def compiled(group, what: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("what", ["module", slow("operator")])
+@pytest.mark.parametrize("what", [slow("module"), slow("operator")])
 def test_compiled_programs_call_it_with_other_ids(what):
     with Pool(2) as alone:  # Dynamo stays loaded
         assert alone.run(compiled, what, timeout_s=120) == [[0.0] * 4] * 2

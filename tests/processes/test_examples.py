@@ -51,7 +51,7 @@ def test_dlrm_agrees_with_the_unsharded_model() -> None:
 # -- a mixture-of-experts layer
 
 
-@pytest.mark.parametrize("preset", [slow("mixtral"), "deepseek"])
+@pytest.mark.parametrize("preset", [slow("mixtral"), slow("deepseek")])
 def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
     small = ["--preset", preset, "--shrink", "128", "--tokens", "32", "--repetitions", "1"]
     printed = run(EXAMPLES / "moe.py", *small, "--schedule", "dispatch[by=kernel,rest=each]")

@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from slow import slow
 
 
 def first_of_two(program: str, directory: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
@@ -59,7 +60,7 @@ LEAVES = """
 """
 
 
-@pytest.mark.parametrize("how", ["destroy", "as it is", "backward destroy"])
+@pytest.mark.parametrize("how", [slow("destroy"), "as it is", slow("backward destroy")])
 def test_a_collective_that_was_given_up_holds_up_no_exit(tmp_path: Path, how: str) -> None:
     status, said = first_of_two(LEAVES, tmp_path, *how.split(), timeout_s=60)
     assert status == 0
@@ -85,7 +86,7 @@ WAITS = """
 """
 
 
-@pytest.mark.parametrize("schedule", ["serial", "shard[chunks=1,send=in_turn,by=dma]", "gather[by=kernel]"])
+@pytest.mark.parametrize("schedule", [slow("serial"), slow("shard[chunks=1,send=in_turn,by=dma]"), "gather[by=kernel]"])
 def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
     """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
     assert first_of_two(WAITS, tmp_path, schedule, timeout_s=30) == (0, "")

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import assert_deadline, error_of, traces
+from slow import slow
 
 import weft
 from weft import _core, symm
@@ -238,10 +239,10 @@ def late_in(group, function, where, late_s, deadline_s, variables):
     ("function", "where"),
     [
         (multiply, "Exchange"),
-        (multiply, "schedules to run"),
-        (multiply, "buffers of schedule"),
-        (multiply, "signals of schedule"),
-        (embed, "Exchange"),
+        slow(multiply, "schedules to run"),
+        slow(multiply, "buffers of schedule"),
+        slow(multiply, "signals of schedule"),
+        slow(embed, "Exchange"),
         (embed, "allocating 8 bytes"),  # the first flags
         (embed, "allocating 131072 bytes"),  # results
     ],
@@ -404,8 +405,9 @@ def without_descriptors(group, function, rooms, late):
     return found
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("function", [set_all_up, call])
+@pytest.mark.parametrize(
+    ("function", "late"), [slow(set_all_up, False), (set_all_up, True), (call, False), slow(call, True)]
+)
 def test_no_descriptor_left_is_told_by_its_cause(function: Any, late: bool) -> None:
     """However many there are: too few for the first socket, for a peer's, for what wakes the watchdog, for memory, or enough."""
     with Pool(3) as pool:

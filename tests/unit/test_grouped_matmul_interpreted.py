@@ -249,7 +249,7 @@ OTHERS = {
 SLOW = (
     "many experts", "five ranks", "random shapes", "awkward K and N, bf16", "awkward K and N, transposed weights",
     "awkward K and N, fp32", "stored in halves, transposed weights", "K and N that fill no block", "two ranks, fp32", "two ranks",
-    "one rank, one expert",
+    "one rank, one expert", "stored in halves", "whole tiles", "three ranks", "one column, one K",
 )  # fmt: skip
 
 

@@ -216,7 +216,7 @@ class Played:
             assert moved, "all streams stand still"
 
 
-@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "3 ranks, uneven", "a rank without rows"))
+@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "3 ranks, uneven"))
 def test_tokens_come_to_the_run_that_waits_for_them(recorded: None, name: str) -> None:
     count = 0
     for candidate in candidates(PROBLEMS[name]):

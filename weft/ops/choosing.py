@@ -249,6 +249,7 @@ def _fastest(
     schedules = {}
     for candidate in candidates(p):
         if p.worth_running(candidate) or plan.from_outside(p, candidate):
+            domain.check()  # building them takes seconds on a loaded machine
             with contextlib.suppress(NotApplicableError):
                 schedules[candidate.name] = _built(p, candidate, domain)
     # Each is run by itself, a few times: only one holds memory.
