@@ -13,6 +13,9 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip
 INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
 
+# Tests start hundreds of processes, each of which would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel clean
 
