@@ -8,6 +8,7 @@ void register_lease(nb::module_ &m);
 void register_embedding_all_to_all(nb::module_ &m);
 void register_mapping(nb::module_ &m);
 void register_copy(nb::module_ &m);
+void register_accumulate(nb::module_ &m);
 void register_stream_program(nb::module_ &m);
 
 NB_MODULE(_core, m) {
@@ -19,5 +20,6 @@ NB_MODULE(_core, m) {
     register_embedding_all_to_all(m);
     register_mapping(m);
     register_copy(m);
+    register_accumulate(m);
     register_stream_program(m);
 }

@@ -15,8 +15,8 @@ from weft.errors import ScheduleError
 from weft.runtime.schedule_cpu_program import Checked
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
 from weft.schedule.order import issue_order, sets_per_run
+from weft.schedule.steps.loops import counted
 from weft.schedule.text import describe, from_json, table, to_json
-from weft.schedule.tiles import counted
 from weft.schedule.verify import SAMPLE, verify
 from weft.sim import simulate
 

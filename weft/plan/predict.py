@@ -287,7 +287,7 @@ class _Counts:
                     moved = operands[-1 if isinstance(step, Compute) else 0]
                     if not moved.rows or not moved.cols:
                         continue
-                kind = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
+                kind = (type(step), step.settings, operands)
                 if kind not in first:
                     first[kind] = _Priced(step, operands)
                 times[kind] += 1

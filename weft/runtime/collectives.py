@@ -18,8 +18,9 @@ import torch.distributed as dist
 from weft.errors import DeadlineError, WeftError
 from weft.symm import Domain
 
-# From torch 2.13 on `all_gather_into_tensor` is deprecated in favour of this name.
+# From torch 2.13 on `all_gather_into_tensor` and `reduce_scatter_tensor` are deprecated in favour of these names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LOOK_S = 0.1  # how long a wait for the library lasts before it looks at the state of the group
 

@@ -54,14 +54,16 @@ class CpuSchedule:
         self.schedule, self.domain = schedule, domain
         self._program: Program | None = Program(schedule, checked, Run(schedule.name, what, domain))
         self._workers: list[_Worker] = []
+        # Before there is a thread: whatever strikes while they start, all are known to what ends them.
+        self._end = weakref.finalize(self, _end_all, self._workers, self._program)
+        self._end.atexit = False  # the domain ends it then, after it has told lanes that wait
         try:
             for name, _ in self._program.lanes[1:]:
                 self._workers.append(_Worker(f"weft {schedule.name}, {name}"))
+                self._workers[-1].start()
         except BaseException:  # no thread is left, say: those that there are do not stay
-            _end_all(self._workers, self._program)
+            self._end()
             raise
-        self._end = weakref.finalize(self, _end_all, self._workers, self._program)
-        self._end.atexit = False  # the domain ends it then, after it has told lanes that wait
         domain._holders.add(self)
 
     def run(
@@ -162,7 +164,6 @@ class _Worker(threading.Thread):
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         self._done, self._ending = threading.Lock(), threading.Lock()
         self._ended = self._busy = False
-        self.start()
 
     def begin(self, job: Callable[[], None]) -> None:
         with self._ending:
@@ -185,7 +186,7 @@ class _Worker(threading.Thread):
         with self._ending:
             self._ended = True
             self._jobs.put(None)
-        if threading.current_thread() is not self:
+        if threading.current_thread() is not self and self.is_alive():
             self.join()
 
     def run(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.schedule import Collective, Compute, Copy, Expr, Region, Step, Tiles
+from weft.schedule import Compute, Copy, Expr, Region, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import put_in
 
@@ -20,13 +20,13 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
 
     size_of: (rows, columns) of a buffer of a rank. `ValueError` for a region that is not inside.
     """
-    if isinstance(step, Collective):
+    if not isinstance(step, Tiles | Copy | Compute):
         yield put_in(step, values)
         return
     tiles = np.arange(_extent(step, values))
     within: Mapping[str, Any] = {**values, step.index: tiles} if isinstance(step, Tiles) else values
     columns = []
-    for inner in step.body if isinstance(step, Tiles) else (step,):
+    for inner in step.inner or (step,):
         assert isinstance(inner, Copy | Compute)
         regions = (inner.src, inner.dst) if isinstance(inner, Copy) else (*inner.inputs, inner.out)
         tables = [_table(region, within, len(tiles), size_of) for region in regions]
@@ -37,7 +37,7 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
             if 0 in (parts[-1].rows, parts[-1].cols):
                 continue
             if isinstance(inner, Copy):
-                yield Copy(parts[0], parts[1], inner.by)
+                yield Copy(parts[0], parts[1], inner.by, inner.accumulate)
             else:
                 yield Compute(inner.op, parts[-1], tuple(parts[:-1]), inner.accumulate)
 

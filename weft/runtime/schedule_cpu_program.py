@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +37,7 @@ from weft.schedule import (
     Index,
     Lane,
     Read,
+    Reduce,
     Region,
     Schedule,
     Set,
@@ -45,7 +47,7 @@ from weft.schedule import (
     value,
 )
 from weft.schedule.expr import Held
-from weft.schedule.fits import accesses, unread, wrong_collectives, wrong_declarations, wrong_step
+from weft.schedule.fits import unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.schedule.order import sets_per_run
 from weft.schedule.spans import span_name
 from weft.schedule.steps import put_in, variables_of
@@ -53,6 +55,7 @@ from weft.schedule.text import describe
 from weft.symm import Domain
 from weft.words import counted
 
+_ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ELEMENTWISE: dict[str, Any] = {
     "add": torch.ops.aten.add.out,
     "silu": torch.ops.aten.silu.out,
@@ -81,13 +84,16 @@ class Checked:
         for setter, its_lanes in enumerate(ranks):
             for lane in its_lanes:
                 for step in lane.steps:
-                    if isinstance(step, Set) and step.at == rank:
-                        self.setters[step.signal, value(step.index)].append(setter)
+                    for (at, signal, index), times in ({} if step.inner else step.sets()).items():
+                        if at == rank:
+                            self.setters[signal, value(index)] += [setter] * times
         first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
         self.lanes = [first, *(lane for lane in lanes if lane.steps and lane is not first)]
         collectives = [[s for lane in of_rank for s in lane.steps if isinstance(s, Collective)] for of_rank in ranks]
         self.rows = [
-            tuple(value(step.src.rows) for step in same) if same[0].op == "all_gather" else ()
+            tuple(value((step.dst if step.op == "reduce_scatter" else step.src).rows) for step in same)
+            if same[0].op in ("all_gather", "reduce_scatter")
+            else ()
             for same in zip(*collectives, strict=True)
         ]
 
@@ -114,11 +120,15 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
         for step in lane.steps:
             fixed = not isinstance(step, Tiles) and not variables_of(step)
             wrong = list(wrong_step(schedule, buffers, rank, step)) if fixed else []
-            if isinstance(step, Wait) and value(step.count) > (n := sets[rank, step.signal, step.index]):
-                wrong.append(f"{step.count} sets are waited for, and a run makes {n}")
+            if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
+                wrong.append(f"{wait.count} sets are waited for, and a run makes {n}")
+            if not isinstance(step, Tiles | Read) and bind.dispatch(type(step)) is bind.dispatch(object):
+                wrong.append(
+                    f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {__name__}.bind"
+                )
             if isinstance(step, Collective) and step.op == "all_to_all":
-                wrong.append("the CPU executor gathers and exchanges rows, and knows no other collective")
-            for inner in step.body if isinstance(step, Tiles) else (step,):
+                wrong.append("the CPU executor knows no all_to_all: exchange says how many rows go to each rank")
+            for inner in step.inner or (step,):
                 if isinstance(inner, Compute) and inner.op == "embedding_bag":
                     wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
                 in_fp8 = isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8"
@@ -154,6 +164,7 @@ class Program:
         self._dtypes = {buffer.name: TORCH_DTYPE[buffer.dtype] for buffer in schedule.buffers}
         self._places: dict[tuple[str, int], _Place] = {}
         self._counters = self._allocate(schedule.name, run.domain, checked.buffers)
+        self._shared = _updated_by_several(checked)
         given = {b.name: b for b in checked.buffers if b.role in ("input", "output")}
         users: dict[str, list[Bound]] = {name: [] for name in given}
         rows = iter(checked.rows)
@@ -166,7 +177,7 @@ class Program:
                 late = isinstance(step, Tiles | Read) or bool(variables_of(step))
                 sent = 0 if late else self._sent_bytes(step)
                 bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, _not_bound)
-                mine = given.keys() & {a.region.buffer for inner in _inner(step) for a in accesses(inner)}
+                mine = given.keys() & {a.region.buffer for inner in step.inner or (step,) for a in inner.accesses()}
                 for name in mine:
                     users[name].append(bound)
                 if late:
@@ -211,7 +222,7 @@ class Program:
         """A step in the numbers of this run."""
         step = bound.step
         if isinstance(step, Read):
-            known[step.region.buffer] = Held(self._view(step.region).flatten().tolist())
+            known[step.region.buffer] = Held(self.view(step.region).flatten().tolist())
             self._make_outputs(known)
             return
         try:
@@ -259,57 +270,122 @@ class Program:
         return [counters.tensor(rank, (counter_bytes,), torch.uint8) for rank in ranks]
 
     def _call(self, bound: Bound) -> Callable[[], object]:
-        match bound.step:
-            case Copy(src, dst):
-                source, target = self._place(src), self._place(dst)
-                rows, cols = _size(src)
-                width = cols * source.flat.itemsize
-                to, begin = target.address(dst), source.address(src)
-                return partial(_core.copy_2d, to, target.pitch, begin, source.pitch, width, rows)
-            case Compute(op, out, inputs, accumulate):
-                return _arithmetic(op, self._view(out), [self._view(region) for region in inputs], accumulate)
-            case Collective("exchange", src, dst, sent, received):
-                sizes = [value(n) for n in sent], [value(n) for n in received]
-                return partial(self.run.exchange, *sizes, self._view(src), self._view(dst))
-            case Collective(_, src, dst):
-                return partial(self.run.all_gather, bound.rows, self._view(src), self._view(dst))
-            case Set(signal, index, at):
-                return partial(_core.signal_add, self._counter(signal, index, value(at)), 1)
-            case Wait(signal, index, count, previous):
-                setters = self._setters[signal, value(index)]
-                ranks = tuple(dict.fromkeys(setters))
-                return partial(
-                    self.run.wait,
-                    self._counter(signal, index, self._rank),
-                    len(setters),
-                    value(count) - (2 if previous else 1) * len(setters),
-                    f"{signal}[{index}] of {self.run.name}",
-                    ranks[0] if len(ranks) == 1 else None,
-                )
-        raise AssertionError(f"{bound.step} is not in numbers")
+        return bind(bound.step, self, bound.rows)
 
-    def _place(self, region: Region) -> _Place:
+    def place(self, region: Region) -> _Place:
         return self._places[region.buffer, value(region.at)]
 
-    def _view(self, region: Region) -> torch.Tensor:
-        return self._place(region).view(region)
+    def view(self, region: Region) -> torch.Tensor:
+        return self.place(region).view(region)
 
-    def _counter(self, signal: str, index: Index, rank: int) -> int:
+    def counter(self, signal: str, index: Index, rank: int) -> int:
         number = self._layout.counters[signal] + value(index)
         return self._counters[rank].data_ptr() + _core.COUNTER_BYTES * number
 
+    def setters(self, wait: Wait) -> list[int]:
+        """The ranks that set the counter which `wait` waits for, one for each set."""
+        return self._setters[wait.signal, value(wait.index)]
+
+    def is_updated_elsewhere(self, region: Region) -> bool:
+        """Whether others may add to it at the same time: peers, or other lanes of this rank."""
+        return region.buffer in self._shared
+
     def _sent_bytes(self, step: Step) -> int:
         """What crosses between ranks for this step: leaves this rank, or is fetched from another."""
-        match step:
-            case Copy(src, dst):
-                crossing = [src] if {src.at, dst.at} != {self._rank} else []
-            case Compute(_, out, inputs):
-                crossing = [region for region in (*inputs, out) if region.at != self._rank]
-            case Collective(_, src, _):
-                crossing = [src] * (len(self._counters) - 1)
-            case _:
-                crossing = []
+        regions = [access.region for access in step.accesses()]
+        if step.meets:
+            crossing = regions[:1] * (len(self._counters) - 1)
+        elif isinstance(step, Copy):
+            crossing = [] if {step.src.at, step.dst.at} == {self._rank} else [step.src]
+        else:
+            crossing = [region for region in regions if region.at != self._rank]
         return sum(math.prod(_size(region)) * self._dtypes[region.buffer].itemsize for region in crossing)
+
+
+def _updated_by_several(checked: Checked) -> set[str]:
+    """Buffers that peers may add to, and that several lanes do."""
+    lanes = [
+        {
+            a.region.buffer
+            for step in lane.steps
+            for inner in step.inner or (step,)
+            for a in inner.accesses()
+            if a.updates
+        }
+        for lane in checked.lanes
+    ]
+    count = Counter(name for names in lanes for name in names)
+    return {b.name for b in checked.buffers if count[b.name] > 1 or (count[b.name] and b.role == "symmetric")}
+
+
+@singledispatch
+def bind(step: Step, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    """What does a step in numbers, on the memory of `program`. A kind of step is run here if it is registered (`bind.register`).
+
+    rows: of a collective, how many each rank has.
+    """
+    raise AssertionError(f"{step} was not refused")
+
+
+@bind.register
+def _copy(step: Copy, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    source, target = program.place(step.src), program.place(step.dst)
+    n_rows, cols = _size(step.src)
+    begin, to = source.address(step.src), target.address(step.dst)
+    if step.accumulate:
+        dtype = _ADDED[source.flat.dtype]
+        return partial(_core.add_2d, to, target.pitch, begin, source.pitch, cols, n_rows, dtype)
+    return partial(_core.copy_2d, to, target.pitch, begin, source.pitch, cols * source.flat.itemsize, n_rows)
+
+
+@bind.register
+def _compute(step: Compute, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    inputs = [program.view(region) for region in step.inputs]
+    if step.accumulate and program.is_updated_elsewhere(step.out):
+        made = torch.empty(_size(step.out), dtype=program.view(step.out).dtype)
+        return partial(_add_at_once, program.place(step.out), step.out, made, _arithmetic(step.op, made, inputs, False))
+    return _arithmetic(step.op, program.view(step.out), inputs, step.accumulate)
+
+
+@bind.register
+def _reduce(step: Reduce, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    parts = [program.view(region) for region in step.parts]
+    out = program.view(step.out)
+    if not step.accumulate:
+        return partial(_sum, out, parts)
+    made = torch.empty(_size(step.out), dtype=out.dtype)
+    return partial(_add_at_once, program.place(step.out), step.out, made, partial(_sum, made, parts))
+
+
+@bind.register
+def _collective(step: Collective, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    src, dst = program.view(step.src), program.view(step.dst)
+    if step.op == "exchange":
+        return partial(program.run.exchange, [value(n) for n in step.sent], [value(n) for n in step.received], src, dst)
+    if step.op == "all_reduce":
+        return partial(program.run.all_reduce, src, dst)
+    if step.op == "reduce_scatter":
+        return partial(program.run.reduce_scatter, rows, src, dst)
+    return partial(program.run.all_gather, rows, src, dst)
+
+
+@bind.register
+def _set(step: Set, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    return partial(_core.signal_add, program.counter(step.signal, step.index, value(step.at)), 1)
+
+
+@bind.register
+def _wait(step: Wait, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    setters = program.setters(step)
+    ranks = tuple(dict.fromkeys(setters))
+    return partial(
+        program.run.wait,
+        program.counter(step.signal, step.index, program.run.domain.rank),
+        len(setters),
+        value(step.count) - (2 if step.previous else 1) * len(setters),
+        f"{step.signal}[{step.index}] of {program.run.name}",
+        ranks[0] if len(ranks) == 1 else None,
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -343,7 +419,7 @@ class _Given:
         self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
         self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # what becomes known in a run
         self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
-        for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for b in steps for s in _inner(b.step))
+        for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for b in steps for s in b.step.inner or (b.step,))
         self.transposable = buffer.role == "input" and for_matmuls
         self.key = (-1, 0, 0, 0)
 
@@ -378,10 +454,6 @@ class _Given:
         return _Place(flat.view(self.dtype), row_stride, col_stride, rows, cols)
 
 
-def _inner(step: Step) -> tuple[Step, ...]:
-    return step.body if isinstance(step, Tiles) else (step,)
-
-
 def _size(region: Region) -> tuple[int, int]:
     return value(region.rows), value(region.cols)
 
@@ -398,6 +470,21 @@ def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumula
     if not accumulate:
         return partial(_ELEMENTWISE[op], *inputs, out=out)
     return partial(_add_to, out, partial(_ELEMENTWISE[op], *inputs, out=torch.empty_like(out)))
+
+
+def _sum(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    out.copy_(total)
+
+
+def _add_at_once(place: _Place, region: Region, made: torch.Tensor, call: Callable[[], object]) -> None:
+    """Add what `call` makes, each element in one piece: peers and other lanes may add to the same ones."""
+    call()
+    rows, cols = _size(region)
+    dtype = _ADDED[made.dtype]
+    _core.add_2d(place.address(region), place.pitch, made.data_ptr(), cols * made.itemsize, cols, rows, dtype)
 
 
 def _add_to(out: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:

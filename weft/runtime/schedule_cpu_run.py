@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weft import _core
 from weft.errors import PoisonedGroupError, RefusedError, WeftError
-from weft.runtime.collectives import all_gather_single, finish, sendable
+from weft.runtime.collectives import all_gather_single, finish, reduce_scatter_single, sendable
 from weft.runtime.meeting import Topic, meeting_of
 from weft.symm import Domain
 
@@ -99,5 +99,29 @@ class Run:
         source = src.contiguous()
         work = dist.all_to_all_single(whole, source, received, sent, group=self.domain.group, async_op=True)
         finish(work, self.domain, f"exchange of {self.name}", self._deadline_s, source, whole, self.tensors)
+        if whole is not dst:
+            dst.copy_(whole)
+
+    def all_reduce(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """dst = the sum of all ranks' src, by the library. One thread at a time."""
+        whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+        whole.copy_(src)
+        work = dist.all_reduce(whole, group=self.domain.group, async_op=True)
+        finish(work, self.domain, f"all_reduce of {self.name}", self._deadline_s, whole, self.tensors)
+        if whole is not dst:
+            dst.copy_(whole)
+
+    def reduce_scatter(self, rows: tuple[int, ...], src: torch.Tensor, dst: torch.Tensor) -> None:
+        """dst [rows[rank], cols] = this rank's rows of the sum of all ranks' src [sum(rows), cols], by the library. One thread
+        at a time."""
+        source = src.contiguous()
+        if len(set(rows)) == 1:
+            whole = dst if dst.is_contiguous() else torch.empty(dst.shape, dtype=dst.dtype)
+            work = reduce_scatter_single(whole, source, group=self.domain.group, async_op=True)
+        else:  # which the library's reduce-scatter does not know
+            source = source.clone() if source is src else source
+            work = dist.all_reduce(source, group=self.domain.group, async_op=True)
+            whole = source.split(rows)[self.domain.rank]
+        finish(work, self.domain, f"reduce_scatter of {self.name}", self._deadline_s, source, whole, self.tensors)
         if whole is not dst:
             dst.copy_(whole)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import DisagreementError
+from weft.runtime.runnable import require_runnable_on_gpus
 from weft.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.text import to_json
@@ -45,7 +46,8 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
-    """Collective, before anything is allocated: `DisagreementError` on every rank if the ranks' schedules differ."""
+    """Collective, before anything is allocated: `DisagreementError` on every rank if the ranks' schedules differ, `ScheduleError`
+    for what GPUs cannot run."""
     mine = (schedule.name, hashlib.sha256(to_json(schedule).encode()).hexdigest())
     for rank, theirs in enumerate(domain.all_gather(mine, what="schedules to run")):
         if theirs != mine:
@@ -53,3 +55,5 @@ def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
                 f"rank {domain.rank} runs schedule {mine[0]} ({mine[1][:8]}) and rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
                 f"call with the same shapes, dtypes and schedule on every rank"
             )
+    if domain.device.type == "cuda":
+        require_runnable_on_gpus(schedule, domain.rank)

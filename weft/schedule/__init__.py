@@ -18,6 +18,7 @@ from weft.schedule.steps import (
     For,
     Lane,
     Read,
+    Reduce,
     Region,
     Set,
     Signals,
@@ -29,6 +30,6 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "NotApplicableError", "Problem", "Read", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles",
+    "Lane", "NotApplicableError", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles",
     "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total", "unregister", "value",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from weft.schedule.expr import Index
 from weft.schedule.order import Event, Lanes, meeting, needed, play, sets_per_run
-from weft.schedule.steps import Collective, Set, Step, Wait
+from weft.schedule.steps import Step, Wait
 
 
 class Happened:
@@ -37,8 +37,8 @@ class Happened:
             raise ValueError("only for schedules that end: see weft.schedule.order.issue_order")
         self._sets: dict[tuple[Index, str, Index], list[int]] = defaultdict(list)
         for number, event in enumerate(self.events):
-            if isinstance(step := self.step(event), Set):
-                self._sets[step.at, step.signal, step.index].append(number)
+            for counter, times in self.step(event).sets().items():
+                self._sets[counter] += [number] * times
         self._per_run = sets_per_run(ranks)
         self._past = [(1 << len(self.events)) - 1] * len(self.events)
         while self._narrow():
@@ -71,9 +71,9 @@ class Happened:
             begin(event.rank, event.run)
             past = now[event.rank][event.lane] | 1 << number
             step = self.step(event)
-            if isinstance(step, Wait):
-                past |= self._past_of_wait(event, step)
-            elif isinstance(step, Collective):
+            if wait := step.awaits:
+                past |= self._past_of_wait(event, wait)
+            elif step.meets:
                 here = meeting(self.ranks, event)
                 if here not in met:  # all have come, and nobody has gone on
                     for rank in range(len(self.ranks)):

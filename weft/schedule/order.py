@@ -21,16 +21,13 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.errors import ScheduleError
-from weft.schedule.expr import Index
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Collective, Lane, Read, Set, Step, Tiles, Wait
+from weft.schedule.steps import Counters, Lane, Set, Step, Wait
 from weft.schedule.text import describe
-from weft.schedule.tiles import counted, step_number
+from weft.schedule.tiles import step_number
 
 Lanes: TypeAlias = tuple[Lane, ...]
 Meeting: TypeAlias = tuple[int, int, int]
-Counters: TypeAlias = Counter[tuple[Index, str, Index]]
-"""By (rank that owns the counter, signals' name, index), in numbers."""
 
 
 class Event(NamedTuple):
@@ -71,28 +68,14 @@ def play(ranks: Sequence[Lanes], runs: int = 1) -> tuple[list[Event], dict[Event
 def meeting(ranks: Sequence[Lanes], event: Event) -> Meeting:
     """Which collective it is, on all ranks: in its run and lane, the n-th one."""
     steps = ranks[event.rank][event.lane].steps[: event.step]
-    return event.run, event.lane, sum(isinstance(step, Collective) for step in steps)
+    return event.run, event.lane, sum(step.meets for step in steps)
 
 
 def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
     total: Counters = Counter()
     for step in (step for lanes in ranks for lane in lanes for step in lane.steps):
-        if isinstance(step, Set | Tiles):
-            total.update(sets_of(step))
+        total.update(step.sets())
     return total
-
-
-def sets_of(step: Step) -> Counters:
-    """How often a step in numbers sets which counters."""
-    if isinstance(step, Set):
-        return Counter({(step.at, step.signal, step.index): 1})
-    found: Counters = Counter()
-    if isinstance(step, Tiles):
-        for inner in step.body:
-            if isinstance(inner, Set):
-                for (at, index), times in counted(step, inner.at, inner.index):
-                    found[at, inner.signal, index] += times
-    return found
 
 
 def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
@@ -102,8 +85,8 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
     for event, count in stuck.items():
         lane = ranks[event.rank][event.lane]
         step = lane.steps[event.step]
-        if isinstance(step, Wait):
-            total = per_run[event.rank, step.signal, step.index]
+        if wait := step.awaits:
+            total = per_run[event.rank, wait.signal, wait.index]
             found = f"{count} of {total} sets come before it" if total else "it is never set"
         else:
             found = f"{count} of {len(ranks)} ranks come to it"
@@ -149,8 +132,8 @@ class _Play:
                 if event.step == len(lane.steps):
                     continue
                 step = lane.steps[event.step]
-                if isinstance(step, Wait):
-                    found[event] = self._sets[rank, step.signal, step.index]
+                if wait := step.awaits:
+                    found[event] = self._sets[rank, wait.signal, wait.index]
                 else:
                     found[event] = len(self._come[meeting(self.ranks, event)])
         return found
@@ -164,20 +147,19 @@ class _Play:
             step = steps[event.step]
             if (worked and not isinstance(step, Set)) or not self._may(event, step):
                 break
-            if isinstance(step, Set | Tiles):
-                for counter, times in sets_of(step).items():
-                    (self._sets if counter[0] == rank else self._new_sets)[counter] += times
-            worked = worked or not (isinstance(step, Wait | Set) or (isinstance(step, Read) and step.by != "host"))
+            for counter, times in step.sets().items():
+                (self._sets if counter[0] == rank else self._new_sets)[counter] += times
+            worked = worked or step.occupies
             self.events.append(event)
             self._at[rank][i] += 1
             moved = True
         return moved
 
     def _may(self, event: Event, step: Step) -> bool:
-        if isinstance(step, Wait):
-            counter = (event.rank, step.signal, step.index)
-            return self._sets[counter] >= needed(event.run, step, self._per_run[counter])
-        if isinstance(step, Collective):
+        if wait := step.awaits:
+            counter = (event.rank, wait.signal, wait.index)
+            return self._sets[counter] >= needed(event.run, wait, self._per_run[counter])
+        if step.meets:
             here = meeting(self.ranks, event)
             come = self._come.get(here, set())
             if event.rank not in come and (here, event.rank) not in self._new_come:

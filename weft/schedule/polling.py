@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from weft.schedule.happens import Happened
 from weft.schedule.order import Event, Lanes
-from weft.schedule.steps import COPY_UNITS, Collective, Compute, Copy, Set, Step, Wait
+from weft.schedule.steps import COPY_UNITS, Copy, Set, Step
 
 
 class _Launch(NamedTuple):
@@ -44,7 +44,7 @@ class _Launch(NamedTuple):
 def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
     """By number of event, steps that may never get a compute unit, and the lanes of their rank that then hold all."""
     polling = _launches(happened)
-    standing = {n: list[int]() for n, event in enumerate(happened.events) if _needs_unit(happened.step(event))}
+    standing = {n: list[int]() for n, event in enumerate(happened.events) if happened.step(event).needs_unit}
     while True:
         left: dict[int, list[int]] = {}
         mask = sum(1 << n for n in standing)
@@ -59,10 +59,6 @@ def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
         if len(left) == len(standing):
             return left
         standing = left
-
-
-def _needs_unit(step: Step) -> bool:
-    return isinstance(step, Compute | Collective) or (isinstance(step, Copy) and step.by == "kernel")
 
 
 def _launches(happened: Happened) -> dict[tuple[int, int], list[_Launch]]:
@@ -85,8 +81,9 @@ def _crossing(ranks: Sequence[Lanes]) -> list[set[tuple]]:
     found: list[set[tuple]] = [set() for _ in ranks]
     for rank, lanes in enumerate(ranks):
         for step in (step for lane in lanes for step in lane.steps):
-            if isinstance(step, Set) and step.at != rank:
-                found[int(step.at)].add((step.signal, step.index))
+            for at, signal, index in step.sets():
+                if at != rank:
+                    found[int(at)].add((signal, index))
     return found
 
 
@@ -94,10 +91,10 @@ def _polled(steps: Sequence[Step], crossing: set[tuple]) -> Iterator[tuple[int, 
     """(units, first step, last one that polls) of each launch of a lane that does."""
 
     def polls(at: int) -> bool:
-        return at < len(steps) and isinstance(step := steps[at], Wait) and (step.signal, step.index) in crossing
+        return at < len(steps) and bool((wait := steps[at].awaits) and (wait.signal, wait.index) in crossing)
 
     for at, step in enumerate(steps):
-        if isinstance(step, Collective):
+        if step.meets:
             yield COPY_UNITS, at, at
         if not (isinstance(step, Copy) and step.by == "kernel"):
             continue

@@ -36,6 +36,7 @@ from weft.schedule.steps import (
     Lane,
     Read,
     ReadBy,
+    Reduce,
     Region,
     Resource,
     Role,
@@ -82,7 +83,7 @@ class Schedule:
         while left:
             step = left.pop()
             found |= {step.by} if isinstance(step, Read) else set()
-            left += step.body if isinstance(step, For) else ()
+            left += step.inner
         return found
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:
@@ -93,9 +94,7 @@ class Schedule:
         """
         values = self.values(rank) if expected else {"rank": rank}
         lanes = ((lane, unrolled(lane.steps, values, partly=not expected)) for lane in self.lanes)
-        return tuple(
-            Lane(lane.name, lane.resource, tuple(s for s in steps if not is_empty(s))) for lane, steps in lanes
-        )
+        return tuple(Lane(lane.name, lane.resource, tuple(s for s in steps if not s.is_empty)) for lane, steps in lanes)
 
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
         """The buffers of one rank with their sizes as numbers; or, not `expected`, with what is known before a run."""
@@ -108,17 +107,6 @@ class Schedule:
         from weft.schedule.text import table
 
         return table(self)
-
-
-def is_empty(step: Step) -> bool:
-    """Whether a step in numbers moves or computes nothing."""
-    if isinstance(step, Copy):
-        return 0 in (step.src.rows, step.src.cols)
-    if isinstance(step, Compute):
-        return 0 in (step.out.rows, step.out.cols)
-    if isinstance(step, Tiles):
-        return step.extent == 0
-    return False
 
 
 def _require_known(what: str, word: str, kind: Any) -> None:
@@ -193,45 +181,55 @@ class LaneDraft:
         self.name, self.resource = name, resource
         self.steps: list[Step] = []
 
-    def copy(self, src: Region, dst: Region, by: CopyBy = "dma") -> LaneDraft:
+    def copy(self, src: Region, dst: Region, by: CopyBy = "dma", accumulate: bool = False) -> LaneDraft:
         _require_known(f"lane {self.name}: by", by, CopyBy)
-        return self._add(Copy(src, dst, by))
+        return self.then(Copy(src, dst, by, accumulate))
 
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
         if op not in OPS:
             raise ValueError(f"lane {self.name}: op {op!r} is not known; use one of {', '.join(OPS)}")
         if not OPS[op].takes(len(inputs)):
             raise ValueError(f"lane {self.name}: {op} takes {OPS[op].inputs} inputs and got {len(inputs)}")
-        return self._add(Compute(op, out, inputs, accumulate))
+        return self.then(Compute(op, out, inputs, accumulate))
 
     def matmul(self, out: Region, a: Region, b: Region, accumulate: bool = False) -> LaneDraft:
         return self.compute("matmul", out, a, b, accumulate=accumulate)
 
     def all_gather(self, src: Region, dst: Region) -> LaneDraft:
-        return self._add(Collective("all_gather", src, dst))
+        return self.then(Collective("all_gather", src, dst))
 
     def all_to_all(self, src: Region, dst: Region) -> LaneDraft:
-        return self._add(Collective("all_to_all", src, dst))
+        return self.then(Collective("all_to_all", src, dst))
 
     def exchange(self, src: Region, dst: Region, sent: Sequence[Index], received: Sequence[Index]) -> LaneDraft:
-        return self._add(Collective("exchange", src, dst, tuple(sent), tuple(received)))
+        return self.then(Collective("exchange", src, dst, tuple(sent), tuple(received)))
+
+    def reduce_scatter(self, src: Region, dst: Region) -> LaneDraft:
+        return self.then(Collective("reduce_scatter", src, dst))
+
+    def all_reduce(self, src: Region, dst: Region) -> LaneDraft:
+        return self.then(Collective("all_reduce", src, dst))
+
+    def reduce(self, out: Region, *parts: Region, accumulate: bool = False) -> LaneDraft:
+        return self.then(Reduce(out, parts, accumulate))
 
     def tiles(self, kernel: str, index: str, extent: Index, *body: Step) -> LaneDraft:
-        return self._add(Tiles(kernel, index, extent, body))
+        return self.then(Tiles(kernel, index, extent, body))
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
         _require_known(f"lane {self.name}: by", by, ReadBy)
-        return self._add(Read(buffer.part(), by))
+        return self.then(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
-        return self._add(Set(signals.name, index, at))
+        return self.then(Set(signals.name, index, at))
 
     def wait(self, signals: Signals, index: Index = 0, count: Index = 1, previous: bool = False) -> LaneDraft:
-        return self._add(Wait(signals.name, index, count, previous))
+        return self.then(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
-        return self._add(For(index, extent, steps))
+        return self.then(For(index, extent, steps))
 
-    def _add(self, step: Step) -> LaneDraft:
+    def then(self, step: Step) -> LaneDraft:
+        """A step of any kind."""
         self.steps.append(step)
         return self

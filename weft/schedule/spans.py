@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.schedule.expr import Index, value
-from weft.schedule.steps import Collective, Compute, Copy, For, Read, Region, Set, Step, Tiles, Wait
+from weft.schedule.steps import Step
 
 
 def span_name(step: Step, rank: int, numbers: Mapping[str, int] | None = None) -> str:
@@ -19,23 +19,4 @@ def span_name(step: Step, rank: int, numbers: Mapping[str, int] | None = None) -
         number = value(where, **known)
         return "" if number == rank else f"@{number}"
 
-    def of(region: Region) -> str:
-        return f"{region.buffer}{at(region.at)}"
-
-    match step:
-        case Copy():
-            return f"copy {of(step.src)} -> {of(step.dst)}"
-        case Compute():
-            return f"{step.op} {of(step.out)}"
-        case Collective():
-            return f"{step.op} {of(step.src)} -> {of(step.dst)}"
-        case Set():
-            return f"set {step.signal}{at(step.at)}[{value(step.index, **known)}]"
-        case Wait():
-            return f"wait {step.signal}[{value(step.index, **known)}]{' of the previous run' * step.previous}"
-        case Tiles():
-            return step.kernel
-        case Read():
-            return f"read {step.region.buffer}"
-        case For():
-            raise ValueError(f"a loop has no name in a timeline, the steps in it do: {step}")
+    return step.span(at, lambda index: value(index, **known))

@@ -20,18 +20,15 @@ from weft.schedule.limits import check_number, check_sizes
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
+    KINDS,
     OPS,
     Buffer,
-    Collective,
     Compute,
-    Copy,
     For,
-    Read,
     Region,
     Set,
     Step,
     Tiles,
-    Wait,
     at_text,
     put_in,
 )
@@ -40,10 +37,6 @@ from weft.words import counted
 VERSION = 1
 WIDTH = 132
 _TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
-_STEPS: dict[str, type] = {
-    "copy": Copy, "compute": Compute, "collective": Collective, "set": Set, "wait": Wait, "read": Read, "for": For,
-    "tiles": Tiles,
-}  # fmt: skip
 _KNOWN: dict[tuple[type, str], Collection[str]] = {(Compute, "op"): OPS, (Buffer, "dtype"): ITEM_BYTES}
 
 
@@ -134,8 +127,8 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
         return _region(item, RANK if item.at == rank else item.at, buffers.get(item.buffer))
     if isinstance(item, Set):
         return replace(item, at=RANK if item.at == rank else item.at)
-    if isinstance(item, Copy | Compute | Collective | Read | For | Tiles):
-        return replace(item, **{f.name: _shown(getattr(item, f.name), rank, buffers) for f in fields(item)})
+    if isinstance(item, Step):
+        return item.with_fields(lambda part: _shown(part, rank, buffers))
     return item
 
 
@@ -156,16 +149,16 @@ def _plain(item: Any) -> Any:
     if isinstance(item, tuple):
         return [_plain(part) for part in item]
     if is_dataclass(item):
-        tag = [("step", name) for name, cls in _STEPS.items() if isinstance(item, cls)]
-        return dict(tag) | {f.name: _plain(getattr(item, f.name)) for f in fields(item)}
+        tag: dict[str, Any] = {"step": item.kind} if isinstance(item, Step) else {}
+        return tag | {f.name: _plain(getattr(item, f.name)) for f in fields(item)}
     return item
 
 
 def _read(kind: Any, found: Any, where: str) -> Any:
     """A value of type `kind` from what json read; `where` is its place in the file, for messages."""
-    if kind == Step:
+    if kind is Step:
         tag = found.pop("step", None) if isinstance(found, dict) else found
-        return _read(_STEPS[_one_of(_STEPS, tag, where)], found, where)
+        return _read(KINDS[_one_of(KINDS, tag, where)], found, where)
     if kind == Index:
         kind = Expr if isinstance(found, str) else int
     if kind is Expr:

@@ -9,40 +9,16 @@ one. `forked` writes it like that, so that whoever knows lanes and signals (`ord
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-import numpy as np
-
-from weft.schedule.expr import Expr, Index, Values
-from weft.schedule.schedule import Schedule, is_empty
-from weft.schedule.steps import Compute, Copy, Lane, Set, Signals, Step, Tiles, Wait
+from weft.schedule.expr import Index
+from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Lane, Set, Signals, Step, Tiles, Wait
 
 _BEGIN, _END = "begin of tiles ", "end of tiles "  # how the signals of forked lanes are named
-
-
-def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
-    """(values of `numbers`, in how many of `tiles` they have them), by rising values, for tiles of an extent in numbers.
-    values: of variables beside the tile's own, where the body is not in numbers."""
-    extent = cast(int, tiles.extent)
-    if extent == 0:
-        return []
-    if not any(isinstance(number, Expr) for number in numbers):
-        return [(cast(tuple[int, ...], numbers), extent)]
-    # Mostly they depend on a tile's place within its sample, and one sample tells for all.
-    period = math.lcm(*(n.period(tiles.index) for n in numbers if isinstance(n, Expr)))
-    at = np.arange(min(period, extent) or extent)
-    turns = extent // len(at) + (at < extent % len(at))
-    columns = [n.over({**(values or {}), tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
-    table = np.stack([np.broadcast_to(column, at.shape) for column in columns])
-    order = np.lexsort(table[::-1])
-    table = table[:, order]
-    begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
-    times = np.add.reduceat(turns[order], begins)
-    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), times.tolist(), strict=True)]
 
 
 def forked(schedule: Schedule, most: int) -> tuple[Schedule, list[tuple[Lane, ...]], set[str]]:
@@ -93,7 +69,7 @@ class _Fork:
         begin, end = Signals(_BEGIN + name, 1), Signals(_END + name, self.most)
         self.signals += [begin, end]
         for i, number in enumerate(chosen):
-            body = (inner for inner in step.tile(number) if not is_empty(inner))
+            body = (inner for inner in step.tile(number) if not inner.is_empty)
             steps = (Wait(begin.name), *body, Set(end.name, i, self.rank))
             self._more.append(Lane(f"{lane.name}, {step.kernel}, {step.index} = {number}", lane.resource, steps))
         if len(chosen) < extent:
@@ -102,15 +78,10 @@ class _Fork:
 
     def _leave_out(self, tiles: Tiles, chosen: list[int]) -> None:
         for inner in tiles.body:
-            if isinstance(inner, Set):
-                for (at, index), times in counted(tiles, inner.at, inner.index):
-                    self.dropped[at, inner.signal, index] += times
-            else:
-                region = inner.dst if isinstance(inner, Copy) else cast(Compute, inner).out
-                self.left_out.add(region.buffer)
+            self.left_out.update(access.region.buffer for access in inner.accesses() if access.writes)
+        self.dropped.update(tiles.sets())
         for inner in (inner for number in chosen for inner in tiles.tile(number)):
-            if isinstance(inner, Set):
-                self.dropped[inner.at, inner.signal, inner.index] -= 1
+            self.dropped.subtract(inner.sets())
 
 
 def _sample(extent: int, most: int) -> list[int]:

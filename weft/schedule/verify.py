@@ -7,7 +7,7 @@ that is a run ahead. It finds
     hangs                waits for more than is set in a run; waits for what comes only after them (`weft.schedule.order`);
                          lanes that poll on all compute units for what needs one (`weft.schedule.polling`)
     races                two accesses to one place, of which one writes, and neither is certain to be before the other
-                         (`weft.schedule.happens`)
+                         (`weft.schedule.happens`); updates of one place are none, a read or a write among them is
     reads of nothing     what no step of the same run has written
     incomplete outputs   what no step writes
 
@@ -30,10 +30,7 @@ import numpy as np
 
 from weft.errors import ScheduleError
 from weft.schedule.fits import (
-    Box,
     Buffers,
-    accesses,
-    box_of,
     unread,
     wrong_collectives,
     wrong_declarations,
@@ -42,8 +39,8 @@ from weft.schedule.fits import (
 from weft.schedule.happens import Happened
 from weft.schedule.order import Event, Lanes, explain, play, sets_per_run
 from weft.schedule.polling import held_up
+from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Wait
 from weft.schedule.text import describe
 from weft.schedule.tiles import forked, step_number
 
@@ -122,20 +119,22 @@ def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers) -> None:
                 event = Event(1, rank, i, number)
                 for nth, fault in enumerate(wrong_step(schedule, buffers, rank, step)):
                     faults.add(f"misfit {nth}", fault, event)
-                if isinstance(step, Wait) and cast(int, step.count) > (sets := per_run[rank, step.signal, step.index]):
-                    faults.add("missing set", f"{step.count} sets are waited for, and a run makes {sets}", event)
+                wait = step.awaits
+                if wait and cast(int, wait.count) > (sets := per_run[rank, wait.signal, wait.index]):
+                    faults.add("missing set", f"{wait.count} sets are waited for, and a run makes {sets}", event)
     for fault, event in wrong_collectives(schedule, faults.ranks):
         faults.add("collective", fault, event)
 
 
 @dataclass(slots=True)
 class _Accesses:
-    """Of one buffer of one rank: event numbers (rising), boxes, and who reads and writes."""
+    """Of one buffer of one rank: event numbers (rising), boxes, and who reads, writes and updates."""
 
     events: list[int] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     reads: list[bool] = field(default_factory=list)
     writes: list[bool] = field(default_factory=list)
+    updates: list[bool] = field(default_factory=list)
 
 
 def _check_polling(faults: _Faults, happened: Happened, compute_units: int) -> None:
@@ -151,7 +150,7 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
     # The caller's tensors are new in every run: an instance is (rank, buffer, run), with run 0 for what persists.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
     for number, event in enumerate(happened.events):
-        for region, reads, writes in accesses(happened.step(event)):
+        for region, reads, writes, updates in happened.step(event).accesses():
             box = box_of(region)
             if box[0] < box[1] and box[2] < box[3]:
                 at = cast(int, region.at)
@@ -161,6 +160,7 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
                 found.boxes.append(box)
                 found.reads.append(reads)
                 found.writes.append(writes)
+                found.updates.append(updates)
     for (rank, name, _), found in instances.items():
         where = f"{name}@{rank}"
         common = _overlaps(found.boxes)
@@ -179,8 +179,9 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
 
 
 def _check_races(faults: _Faults, happened: Happened, where: str, found: _Accesses, common: np.ndarray) -> None:
-    writes = np.array(found.writes)
-    for i, j in np.argwhere(np.triu(common & (writes[:, None] | writes), 1)).tolist():
+    writes, updates = np.array(found.writes), np.array(found.updates)
+    conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # updates may come in any order
+    for i, j in np.argwhere(np.triu(common & conflict, 1)).tolist():
         first, second = found.events[i], found.events[j]
         if first == second or happened.before(first, second):
             continue
@@ -192,7 +193,8 @@ def _check_races(faults: _Faults, happened: Happened, where: str, found: _Access
 
 
 def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Accesses, common: np.ndarray) -> None:
-    """Steps that are not ordered have been found already: what may be written before a read counts as written."""
+    """Steps that are not ordered have been found already: what may be written before a read counts as written. Updates are not
+    ordered, and something must have been written before the first of them: to an update only those count that surely were."""
     for i, number in enumerate(found.events):
         if not found.reads[i]:
             continue
@@ -204,6 +206,7 @@ def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Access
             and found.events[j] != number
             and happened.events[found.events[j]].run == event.run
             and not happened.before(number, found.events[j])
+            and (not (found.updates[i] and found.updates[j]) or happened.before(found.events[j], number))
         ]
         if hole := _hole(found.boxes[i], written):
             faults.add("nothing", f"it reads {_text(where, hole)}, which nothing has written in this run", event)

@@ -9,10 +9,10 @@ are named by distance from the rank whose step it is, so that ranks that do the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read
+from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read, Step
 from weft.sim.model import Model
 
 Place: TypeAlias = tuple[str, int, int]
@@ -56,23 +56,24 @@ class Operand(NamedTuple):
         return self.rows * self.cols * ITEM_BYTES[self.dtype]
 
 
-def cost(model: Model, world: int, step: Copy | Compute | Collective | Read, operands: tuple[Operand, ...]) -> Cost:
+def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...]) -> Cost:
     """operands: of a copy or a collective source and destination, of an exchange then also what goes to the rank at each
-    distance, from 0; of a compute step its inputs and then its output."""
+    distance, from 0; of any other step what it accesses. A kind of step that is not named here is a kernel of ours that takes as
+    long as memory needs for that."""
     if isinstance(step, Read):
         return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
     if isinstance(step, Copy):
         source, target = operands
         if source.at == target.at == 0:
-            return _local_copy(model, source.bytes, step.by)
-        return _peer_copy(model, source, target, step.by)
+            return _local_copy(model, source.bytes, step.by, step.accumulate)
+        return _peer_copy(model, source, target, step.by, step.accumulate)
     if isinstance(step, Collective):
-        return (_all_gather if step.op == "all_gather" else _all_to_all)(model, world, *operands)
-    if step.op in MATMULS:
+        return _COLLECTIVES[step.op](model, world, *operands)
+    if isinstance(step, Compute) and step.op in MATMULS:
         return _matmul(model, step.accumulate, *operands)
-    if step.op == "embedding_bag":
+    if isinstance(step, Compute) and step.op == "embedding_bag":
         return _embedding_bag(model, *operands)
-    return _elementwise(model, step, operands)
+    return _through_memory(model, step, operands)
 
 
 _HBM, _COMPUTE = ("hbm", 0, 0), ("compute", 0, 0)
@@ -118,15 +119,15 @@ def cost_of_tiles(
     return _cost(cast(What, what), model.launch_us, us, uses, sent)
 
 
-def _local_copy(model: Model, count: int, by: str) -> Cost:
-    us = 2 * count / model.hbm_bytes_per_us
+def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost:
+    us = (3 if update else 2) * count / model.hbm_bytes_per_us
     if by == "kernel":
         return _cost("compute", model.launch_us, us, [_share("hbm", 0, 1.0), _share("compute", 0, 1.0)])
     uses = [_share("hbm", 0, 1.0), _share("engine", 0, 1 / model.copy_engines)]
     return _cost("engine", model.copy_latency_us, us, uses)
 
 
-def _peer_copy(model: Model, source: Operand, target: Operand, by: str) -> Cost:
+def _peer_copy(model: Model, source: Operand, target: Operand, by: str, update: bool) -> Cost:
     count, put = source.bytes, source.at == 0
     wire = min(model.pair_bytes_per_us, model.port_bytes_per_us, model.hbm_bytes_per_us)
     if by == "kernel":
@@ -146,7 +147,7 @@ def _peer_copy(model: Model, source: Operand, target: Operand, by: str) -> Cost:
             model.copy_disturbance,
             [_share("engine", 0, 1 / model.copy_engines)],
         )
-    for at in (source.at, target.at):
+    for at in (source.at, target.at, *[target.at] * update):  # what is added to is read as well
         uses.append(_share("hbm", at, _part(count, us, model.hbm_bytes_per_us)))
         if us > 0:
             uses.append(Use("disturb", ("compute", at, 0), disturbance * count / us))
@@ -183,6 +184,35 @@ def _all_to_all(model: Model, world: int, source: Operand, target: Operand, *par
     return _cost("peer", latency_us, us, uses, sent, joins=True)
 
 
+def _reduce_scatter(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+    """As long as an all-gather of as many bytes the other way, and each part that comes is added."""
+    if world == 1:
+        return _local_copy(model, source.bytes, "kernel")
+    return _summed(model, world, source, source.bytes - target.bytes, 1)
+
+
+def _all_reduce(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+    """A reduce-scatter, and an all-gather of what it makes."""
+    if world == 1:
+        return _local_copy(model, source.bytes, "kernel")
+    return _summed(model, world, source, source.bytes * (world - 1) // world, 2)
+
+
+def _summed(model: Model, world: int, source: Operand, sent: int, rounds: int) -> Cost:
+    us = rounds * model.transfer_us("all_gather", sent)
+    uses = [_share("hbm", 0, _part(rounds * (source.bytes + 2 * sent), us, model.hbm_bytes_per_us))]
+    uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
+    for distance in range(1, world):
+        uses += _wire(model, 0, distance, rounds * sent / (world - 1), us)
+    return _cost("peer", model.collective_latency_us, us, uses, rounds * sent, joins=True)
+
+
+_COLLECTIVES: dict[str, Callable[..., Cost]] = {
+    "all_gather": _all_gather, "all_to_all": _all_to_all, "exchange": _all_to_all, "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+}  # fmt: skip
+
+
 def _embedding_bag(model: Model, bags: Operand, tables: Operand, out: Operand) -> Cost:
     """Rows of tables, the ids that name them, and where each bag begins; every row that is read counts, again or not."""
     rows = out.rows * tables.bytes
@@ -210,12 +240,16 @@ def _segment(model: Model, a: Operand, b: Operand, out: Operand) -> Cost:
     return _kernel(model, "matmul", (a, b), out, alone_us, found.units_busy * found.time_us, found.hbm_bytes)
 
 
-def _elementwise(model: Model, step: Compute, operands: tuple[Operand, ...]) -> Cost:
-    *inputs, out = operands
-    traffic = sum(o.bytes for o in operands) + (out.bytes if step.accumulate else 0)
-    flops = out.rows * out.cols * OPS[step.op].flops_per_element
+def _through_memory(model: Model, step: Step, operands: tuple[Operand, ...]) -> Cost:
+    """A kernel that reads and writes its operands once, and does little with them."""
+    accesses = step.accesses()
+    traffic = sum((a.reads + a.writes) * o.bytes for a, o in zip(accesses, operands, strict=True))
+    elements = sum(o.rows * o.cols for a, o in zip(accesses, operands, strict=True) if a.writes)
+    flops = elements * (OPS[step.op].flops_per_element if isinstance(step, Compute) else len(operands) - 1)
     us = max(traffic / model.hbm_bytes_per_us, flops / model.vector_flops_per_us)
-    return _kernel(model, "compute", tuple(inputs), out, us, us, traffic)
+    writes = [o for a, o in zip(accesses, operands, strict=True) if a.writes]
+    inputs = tuple(o for a, o in zip(accesses, operands, strict=True) if not a.writes)
+    return _kernel(model, "compute", (*inputs, *writes[:-1]), writes[-1], us, us, traffic)
 
 
 def _kernel(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
-from weft.schedule import Collective, Compute, Copy, For, Read, Schedule, Set, Tiles, Wait
+from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.dispatch import LIBRARY_GEMMS
 from weft.schedule.spans import span_name
 from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles
@@ -164,7 +164,7 @@ class _Lowering:
             return Await(number, at_rank(item.numbers[1], rank), sets.get(number, 0), step.previous)
         assert not isinstance(step, For)  # they are written out
         operands = self._operands(step, tuple(at_rank(n, rank) for n in item.numbers))
-        key = (type(step), *(getattr(step, name, None) for name in ("op", "by", "accumulate")), operands)
+        key = (type(step), step.settings, operands)
         if key not in self._costs:
             self._costs[key] = cost(self.model, self.world, step, operands), {}
         found, loads = self._costs[key]
@@ -172,11 +172,11 @@ class _Lowering:
             loads[rank] = self._load(found, rank, symmetric)
         load = loads[rank]
         latency_us = 0.0 if item.carried else found.latency_us
-        if self.captured and isinstance(step, Collective):
+        if self.captured and step.meets:
             latency_us += self.model.graph_collective_us
         return Work(found.what, latency_us, found.work_us, load, found.joins, found.sent_bytes)
 
-    def _operands(self, step: Copy | Compute | Collective | Read, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
+    def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
         regions = regions_of(step)
         for i in range(len(numbers) // 3):

@@ -21,7 +21,6 @@ from weft.schedule import (
     Expr,
     For,
     Index,
-    Read,
     Region,
     Schedule,
     Set,
@@ -174,9 +173,9 @@ class Numbers:
                     numbers[1],
                     distance,
                 ]
-        if not isinstance(step, Collective):  # empty steps are left out
-            rows, cols = numbers[-3:-1] if isinstance(step, Compute) else numbers[:2]
-            there = _everywhere(there, rows > 0, cols > 0)
+        if not step.meets:  # empty steps are left out
+            sizes = [size for number in step.decisive for size in numbers[3 * number : 3 * number + 2]]
+            there = _everywhere(there, *(size > 0 for size in sizes))
         return Item(origin, there, tuple(numbers))
 
     # -- tiles
@@ -287,14 +286,9 @@ def values_of_ranks(schedule: Schedule) -> list[Values]:
     ]
 
 
-def regions_of(step: Copy | Compute | Collective | Read | Step) -> tuple[Region, ...]:
+def regions_of(step: Step) -> tuple[Region, ...]:
     """As `weft.sim.costs.cost` wants its operands."""
-    if isinstance(step, Compute):
-        return (*step.inputs, step.out)
-    if isinstance(step, Read):
-        return (step.region,)
-    assert isinstance(step, Copy | Collective)
-    return step.src, step.dst
+    return tuple(access.region for access in step.accesses())
 
 
 def at_rank(number: ByRank, rank: int) -> int:

@@ -1,0 +1,110 @@
+"""A kind of step is one class and an entry in each executor: everything else goes by what the class says.
+
+Made up here: `Scale`, out = factor * x. It is kept, printed, verified, ordered, simulated and run on CPU processes; GPUs, which
+have no entry for it, refuse it by name. The functions with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.errors import ScheduleError
+from weft.launch import Pool
+from weft.runtime.runnable import require_runnable_on_gpus
+from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.schedule_cpu_program import Program, bind
+from weft.schedule import RANK, Draft, Index, Region, Schedule, Step
+from weft.schedule.order import issue_order
+from weft.schedule.regions import Access, Declared, read, written
+from weft.schedule.text import from_json, table, to_json
+from weft.schedule.verify import verify
+from weft.sim import NULL, simulate
+from weft.symm import domain
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Step):
+    kind: ClassVar[str] = "scale"
+    out: Region
+    x: Region
+    factor: Index
+
+    def accesses(self) -> tuple[Access, ...]:
+        return read(self.x), written(self.out)
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        if (self.x.rows, self.x.cols) != (self.out.rows, self.out.cols):
+            yield f"[{self.x.rows}, {self.x.cols}] does not fit into [{self.out.rows}, {self.out.cols}]"
+
+
+@bind.register
+def scale(step: Scale, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
+    return partial(torch.mul, program.view(step.x), step.factor, out=program.view(step.out))
+
+
+def doubled_by_a_peer(world: int, *, waits: bool = True, rows: int = 4) -> Schedule:
+    """Each rank scales its x into the next one's box, which adds its own x."""
+    d = Draft("doubled by a peer", world)
+    x, y = d.buffer("x", 4, 6, "fp32", "input"), d.buffer("y", 4, 6, "fp32", "output")
+    box = d.buffer("box", 4, 6, "fp32", "symmetric")
+    there, free = d.signals("there", 1), d.signals("free", 1)
+    lane, following = d.lane("compute"), (RANK + 1) % world
+    if waits:
+        lane.wait(free, previous=True)
+    lane.then(Scale(box.part(rows=(0, rows), at=following), x.part(), RANK + 2)).set(there, at=following)
+    lane.wait(there).compute("add", y.part(), x.part(), box.part()).set(free, at=(RANK - 1) % world)
+    return d.schedule()
+
+
+def run(group: dist.ProcessGroup) -> None:
+    rank, world = group.rank(), group.size()
+    made = CpuSchedule(doubled_by_a_peer(world), domain(group, "cpu"))
+    for call in range(5):
+        xs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * call + r)) for r in range(world)]
+        y = torch.full((4, 6), float("nan"))
+        made.run({"x": xs[rank], "y": y})
+        before = (rank - 1) % world
+        assert torch.equal(y, xs[rank] + xs[before] * (before + 2))
+    made.close()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_it_runs_on_processes(pool: Pool, world: int) -> None:
+    pool.run(run, ranks=world)
+
+
+def test_it_is_kept_printed_ordered_and_simulated() -> None:
+    schedule = doubled_by_a_peer(2)
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    assert "scale   " in table(schedule)
+    assert "box@1[:, :]" in table(schedule, 0) or "box@1" in table(schedule, 0)
+    assert [str(step).split()[0] for _, step in issue_order(schedule)[0]] == [
+        "wait",
+        "scale",
+        "set",
+        "wait",
+        "add",
+        "set",
+    ]
+    spans = [span.name for span in simulate(schedule, NULL).timeline if span.rank == 0]
+    assert "scale box@1" in spans
+
+
+def test_its_faults_are_found() -> None:
+    with pytest.raises(ScheduleError, match=r"race on box@[01]: "):
+        verify(doubled_by_a_peer(2, waits=False))
+    with pytest.raises(ScheduleError, match=r"\[4, 6\] does not fit into \[3, 6\]"):
+        verify(doubled_by_a_peer(2, rows=3))
+
+
+def test_an_executor_without_an_entry_refuses_it_by_name() -> None:
+    with pytest.raises(ScheduleError, match="the GPU executor runs no steps of kind 'scale': it runs copy, compute"):
+        require_runnable_on_gpus(doubled_by_a_peer(2), 0)

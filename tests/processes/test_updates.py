@@ -1,0 +1,233 @@
+"""Steps that add to what is there: copies, GEMMs into a peer's buffer, sums, and the library's reductions; on CPU processes,
+against float64, with all ranks adding to one place at once. What `verify` says of them.
+
+The functions with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.errors import ScheduleError
+from weft.launch import Pool
+from weft.runtime.runnable import require_runnable_on_gpus
+from weft.runtime.schedule_cpu import CpuSchedule
+from weft.schedule import RANK, Draft, Schedule, lookup
+from weft.schedule.verify import verify
+from weft.sim import NULL, simulate
+from weft.symm import domain
+from weft.timeline import Timeline
+
+M, K, N = 6, 16, 10
+"""Rows of a rank's part of the result, summed dimension of a rank, columns."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}
+
+
+def scattered(world: int, dtype: str, way: str) -> Schedule:
+    """y = this rank's rows of the sum of all ranks' x @ w. By `way`: "copy" and "compute" into each owner's buffer, "reduce" of
+    what peers have put there, or the library."""
+    d = Draft(f"matmul, reduce-scatter by {way}", world)
+    x, w = d.buffer("x", world * M, K, dtype, "input"), d.buffer("w", K, N, dtype, "input")
+    y = d.buffer("y", M, N, dtype, "output")
+    lane = d.lane("compute")
+    part = d.buffer("part", world * M, N, dtype, "scratch")
+    if way == "library":
+        lane.matmul(part.part(), x.part(), w.part()).reduce_scatter(part.part(), y.part())
+        return d.schedule()
+    own = (RANK * M, M)
+    ready, done = d.signals("ready", world), d.signals("done", 1)
+    if way == "reduce":
+        box = d.buffer("box", world * M, N, dtype, "symmetric")
+        for distance in range(1, world):
+            to = (RANK + distance) % world
+            lane.matmul(part.part(rows=(to * M, M)), x.part(rows=(to * M, M)), w.part())
+            lane.wait(ready, to, previous=True)
+            lane.copy(part.part(rows=(to * M, M)), box.part(rows=own, at=to), by="kernel").set(done, at=to)
+        lane.matmul(part.part(rows=own), x.part(rows=own), w.part())
+        if world > 1:
+            lane.wait(done, count=world - 1)
+        others = [box.part(rows=((RANK + distance) % world * M, M)) for distance in range(1, world)]
+        lane.reduce(y.part(), part.part(rows=own), *others)
+        for distance in range(1, world):
+            lane.set(ready, RANK, at=(RANK + distance) % world)
+        return d.schedule()
+    sum_ = d.buffer("sum", M, N, dtype, "symmetric")
+    lane.matmul(sum_.part(), x.part(rows=own), w.part())
+    for distance in range(1, world):
+        lane.set(ready, RANK, at=(RANK + distance) % world)
+    for distance in range(1, world):
+        to = (RANK + distance) % world
+        adding = d.lane("adding", "copy") if way == "copy" else lane
+        rows, there = (to * M, M), sum_.part(at=to)
+        if way == "copy":
+            arrived = d.signals(f"computed {distance}", 1)
+            lane.matmul(part.part(rows=rows), x.part(rows=rows), w.part()).set(arrived)
+            adding.wait(arrived).wait(ready, to).copy(part.part(rows=rows), there, accumulate=True)
+        else:
+            adding.wait(ready, to).matmul(there, x.part(rows=rows), w.part(), accumulate=True)
+        adding.set(done, at=to)
+    if world > 1:
+        lane.wait(done, count=world - 1)
+    lane.compute("relu", y.part(), sum_.part())
+    return d.schedule()
+
+
+def summed(group: dist.ProcessGroup, dtype: str, way: str, calls: int) -> None:
+    rank, world = group.rank(), group.size()
+    made = CpuSchedule(scattered(world, dtype, way), domain(group, "cpu"))
+    g = torch.Generator().manual_seed(7)
+    timeline = Timeline()
+    for _ in range(calls):
+        xs = [torch.randn(world * M, K, generator=g).to(DTYPES[dtype]) for _ in range(world)]
+        ws = [torch.randn(K, N, generator=g).to(DTYPES[dtype]) / K**0.5 for _ in range(world)]
+        y = torch.full((M, N), float("nan"), dtype=DTYPES[dtype])
+        made.run({"x": xs[rank], "w": ws[rank], "y": y}, timeline=timeline)
+        wanted = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))[rank * M : (rank + 1) * M]
+        wanted = wanted.relu() if way in ("copy", "compute") else wanted
+        assert float((y.double() - wanted).abs().max()) < TOLERANCE[dtype] * world
+    made.close()
+
+
+@pytest.mark.parametrize("way", ["copy", "compute", "reduce", "library"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, way: str) -> None:
+    schedule = scattered(world, "fp32", way)
+    verify(schedule)
+    assert simulate(schedule, NULL).end_us >= 0
+    for dtype in DTYPES:
+        pool.run(summed, dtype, way, 20 if dtype == "fp32" else 5, ranks=world)
+
+
+def contended(group: dist.ProcessGroup) -> None:
+    """All ranks add ones to the same elements of rank 0, again and again: none is lost."""
+    world, times = group.size(), 50
+    d = Draft("adds", world)
+    one, y = d.buffer("one", 64, 64, "fp32", "input"), d.buffer("y", 64, 64, "fp32", "output")
+    total = d.buffer("total", 64, 64, "fp32", "symmetric")
+    ready, done = d.signals("ready", 1), d.signals("done", 1)
+    lane = d.lane("compute")
+    lane.compute("add", total.part(), one.part(), one.part())
+    for rank in range(world):
+        lane.set(ready, at=rank)
+    lane.wait(ready, count=world)
+    for _ in range(times):
+        lane.copy(one.part(), total.part(at=0), by="kernel", accumulate=True)
+    for rank in range(world):
+        lane.set(done, at=rank)
+    lane.wait(done, count=world).compute("relu", y.part(), total.part())
+    schedule = d.schedule()
+    verify(schedule)
+    made = CpuSchedule(schedule, domain(group, "cpu"))
+    for _ in range(3):
+        y_ = torch.empty(64, 64)
+        made.run({"one": torch.ones(64, 64), "y": y_})
+        assert torch.equal(y_, torch.full((64, 64), 2.0 + (times * world if group.rank() == 0 else 0)))
+    made.close()
+
+
+def test_nothing_that_is_added_at_once_is_lost(pool: Pool) -> None:
+    pool.run(contended, ranks=4)
+
+
+def everywhere(group: dist.ProcessGroup) -> None:
+    d = Draft("all_reduce", group.size())
+    x, y = d.buffer("x", 5, 3, "bf16", "input"), d.buffer("y", 5, 3, "bf16", "output")
+    d.lane("compute").all_reduce(x.part(), y.part())
+    verify(d.schedule())
+    made = CpuSchedule(d.schedule(), domain(group, "cpu"))
+    mine, y_ = torch.full((5, 3), 1.0 + group.rank(), dtype=torch.bfloat16), torch.empty(5, 3, dtype=torch.bfloat16)
+    made.run({"x": mine, "y": y_})
+    assert torch.equal(y_, torch.full((5, 3), float(sum(range(1, group.size() + 1))), dtype=torch.bfloat16))
+    assert torch.equal(mine, torch.full_like(mine, 1.0 + group.rank()))
+    made.close()
+
+
+def test_the_librarys_all_reduce(pool: Pool) -> None:
+    pool.run(everywhere, ranks=3)
+
+
+def uneven(group: dist.ProcessGroup) -> None:
+    rank, rows = group.rank(), (3, 0, 4)
+    d = Draft("uneven", 3)
+    x = d.buffer("x", 7, 2, "fp32", "input")
+    y = d.buffer("y", lookup(rows, RANK), 2, "fp32", "output")
+    d.lane("compute").reduce_scatter(x.part(), y.part())
+    verify(d.schedule())
+    made = CpuSchedule(d.schedule(), domain(group, "cpu"))
+    mine, y_ = torch.arange(14.0).view(7, 2) * (rank + 1), torch.empty(rows[rank], 2)
+    made.run({"x": mine, "y": y_})
+    begin = sum(rows[:rank])
+    assert torch.equal(y_, (torch.arange(14.0).view(7, 2) * 6)[begin : begin + rows[rank]])
+    assert torch.equal(mine, torch.arange(14.0).view(7, 2) * (rank + 1))
+    made.close()
+
+
+def test_a_reduce_scatter_of_uneven_parts(pool: Pool) -> None:
+    pool.run(uneven, ranks=3)
+
+
+# --- what verify says ---
+
+
+def adding(*, first: bool = True, read_between: bool = False) -> Schedule:
+    """Two lanes add to `total`, which the first of them has written."""
+    d = Draft("adding", 1)
+    x, y = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("y", 2, 2, "fp32", "output")
+    total = d.buffer("total", 2, 2, "fp32", "scratch")
+    there, done = d.signals("there", 2), d.signals("done", 2)
+    one, other, last = d.lane("compute"), d.lane("other"), d.lane("last")
+    if first:
+        one.compute("silu", total.part(), x.part())
+    one.set(there, 0).set(there, 1).compute("silu", total.part(), x.part(), accumulate=True).set(done, 0)
+    other.wait(there, 0).copy(x.part(), total.part(), accumulate=True).set(done, 1)
+    if read_between:
+        last.wait(there, 1).compute("relu", y.part(), total.part())
+    else:
+        last.wait(there, 1).wait(done, 0).wait(done, 1).compute("relu", y.part(), total.part())
+    last.set(free := d.signals("free", 1))
+    one.steps.insert(0, d.lane("spare").wait(free, previous=True).steps.pop())
+    return d.schedule()
+
+
+def test_updates_may_come_in_any_order() -> None:
+    verify(adding())
+
+
+def test_a_read_among_updates_is_a_race() -> None:
+    with pytest.raises(ScheduleError, match="race on total@0"):
+        verify(adding(read_between=True))
+
+
+def test_updates_of_nothing_are_found() -> None:
+    """Though each of them might come after the other one."""
+    with pytest.raises(ScheduleError, match=r"it reads total@0\[0:\+2, 0:\+2\], which nothing has written in this run"):
+        verify(adding(first=False))
+
+
+# --- what GPUs do not do yet ---
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        ("copy", "copies do not add"),
+        ("compute", "is a peer's, and the library's kernels compute in memory of their own GPU"),
+        ("reduce", "no steps of kind 'reduce'"),
+        ("library", "knows no reduce_scatter"),
+    ],
+)
+def test_gpus_refuse_them_by_name(way: str, fault: str) -> None:
+    with pytest.raises(ScheduleError, match=fault):
+        require_runnable_on_gpus(scattered(2, "bf16", way), 0)
+
+
+def test_gpus_refuse_kernels_of_two_streams_that_add_to_one_buffer() -> None:
+    d = Draft("two lanes", 1)
+    x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "scratch")
+    for name in ("one", "other"):
+        d.lane(name).compute("silu", total.part(), x.part(), accumulate=True)
+    with pytest.raises(ScheduleError, match="lane one adds to total too"):
+        require_runnable_on_gpus(d.schedule(), 0)

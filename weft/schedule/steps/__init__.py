@@ -1,0 +1,34 @@
+"""Step kinds, one file each, and lanes of them. `weft.schedule.steps.base` says what a kind says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Region, Role, Signals, at_text
+from weft.schedule.steps.base import KINDS, Counters, Step, put_in, totals_of, variables_of
+from weft.schedule.steps.collectives import Collective, CollectiveOp
+from weft.schedule.steps.computing import MATMULS, OPS, SCALED_MATMULS, Compute, Op, Reduce
+from weft.schedule.steps.copies import COPY_UNITS, Copy, CopyBy
+from weft.schedule.steps.loops import For, Tiles, unrolled
+from weft.schedule.steps.reads import Read, ReadBy
+from weft.schedule.steps.signals import Set, Wait
+
+Resource: TypeAlias = Literal["compute", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Steps in order on one resource: "compute" (a stream for kernels) or "copy" (a stream for copy engines)."""
+
+    name: str
+    resource: Resource
+    steps: tuple[Step, ...] = field(default=())
+
+
+__all__ = [
+    "COPY_UNITS", "ITEM_BYTES", "KINDS", "MATMULS", "OPS", "SCALED_MATMULS", "Buffer", "Collective", "CollectiveOp",
+    "Compute", "Contents", "Copy", "CopyBy", "Counters", "For", "Lane", "Op", "Read", "ReadBy", "Reduce", "Region",
+    "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in", "totals_of", "unrolled",
+    "variables_of",
+]  # fmt: skip

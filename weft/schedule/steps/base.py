@@ -1,0 +1,166 @@
+"""What a kind of step says of itself, once: whoever checks, orders, prices, prints or stores steps goes by that.
+
+A new kind is a frozen dataclass that derives from `Step`, in a file of its own. It has the regions it touches, and numbers or
+expressions, as fields. What runs it is an entry in each executor (`weft.runtime.schedule_cpu_program.bind`); an executor that has
+none refuses it by name. The simulator prices it by the memory that it moves, unless it has an entry in `weft.sim.costs`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+
+from weft.schedule.expr import Expr, Index, Total, Values
+from weft.schedule.regions import Access, Declared, Region, is_empty
+
+if TYPE_CHECKING:
+    from weft.schedule.steps.signals import Wait
+
+Counters: TypeAlias = Counter[tuple[Index, str, Index]]
+"""By (rank that owns the counter, signals' name, index), in numbers."""
+KINDS: dict[str, type[Step]] = {}
+"""By the name that files call it by."""
+
+
+class Step:
+    """What holds unless a kind says otherwise: work for the device that touches no memory, sets nothing and waits for nothing."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__dict__:
+            KINDS[cls.kind] = cls
+
+    def accesses(self) -> tuple[Access, ...]:
+        """The regions that it reads, writes or updates, its operands in order."""
+        return ()
+
+    def sets(self) -> Counters:
+        """Of a step in numbers: how often it adds one to which counters."""
+        return Counter()
+
+    @property
+    def awaits(self) -> Wait | None:
+        """What it stands still for."""
+        return None
+
+    @property
+    def meets(self) -> bool:
+        """Whether it begins when all ranks have come to it."""
+        return False
+
+    @property
+    def occupies(self) -> bool:
+        """Whether it keeps a queue busy, or the host: other lanes are given theirs before this one gets more."""
+        return True
+
+    @property
+    def needs_unit(self) -> bool:
+        """Whether it takes a compute unit."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it may write exactly what it reads."""
+        return False
+
+    @property
+    def decisive(self) -> tuple[int, ...]:
+        """The numbers of those operands without whose elements there is nothing to do."""
+        return tuple(number for number, access in enumerate(self.accesses()) if access.writes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Of a step in numbers: whether there is nothing to do."""
+        accesses = self.accesses()
+        return any(is_empty(accesses[number].region) for number in self.decisive)
+
+    @property
+    def inner(self) -> tuple[Step, ...]:
+        """Of a loop or a kernel: what it does again and again."""
+        return ()
+
+    @property
+    def own_variables(self) -> frozenset[str]:
+        """Those that have a value only in its body."""
+        return frozenset()
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What it says beside where: steps with the same ones, on operands of the same sizes, cost the same."""
+        found = (getattr(self, name) for name in _names_of(type(self)))
+        return tuple(one for one in found if isinstance(one, str | bool | float | None))
+
+    def with_fields(self, change: Callable[[Any], Any]) -> Self:
+        """With each field as `change` makes it."""
+        return type(self)(**{name: change(getattr(self, name)) for name in _names_of(type(self))})
+
+    def put_in(self, values: Values, partly: bool) -> Step:
+        """With numbers for its variables; with `partly`, others are left."""
+        return self.with_fields(lambda field: put_in(field, values, partly=partly))
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        """What is wrong with a step in numbers whose regions are all inside their buffers."""
+        yield from ()
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        """Its name in a timeline, without rows and columns. at: "@2" for another rank than its own. number: an index's value."""
+        return " ".join([self.kind, *(f"{a.region.buffer}{at(a.region.at)}" for a in self.accesses() if a.writes)])
+
+    def __str__(self) -> str:
+        parts = [str(access.region) for access in self.accesses()]
+        return f"{self.kind:<7} {', '.join(parts)}"
+
+
+def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
+    """A step, region or index in numbers: its variables have these values. With `partly`, others are left."""
+    if isinstance(item, Expr):
+        return item.partly(values) if partly else item.evaluate(values)
+    if isinstance(item, tuple):
+        return tuple(put_in(part, values, partly=partly) for part in item)
+    if isinstance(item, Step):
+        return item.put_in(values, partly)
+    if isinstance(item, Region):
+        return replace(item, **{name: put_in(getattr(item, name), values, partly=partly) for name in _names_of(Region)})
+    return item
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """Of its fields."""
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(field.name for field in fields(kind))
+    return _NAMES[kind]
+
+
+def variables_of(item: Any) -> set[str]:
+    """The names in all expressions of a step, region or index but its own loop's."""
+    if isinstance(item, Expr):
+        return item.variables()
+    if isinstance(item, tuple):
+        return set[str]().union(*map(variables_of, item))
+    if isinstance(item, Step | Region):
+        own = item.own_variables if isinstance(item, Step) else frozenset()
+        return set[str]().union(*(variables_of(getattr(item, name)) for name in _names_of(type(item)))) - own
+    return set()
+
+
+def totals_of(item: Any) -> list[Total]:
+    """The sums over what buffers hold in a step of a rank."""
+    if isinstance(item, Expr):
+        return list(item.totals()[1])
+    if isinstance(item, tuple):
+        return [total for part in item for total in totals_of(part)]
+    if isinstance(item, Step | Region):
+        return [total for name in _names_of(type(item)) for total in totals_of(getattr(item, name))]
+    return []
+
+
+def differing(dtypes: Sequence[str]) -> Iterator[str]:
+    if len(set(dtypes)) > 1:
+        yield f"dtypes differ: {', '.join(dtypes)}"

@@ -1,0 +1,123 @@
+"""The library's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, cast
+
+from weft.schedule.expr import Index
+from weft.schedule.regions import Access, Declared, Region, read, written
+from weft.schedule.steps.base import Step, differing
+
+CollectiveOp: TypeAlias = Literal["all_gather", "all_to_all", "exchange", "reduce_scatter", "all_reduce"]
+_REDUCING = ("reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Step):
+    """The library's collective over all ranks. All ranks call it in one order.
+
+    all_gather: every rank's `src` to every rank's `dst`, one below the other. all_to_all: of every rank's `src` the rows of
+    rank r, as many as its `dst` has, to rank r, where the ranks' parts lie side by side. exchange: of the rows of `src` the
+    first sent[0] to rank 0, the next sent[1] to rank 1 ...; below each other in `dst` received[0] rows of rank 0, ...
+    reduce_scatter: of the sum of all ranks' `src` the first dst.rows rows to rank 0, the next ones to rank 1 ... all_reduce:
+    the sum of all ranks' `src` in every rank's `dst`.
+    """
+
+    kind: ClassVar[str] = "collective"
+    op: CollectiveOp
+    src: Region
+    dst: Region
+    sent: tuple[Index, ...] = ()
+    received: tuple[Index, ...] = ()
+
+    def accesses(self) -> tuple[Access, ...]:
+        return read(self.src), written(self.dst)
+
+    @property
+    def meets(self) -> bool:
+        return True
+
+    @property
+    def needs_unit(self) -> bool:
+        return True
+
+    @property
+    def in_place(self) -> bool:
+        return self.op == "all_reduce"
+
+    @property
+    def is_empty(self) -> bool:
+        return False  # all ranks come to it, those too that have nothing
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        yield from differing([where.dtype(self.src), where.dtype(self.dst)])
+        if (self.src.at, self.dst.at) != (where.rank, where.rank):
+            yield "a collective is between buffers of the rank that calls it"
+        if self.op in _REDUCING and where.dtype(self.src) not in ("fp32", "bf16", "fp16"):
+            yield f"{where.dtype(self.src)} is not added up: fp32, bf16 and fp16 are"
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return f"{self.op} {self.src.buffer}{at(self.src.at)} -> {self.dst.buffer}{at(self.dst.at)}"
+
+    def __str__(self) -> str:
+        def listed(numbers: tuple[Index, ...]) -> str:
+            return f"({', '.join(map(str, numbers))})"
+
+        parts = f", {listed(self.sent)} rows to the ranks and {listed(self.received)} from them" if self.sent else ""
+        return f"{self.op} {self.src} -> {self.dst}{parts}"
+
+
+def disagreement(steps: Sequence[Collective]) -> str:
+    """What is wrong with one collective as the ranks call it, in numbers; "" if nothing is."""
+    rows = [cast(int, step.src.rows) for step in steps]
+    into = [(cast(int, step.dst.rows), cast(int, step.dst.cols)) for step in steps]
+    if len({step.op for step in steps}) > 1:
+        return f"the ranks call different collectives: {', '.join(step.op for step in steps)}"
+    return _CHECKS[steps[0].op](steps, rows, into)
+
+
+_Shapes: TypeAlias = list[tuple[int, int]]
+
+
+def _all_gather(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
+    if any(shape != (sum(rows), step.src.cols) for step, shape in zip(steps, into, strict=True)):
+        return f"the ranks give rows {rows} of {steps[0].src.cols} columns, and gather into {into}"
+    return ""
+
+
+def _all_to_all(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
+    cols = [cast(int, step.src.cols) for step in steps]
+    if {sum(n for n, _ in into)} != set(rows) or {n for _, n in into} != {sum(cols)}:
+        return f"the ranks give rows {rows} of {cols} columns, and receive {into}"
+    return ""
+
+
+def _exchange(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
+    cols = [cast(int, step.src.cols) for step in steps] + [n for _, n in into]
+    sent = [tuple(map(int, step.sent)) for step in steps]
+    received = [tuple(map(int, step.received)) for step in steps]
+    if len(set(cols)) > 1 or [sum(r) for r in received] != [n for n, _ in into] or [sum(s) for s in sent] != rows:
+        return f"the ranks exchange {sent} of rows {rows}, and receive {received} into {into}"
+    if sent != list(zip(*received, strict=True)):
+        return f"the ranks send {sent}, and receive {received}"
+    return ""
+
+
+def _reduce_scatter(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
+    cols = {step.src.cols for step in steps} | {n for _, n in into}
+    if {sum(n for n, _ in into)} != set(rows) or len(cols) > 1:
+        return f"the ranks give {[(r, s.src.cols) for r, s in zip(rows, steps, strict=True)]}, and receive {into} of the sum"
+    return ""
+
+
+def _all_reduce(steps: Sequence[Collective], rows: list[int], into: _Shapes) -> str:
+    shapes = [(r, cast(int, s.src.cols)) for r, s in zip(rows, steps, strict=True)]
+    return "" if len({*shapes, *into}) == 1 else f"the ranks add up {shapes} into {into}: all must be alike"
+
+
+_CHECKS: dict[str, Callable[[Sequence[Collective], list[int], _Shapes], str]] = {
+    "all_gather": _all_gather, "all_to_all": _all_to_all, "exchange": _exchange, "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+}  # fmt: skip

@@ -1,0 +1,147 @@
+"""Arithmetic: operations on whole regions, and the sum of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.schedule.expr import Index
+from weft.schedule.regions import Access, Declared, Region, read, written
+from weft.schedule.steps.base import Step, differing
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What an executor and a cost model must know of an operation: how many inputs, of which the last ones may be left out,
+    and its arithmetic per output element."""
+
+    inputs: int
+    flops_per_element: float = 0.0
+    optional: int = 0
+
+    def takes(self, inputs: int) -> bool:
+        return self.inputs - self.optional <= inputs <= self.inputs
+
+
+# matmul: [m, k] x [k, n] -> [m, n] and 2k per element.
+# scaled_matmul: the same of fp8 operands, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n]: (a * scale) @ (b * scale),
+# and, if there is one, + bias [1, n], of the output's dtype. scaled_matmul_fast: with the library's fast accumulation.
+# embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: sums of `rows` rows, on the average, of tables whose columns lie side
+# by side; the ids of a row's bags say which ones. The others work element by element.
+OPS = {
+    "matmul": Op(2),
+    "add": Op(2, 1.0),
+    "silu": Op(1, 5.0),
+    "gelu": Op(1, 10.0),
+    "relu": Op(1, 1.0),
+    "embedding_bag": Op(2),
+    "scaled_matmul": Op(5, optional=1),
+    "scaled_matmul_fast": Op(5, optional=1),
+}
+SCALED_MATMULS = ("scaled_matmul", "scaled_matmul_fast")
+MATMULS = ("matmul", *SCALED_MATMULS)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Step):
+    """out = op(*inputs), or out += with `accumulate`. Ops: see `OPS`."""
+
+    kind: ClassVar[str] = "compute"
+    op: str
+    out: Region
+    inputs: tuple[Region, ...]
+    accumulate: bool = False
+
+    def accesses(self) -> tuple[Access, ...]:
+        return *map(read, self.inputs), written(self.out, self.accumulate)
+
+    @property
+    def needs_unit(self) -> bool:
+        return True
+
+    @property
+    def in_place(self) -> bool:
+        return self.op not in MATMULS
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        dtypes = [where.dtype(region) for region in (*self.inputs, self.out)]
+        shapes = [(region.rows, region.cols) for region in (*self.inputs, self.out)]
+        if self.op not in SCALED_MATMULS:
+            yield from differing(dtypes[1:] if self.op == "embedding_bag" else dtypes)
+        if self.op not in OPS or not OPS[self.op].takes(len(self.inputs)):
+            yield f"{self.op} of {len(self.inputs)} inputs is not known; known are {', '.join(OPS)}"
+        elif self.op in SCALED_MATMULS:
+            yield from self._wrong_scaling(shapes, dtypes)
+        elif self.op == "matmul":
+            (m, k), (k2, n), out = shapes
+            if k != k2 or out != (m, n):
+                yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+        elif self.op == "embedding_bag":
+            (m, _), (_, n), out = shapes
+            if out != (m, n):
+                yield f"the bags of {m} rows and {n} columns of tables do not fit into {list(out)}"
+        elif len(set(shapes)) > 1:
+            yield f"shapes differ: {shapes}"
+
+    def _wrong_scaling(self, shapes: list[tuple[Index, Index]], dtypes: list[str]) -> Iterator[str]:
+        (m, k), (k2, n), *scales, out = shapes
+        bias, scales = scales[2:], scales[:2]
+        if k != k2 or out != (m, n):
+            yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+        if scales not in ([(1, 1), (1, 1)], [(m, 1), (1, n)]):
+            yield f"scales of [{m}, {k}] x [{k2}, {n}] are {scales}: give [1, 1] and [1, 1], or [{m}, 1] and [1, {n}]"
+        if bias not in ([], [(1, n)]):
+            yield f"a bias of {list(bias[0])} does not fit to {list(out)}: give [1, {n}]"
+        wanted = ["fp8", "fp8", "fp32", "fp32", *["bf16" if dtypes[-1] == "fp8" else dtypes[-1]] * len(bias)]
+        if dtypes[:-1] != wanted or dtypes[-1] not in ("bf16", "fp16", "fp32", "fp8"):
+            yield (
+                f"dtypes are {', '.join(dtypes)}: fp8 operands with fp32 scales, and a bias as the output, in bf16, fp16 or "
+                "fp32, or an output in fp8 and a bias in bf16"
+            )
+        if self.accumulate:
+            yield "a scaled matmul does not accumulate"
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return f"{self.op} {self.out.buffer}{at(self.out.at)}"
+
+    def __str__(self) -> str:
+        sign = "+=" if self.accumulate else "="
+        return f"{self.op:<7} {self.out} {sign} {', '.join(str(r) for r in self.inputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Step):
+    """out = the sum of `parts`, added up in fp32 in their order and rounded once; or out += with `accumulate`."""
+
+    kind: ClassVar[str] = "reduce"
+    out: Region
+    parts: tuple[Region, ...]
+    accumulate: bool = False
+
+    def accesses(self) -> tuple[Access, ...]:
+        return *map(read, self.parts), written(self.out, self.accumulate)
+
+    @property
+    def needs_unit(self) -> bool:
+        return True
+
+    @property
+    def in_place(self) -> bool:
+        return True
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        regions = (*self.parts, self.out)
+        yield from differing([where.dtype(region) for region in regions])
+        if not self.parts:
+            yield "there is nothing to add up: name one part at least"
+        elif len(shapes := {(region.rows, region.cols) for region in regions}) > 1:
+            yield f"shapes differ: {sorted(map(str, shapes))}"
+        if where.dtype(self.out) not in ("fp32", "bf16", "fp16"):
+            yield f"{where.dtype(self.out)} is not added up: fp32, bf16 and fp16 are"
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return f"reduce {self.out.buffer}{at(self.out.at)}"
+
+    def __str__(self) -> str:
+        return f"reduce  {self.out} {'+=' if self.accumulate else '='} {' + '.join(map(str, self.parts))}"

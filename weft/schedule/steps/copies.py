@@ -1,0 +1,56 @@
+"""Copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from weft.schedule.expr import Index
+from weft.schedule.regions import Access, Declared, Region, read, written
+from weft.schedule.steps.base import Step, differing
+
+CopyBy: TypeAlias = Literal["dma", "kernel"]
+COPY_UNITS = 64
+"""Compute units that a copy by kernel takes at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Step):
+    """dst = src, or dst += src with `accumulate`. A put if `dst` is a peer's, a get if `src` is, a gather or scatter if both are
+    this rank's.
+
+    by "dma": a copy engine. by "kernel": loads and stores of the compute units, at most COPY_UNITS of them.
+    """
+
+    kind: ClassVar[str] = "copy"
+    src: Region
+    dst: Region
+    by: CopyBy = "dma"
+    accumulate: bool = False
+
+    def accesses(self) -> tuple[Access, ...]:
+        return read(self.src), written(self.dst, self.accumulate)
+
+    @property
+    def decisive(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def needs_unit(self) -> bool:
+        return self.by == "kernel"
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        yield from differing([where.dtype(self.src), where.dtype(self.dst)])
+        given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
+        if given != wanted:
+            yield f"a copy of {list(given)} does not fit into {list(wanted)}"
+        if self.accumulate and where.dtype(self.dst) not in ("fp32", "bf16", "fp16"):
+            yield f"{where.dtype(self.dst)} is not added to: fp32, bf16 and fp16 are"
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        sign = "+>" if self.accumulate else "->"
+        return f"copy {self.src.buffer}{at(self.src.at)} {sign} {self.dst.buffer}{at(self.dst.at)}"
+
+    def __str__(self) -> str:
+        return f"copy    {self.src} {'+>' if self.accumulate else '->'} {self.dst} by {self.by}"

@@ -1,0 +1,138 @@
+"""What is done again and again: loops, written out before a run, and the tiles of a persistent kernel, which are not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
+
+import numpy as np
+
+from weft.schedule.expr import Expr, Index, Values
+from weft.schedule.steps.base import Counters, Step, put_in
+from weft.schedule.steps.computing import Compute
+from weft.schedule.steps.copies import Copy
+from weft.schedule.steps.signals import Set
+
+
+@dataclass(frozen=True, slots=True)
+class For(Step):
+    """`body` for `index` = 0 .. extent - 1, one after the other. Steps of the body may use Expr(index)."""
+
+    kind: ClassVar[str] = "for"
+    index: str
+    extent: Index
+    body: tuple[Step, ...]
+
+    @property
+    def inner(self) -> tuple[Step, ...]:
+        return self.body
+
+    @property
+    def own_variables(self) -> frozenset[str]:
+        return frozenset({self.index})
+
+    def put_in(self, values: Values, partly: bool) -> Step:
+        return self  # `unrolled` writes it out
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        raise ValueError(f"a loop has no name in a timeline, the steps in it do: {self}")
+
+    def __str__(self) -> str:
+        return f"for {self.index} in 0..{self.extent}: {_inside(self.body)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles(Step):
+    """A persistent kernel: `body` for `index` = 0 .. extent - 1, taken in that order, many at a time.
+
+    The steps of one tile follow each other; tiles are not ordered. All begin after what comes before on the lane, and the
+    lane goes on when all have ended. Bodies copy, compute and set; they do not wait, since nothing says how many tiles run
+    at once, and one that waits may keep the one that it waits for from starting.
+    """
+
+    kind: ClassVar[str] = "tiles"
+    kernel: str
+    index: str
+    extent: Index
+    body: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        for step in self.body:
+            if not isinstance(step, Copy | Compute | Set):
+                raise ValueError(f"kernel {self.kernel}: tiles copy, compute and set, and {str(step)!r} is none of it")
+
+    def sets(self) -> Counters:
+        found: Counters = Counter()
+        for inner in self.body:
+            if isinstance(inner, Set):
+                for (at, index), times in counted(self, inner.at, inner.index):
+                    found[at, inner.signal, index] += times
+        return found
+
+    @property
+    def inner(self) -> tuple[Step, ...]:
+        return self.body
+
+    @property
+    def own_variables(self) -> frozenset[str]:
+        return frozenset({self.index})
+
+    @property
+    def is_empty(self) -> bool:
+        return self.extent == 0
+
+    def put_in(self, values: Values, partly: bool) -> Step:
+        return replace(
+            self, extent=put_in(self.extent, values, partly=partly), body=put_in(self.body, values, partly=True)
+        )
+
+    def tile(self, number: int) -> tuple[Step, ...]:
+        """Of tiles in numbers, the body of one."""
+        body: tuple[Step, ...] = put_in(self.body, {self.index: number})
+        return body
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return self.kernel
+
+    def __str__(self) -> str:
+        return f"tiles of {self.kernel}, {self.index} in 0..{self.extent}: {_inside(self.body)}"
+
+
+def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:
+    """(values of `numbers`, in how many of `tiles` they have them), by rising values, for tiles of an extent in numbers.
+    values: of variables beside the tile's own, where the body is not in numbers."""
+    extent = cast(int, tiles.extent)
+    if extent == 0:
+        return []
+    if not any(isinstance(number, Expr) for number in numbers):
+        return [(cast(tuple[int, ...], numbers), extent)]
+    # Mostly they depend on a tile's place within its sample, and one sample tells for all.
+    period = math.lcm(*(n.period(tiles.index) for n in numbers if isinstance(n, Expr)))
+    at = np.arange(min(period, extent) or extent)
+    turns = extent // len(at) + (at < extent % len(at))
+    columns = [n.over({**(values or {}), tiles.index: at}) if isinstance(n, Expr) else n for n in numbers]
+    table = np.stack([np.broadcast_to(column, at.shape) for column in columns])
+    order = np.lexsort(table[::-1])
+    table = table[:, order]
+    begins = np.flatnonzero(np.r_[True, (table[:, 1:] != table[:, :-1]).any(0)])
+    times = np.add.reduceat(turns[order], begins)
+    return [(tuple(values), n) for values, n in zip(table[:, begins].T.tolist(), times.tolist(), strict=True)]
+
+
+def _inside(body: tuple[Step, ...]) -> str:
+    return "; ".join(" ".join(str(step).split()) for step in body)
+
+
+def unrolled(steps: tuple[Step, ...], values: Values, *, partly: bool = False) -> tuple[Step, ...]:
+    """`steps` in numbers, loops written out, tiles not. With `partly`, other variables are left."""
+    result: list[Step] = []
+    for step in steps:
+        if isinstance(step, For):
+            for turn in range(put_in(step.extent, values)):
+                result.extend(unrolled(step.body, {**values, step.index: turn}, partly=partly))
+        else:
+            result.append(put_in(step, values, partly=partly))
+    return tuple(result)

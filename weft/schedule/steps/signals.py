@@ -1,0 +1,82 @@
+"""Setting signals and waiting for them: the only order across lanes and ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from weft.schedule.expr import RANK, Index
+from weft.schedule.regions import Declared, at_text
+from weft.schedule.steps.base import Counters, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Set(Step):
+    """Add one to a counter of rank `at`. Release: what this lane did before is visible to whoever waits for it."""
+
+    kind: ClassVar[str] = "set"
+    signal: str
+    index: Index = 0
+    at: Index = RANK
+
+    def sets(self) -> Counters:
+        return Counter({(self.at, self.signal, self.index): 1})
+
+    @property
+    def occupies(self) -> bool:
+        return False
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        yield from _wrong_signal(self.signal, self.index, where)
+        if not 0 <= cast(int, self.at) < len(where.buffers):
+            yield f"there is no rank {self.at}"
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return f"set {self.signal}{at(self.at)}[{number(self.index)}]"
+
+    def __str__(self) -> str:
+        return f"set     {self.signal}{at_text(self.at)}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(Step):
+    """Wait until this rank's counter has been set `count` times in this run. Acquire.
+
+    With `previous`: `count` times in the run before (at the first run there was none, and nothing is waited for). That is
+    how a producer learns that a buffer which it wants to fill again has been read.
+    """
+
+    kind: ClassVar[str] = "wait"
+    signal: str
+    index: Index = 0
+    count: Index = 1
+    previous: bool = False
+
+    @property
+    def awaits(self) -> Wait:
+        return self
+
+    @property
+    def occupies(self) -> bool:
+        return False
+
+    def faults(self, where: Declared) -> Iterator[str]:
+        yield from _wrong_signal(self.signal, self.index, where)
+        if cast(int, self.count) < 1:
+            yield f"count={self.count} must be at least 1"
+
+    def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
+        return f"wait {self.signal}[{number(self.index)}]{' of the previous run' * self.previous}"
+
+    def __str__(self) -> str:
+        times = "" if self.count == 1 else f" x{self.count}"
+        return f"wait    {self.signal}[{self.index}]{times}{' of the previous run' if self.previous else ''}"
+
+
+def _wrong_signal(signal: str, index: Index, where: Declared) -> Iterator[str]:
+    if (count := where.signals.get(signal)) is None:
+        yield f"there are no signals {signal!r}"
+    elif not 0 <= cast(int, index) < count:
+        yield f"index {index} is outside {signal}, of {count} signals"
