@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo "== 2 of 3: installing what builds the native module, into $(VENV)"
 	@$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
 	@echo "== 3 of 3: installing torch and what tests need, and compiling csrc/: takes minutes the first time"
-	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[cli,test,dev]"
 	@touch $@
 	@echo "== weft is in $(VENV)"
 
@@ -41,8 +41,9 @@ build: | $(BIN)/python  ## Recompile the native module after a change of csrc/ (
 	@echo "== compiling csrc/"
 	@$(PIP) install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/
+demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/ (PICTURE=file: its picture too)
 	$(BIN)/weft demo
+	$(if $(PICTURE),cp weft-demo/overlap.png $(PICTURE))
 
 test: setup  ## Tests of everything that needs no GPU, at most 5 minutes on two cores
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"

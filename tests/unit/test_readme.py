@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from weft.cli import app
+from weft.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
