@@ -66,9 +66,9 @@ lint: setup  ## Style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the README's tables up to date
+bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the documents' tables up to date
 	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl
-	$(BIN)/python -m weft.bench.report README.md benchmarks/results/*.jsonl
+	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
 
 gpu-check:  ## On a machine with GPUs, torch and Triton (no .venv, no network): build, test, measure into OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(OUT)
