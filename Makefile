@@ -17,7 +17,7 @@ INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel clean
+.PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel docs release clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +78,17 @@ commit-note: setup  ## Write benchmarks/.commit, by which a copy of this tree wi
 
 wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .
+
+docs: setup  ## Write docs/api.md and docs/environment.md from the code, and tables and factors from the records
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
+
+release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
+	$(INSTALL) cibuildwheel build
+	rm -rf build/release && mkdir -p build/release && git archive HEAD | tar -x -C build/release
+	$(BIN)/python docs/package_page.py build/release
+	cd build/release && ../../$(BIN)/cibuildwheel --platform linux --output-dir ../../dist
+	cd build/release && ../../$(BIN)/python -m build --sdist -o ../../dist
 
 clean:  ## Remove .venv and everything built
 	rm -rf $(VENV) build dist
