@@ -50,7 +50,8 @@ def environment() -> str:
     rows += [f"| {name} | {default} | {text} |" for name, default, text in variables()]
     return (
         _GENERATED.format(source="weft/env.py")
-        + "# Environment variables\n\nFor whoever runs jobs: all that weft reads from the environment. Arguments of calls come first.\n\n"
+        + "# Environment variables\n\nFor whoever runs jobs: all that weft reads from the environment. "
+        + "Arguments of calls come first.\n\n"
         + "\n".join(rows)
         + "\n"
     )

@@ -47,7 +47,7 @@ def triton_interpreted() -> bool:
 
 
 def under_torchrun() -> bool:
-    """`RANK`, with `WORLD_SIZE`: a launcher such as torchrun, which sets both, started this process: `weft bench` then starts none."""
+    """`RANK`, with `WORLD_SIZE`: a launcher such as torchrun, which sets both, started this process; `weft bench` starts none."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

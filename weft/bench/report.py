@@ -27,7 +27,8 @@ from weft.bench.tables import geomean, times
 from weft.words import counted
 
 _GAIN = re.compile(
-    r"(?P<open><!-- gain:(?P<name>[\w.-]+) (?P<mode>\w+) (?P<dtype>\w+) (?P<variant>[^/ ]+)/(?P<baseline>\S+) -->)[^<]*<!-- /gain -->"
+    r"(?P<open><!-- gain:(?P<name>[\w.-]+) (?P<mode>\w+) (?P<dtype>\w+) (?P<variant>[^/ ]+)/(?P<baseline>\S+) -->)"
+    r"[^<]*<!-- /gain -->"
 )
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
