@@ -79,7 +79,7 @@ commit-note: setup  ## Write benchmarks/.commit, by which a copy of this tree wi
 wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .
 
-docs: setup  ## Write docs/api.md and docs/environment.md from the code, and tables and factors from the records
+docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables and factors from the records
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
 

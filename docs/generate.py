@@ -99,7 +99,7 @@ def _doc(value: Any) -> str:
     """Its own text, not one that it inherits; of a dataclass without any the names of its fields."""
     of: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     text = inspect.cleandoc(of.__doc__ or "")
-    if inspect.isclass(of) and text.startswith(f"{of.__name__}("):
+    if inspect.isclass(of) and dataclasses.is_dataclass(of) and text.startswith(f"{of.__name__}("):
         return f"Of {', '.join(f'`{field.name}`' for field in dataclasses.fields(of))}."
     return text
 
