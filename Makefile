@@ -17,7 +17,7 @@ INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel clean
+.PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel docs release clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo "== 2 of 3: installing what builds the native module, into $(VENV)"
 	@$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.22" ninja
 	@echo "== 3 of 3: installing torch and what tests need, and compiling csrc/: takes minutes the first time"
-	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[test,dev]"
+	@$(INSTALL) -c constraints.txt --no-build-isolation -e ".[cli,test,dev]"
 	@touch $@
 	@echo "== weft is in $(VENV)"
 
@@ -41,8 +41,9 @@ build: | $(BIN)/python  ## Recompile the native module after a change of csrc/ (
 	@echo "== compiling csrc/"
 	@$(PIP) install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/
+demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU processes; writes weft-demo/ (PICTURE=file: its picture too)
 	$(BIN)/weft demo
+	$(if $(PICTURE),cp weft-demo/overlap.png $(PICTURE))
 
 test: setup  ## Tests of everything that needs no GPU, at most 5 minutes on two cores
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
@@ -65,9 +66,9 @@ lint: setup  ## Style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the README's tables up to date
+bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the documents' tables up to date
 	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl
-	$(BIN)/python -m weft.bench.report README.md benchmarks/results/*.jsonl
+	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
 
 gpu-check:  ## On a machine with GPUs, torch and Triton (no .venv, no network): build, test, measure into OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(OUT)
@@ -77,6 +78,17 @@ commit-note: setup  ## Write benchmarks/.commit, by which a copy of this tree wi
 
 wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .
+
+docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables and factors from the records
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
+
+release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
+	$(INSTALL) cibuildwheel build
+	rm -rf build/release && mkdir -p build/release && git archive HEAD | tar -x -C build/release
+	$(BIN)/python docs/package_page.py build/release
+	cd build/release && ../../$(BIN)/cibuildwheel --platform linux --output-dir ../../dist
+	cd build/release && ../../$(BIN)/python -m build --sdist -o ../../dist
 
 clean:  ## Remove .venv and everything built
 	rm -rf $(VENV) build dist

@@ -376,12 +376,17 @@ class StreamProgram {
     // Lists and tuples only: their items are read in place, and reading them runs no Python code.
     template <typename Word>
     static void read(const char *name, nb::handle numbers, std::vector<Word> &into) {
-        if (!PyList_Check(numbers.ptr()) && !PyTuple_Check(numbers.ptr()))
+        PyObject *const from = numbers.ptr();
+        const bool listed = PyList_Check(from);
+        if (!listed && !PyTuple_Check(from))
             throw nb::type_error(text(name, " must be a list or a tuple of int").c_str());
-        const auto n = size_t(PySequence_Fast_GET_SIZE(numbers.ptr()));
+        // nanobind's macros: in place, or by a function where the stable ABI hides the place.
+        const auto n = size_t(listed ? NB_LIST_GET_SIZE(from) : NB_TUPLE_GET_SIZE(from));
         require(n == into.size(), name, " has ", n, " numbers, the program was made for ", into.size());
         for (size_t i = 0; i < n; ++i) {
-            const uint64_t number = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(numbers.ptr(), Py_ssize_t(i)));
+            const auto place = Py_ssize_t(i);
+            PyObject *const item = listed ? NB_LIST_GET_ITEM(from, place) : NB_TUPLE_GET_ITEM(from, place);
+            const uint64_t number = PyLong_AsUnsignedLongLong(item);
             if (number == uint64_t(-1) && PyErr_Occurred()) {
                 PyErr_Clear();
                 require(false, name, "[", i, "] must be an int from 0 to 2^64 - 1");

@@ -11,13 +11,13 @@ MOST_S = 1e6
 
 
 def deadline_s() -> float:
-    """`WEFT_DEADLINE_S`: how long any wait for another rank may take, in seconds (default 60)."""
+    """`WEFT_DEADLINE_S`: seconds (default 60) that any wait for another rank may take."""
     return _seconds("WEFT_DEADLINE_S", "60", "a wait")
 
 
 def setup_deadline_s() -> float:
-    """`WEFT_SETUP_DEADLINE_S`: the same where ranks set something up together and none computes or compiles meanwhile, in seconds
-    (default 20). `WEFT_DEADLINE_S` bounds it where it is set."""
+    """`WEFT_SETUP_DEADLINE_S`: seconds (default 20) that a wait may take while ranks set something up together and none computes
+    or compiles. `WEFT_DEADLINE_S`, where it is set, is an upper bound."""
     wanted = _seconds("WEFT_SETUP_DEADLINE_S", "20", "a wait while ranks set something up")
     return min(wanted, deadline_s()) if "WEFT_DEADLINE_S" in os.environ else wanted
 
@@ -36,37 +36,38 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 
 def check_calls() -> bool:
-    """`WEFT_CHECK_CALLS=1`: on GPUs, compare which calls ranks make, and from which lines (`weft.symm.calls`)."""
+    """`WEFT_CHECK_CALLS`: 1 (default 0): on GPUs, compare every call of a rank with its peers' by number, operator and line. It
+    costs some microseconds a call; a difference ends the group."""
     return os.environ.get("WEFT_CHECK_CALLS", "0") not in ("", "0")
 
 
 def triton_interpreted() -> bool:
-    """`TRITON_INTERPRET=1`: Triton runs kernels in Python on the CPU, one program after another."""
+    """`TRITON_INTERPRET`: 1 (default 0): Triton runs kernels in Python on the CPU, one program after another: for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher such as torchrun started this process (it sets RANK and WORLD_SIZE)."""
+    """`RANK`, with `WORLD_SIZE`: a launcher such as torchrun, which sets both, started this process; `weft bench` starts none."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def local_rank() -> int:
-    """`LOCAL_RANK` as torchrun sets it: which device of this host is ours (default 0)."""
+    """`LOCAL_RANK`: as torchrun sets it (default 0): which device of this host `weft bench` uses."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """`WORLD_SIZE` as torchrun sets it: how many ranks there are (default 1)."""
+    """`WORLD_SIZE`: as torchrun sets it (default 1): how many ranks `weft bench` has."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def quiet() -> bool:
-    """`WEFT_QUIET=1`: do not warn when an operator runs without overlap."""
+    """`WEFT_QUIET`: 1 (default 0): do not warn when an operator runs without overlap."""
     return os.environ.get("WEFT_QUIET", "0") not in ("", "0")
 
 
 def cache_dir() -> Path:
-    """`WEFT_CACHE_DIR`: where calibrations and measured times are kept (default ~/.cache/weft)."""
+    """`WEFT_CACHE_DIR`: the folder (default ~/.cache/weft) of calibrations and measured times."""
     if folder := os.environ.get("WEFT_CACHE_DIR"):
         return Path(folder).expanduser()
     try:
@@ -80,8 +81,8 @@ _OF_PEERS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
 
 
 def peer_variables() -> dict[str, str]:
-    """`NCCL_*`, `TORCH_SYMM_MEM_*` and the like, as they are set: what changes the libraries that weft is measured against, and so
-    belongs to a record. Of a value that is a path only that it is one."""
+    """`CUDA_*`, `NCCL_*`, `TORCH_NCCL_*`, `TORCH_SYMM_MEM_*`, `NVSHMEM_*`: written into the records of `weft bench`, because they
+    change the libraries that weft is measured against. Of a value that is a path, only that it is one."""
     set_here = sorted(
         (name, value) for name, value in os.environ.items() if name in _PEERS or name.startswith(_OF_PEERS)
     )

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import weft
-from weft.cli import app, doctor
-from weft.cli.app import main
+from weft.cli import doctor
+from weft.cli.app import app, main
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
@@ -27,7 +27,7 @@ def _weft(
 
 def test_version_and_help_need_no_torch() -> None:
     assert runner.invoke(app, ["--version"]).output.strip() == f"weft {weft.__version__}"
-    script = "import sys, weft.cli; weft.cli.app(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
+    script = "import sys; from weft.cli.app import app; app(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     for command in ("bench", "demo", "doctor"):

@@ -15,8 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from weft.bench import console
-from weft.cli import app
-from weft.cli.app import main
+from weft.cli.app import app, main
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
 

@@ -39,6 +39,37 @@ def test_an_import_upwards_and_an_unknown_layer_are_found(tmp_path: Path) -> Non
     assert "weft.elsewhere" in broken.stdout
 
 
+def _run(script: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+
+def test_import_weft_loads_neither_torch_nor_numpy() -> None:
+    found = _run(
+        "import sys, weft; dir(weft); weft.errors, weft.timeline\n"
+        "print([name for name in ('torch', 'numpy', 'triton', 'weft._core') if name in sys.modules])\n"
+        "weft.schedule, weft.hw, weft.sim, weft.plan, weft.trace\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert found.stdout == "[]\nFalse\n", found.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_packages_the_command_says_what_to_install(missing: str) -> None:
+    found = _run(
+        f"import sys; sys.modules[{missing!r}] = None; from weft.cli import main; sys.argv = ['weft', 'doctor']; main()"
+    )
+    assert found.returncode == 1
+    assert found.stderr == f"weft: the command needs {missing}: pip install 'weft[cli]'\n"
+
+
+def test_without_matplotlib_a_picture_says_what_to_install() -> None:
+    found = _run(
+        "import sys; sys.modules['matplotlib'] = None; import weft; from pathlib import Path; line = weft.Timeline()\n"
+        "line.add(0, 'compute', 'matmul', 0, 1); weft.trace.draw_overlap(Path('x.png'), {'': line}, '')"
+    )
+    assert found.stderr.endswith("ModuleNotFoundError: pictures need matplotlib: pip install 'weft[cli]'\n")
+
+
 def test_the_library_needs_neither_triton_nor_what_the_command_line_needs() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"

@@ -35,7 +35,7 @@ def test_it_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
     assert third.startswith("== 3 of 3: installing torch")
     assert "csrc/" in third
     assert last == f"== weft is in {tmp_path / 'venv'}"
-    for pip, wanted in ((tools, "cmake"), (everything, ".[test,dev]")):
+    for pip, wanted in ((tools, "cmake"), (everything, ".[cli,test,dev]")):
         assert pip.startswith("pip: -m pip install")
         assert wanted in pip
         assert "--extra here" in pip
@@ -43,7 +43,7 @@ def test_it_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
     assert "nothing to be done" in setup(tmp_path).stdout.lower()
 
 
-@pytest.mark.parametrize("breaks_on", ["cmake", "[test,dev]"])
+@pytest.mark.parametrize("breaks_on", ["cmake", "[cli,test,dev]"])
 def test_what_fails_is_done_again(tmp_path: Path, breaks_on: str) -> None:
     failed = setup(tmp_path, breaks_on)
     assert failed.returncode != 0

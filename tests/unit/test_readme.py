@@ -1,4 +1,5 @@
-"""The README holds what it says: every Python block runs as printed, on two processes; links, targets and commands exist."""
+"""The README and the pages hold what they say: every Python block runs as printed, on two processes; links, targets and commands
+exist, and what was promised about the first screen stays."""
 
 import re
 import subprocess
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from weft.cli import app
+from weft.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = PYTHON.findall(README)
 
 
 def _run_on_two_ranks(script: str, folder: Path) -> str:
@@ -27,17 +30,47 @@ def test_the_first_snippet_runs_as_printed(tmp_path: Path) -> None:
     snippet = BLOCKS[0]
     assert README.index(snippet) < README.index("\n## "), "it comes before everything else"
     printed = _run_on_two_ranks(snippet, tmp_path)  # by two processes, whose line ends may mix
-    assert sorted(re.findall(r"rank (\d): \[128, 512\], feature3: \[128, 64\]", printed)) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d): y \[256, 256\], x.grad \[128, 512\]", printed)) == ["0", "1"]
+
+
+def test_the_line_that_changes_is_the_one_that_runs() -> None:
+    """The diff's new call is the snippet's, and the old one differs in nothing but the name and the group."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    old, new = (line[2:] for line in diff.splitlines())
+    assert new.replace(", group,", ", dist.group.WORLD,") in BLOCKS[0]
+    assert old.replace("torch.ops.symm_mem.fused_", "weft.").replace("group.group_name", "group") == new
+
+
+def test_the_first_sentence_has_three_measured_numbers_and_the_page_is_short() -> None:
+    bold = README[: README.index("\n```")]
+    assert len(re.findall(r"<!-- gain:\S+ queued .*?-->\d+\.\d\dx<!-- /gain -->", bold)) == 3
+    assert "one NVIDIA host or CPU processes" in " ".join(bold.split())
+    assert len(README.splitlines()) <= 250
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, len(BLOCKS)))
 def test_every_other_block_runs_too(number: int, tmp_path: Path) -> None:
     _run_on_two_ranks(BLOCKS[number], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/embeddings.md", "docs/gemms.md", "docs/experts.md"])
+def test_the_pages_of_operators_run_and_leave_traces(page: str, tmp_path: Path) -> None:
+    (snippet,) = PYTHON.findall((ROOT / page).read_text())
+    _run_on_two_ranks(snippet, tmp_path)
     assert {path.name for path in tmp_path.glob("*.json")} == {"rank0.json", "rank1.json"}
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_at_its_top_whom_it_helps_and_is_linked(page: str) -> None:
+    title, opening, *_ = (p for p in (ROOT / page).read_text().split("\n\n") if not p.startswith("<!--"))
+    assert title.strip().startswith("# ")
+    assert opening.startswith("For who"), "one paragraph: for whom, and what of"
+    assert f"]({page})" in README
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", *PAGES])
 def test_links_and_commands_exist(document: str) -> None:
     path = ROOT / document
     text = path.read_text()

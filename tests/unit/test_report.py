@@ -245,6 +245,22 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
     assert path.read_text() == new
 
 
+def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:
+    sentence = "**<!-- gain:cpu queued fp32 direct/embedding_bag -->9x<!-- /gain --> as fast.** <!-- /x -->\n"
+    new = rewrite(sentence, {"cpu": [*_records("one"), *_records("two", factor=3)]})
+    assert new == sentence.replace("9x", "2.50x")
+    with pytest.raises(ValueError, match="queued fp32 times of both 'direct' and 'nccl'"):
+        rewrite(sentence.replace("embedding_bag", "nccl"), {"cpu": _records("one")})
+    with pytest.raises(ValueError, match="wants results:cpu, but only none"):
+        rewrite(sentence, {})
+    two, results = [tmp_path / "README.md", tmp_path / "page.md"], tmp_path / "cpu.jsonl"
+    for path in two:
+        path.write_text(sentence)
+    records.append(results, _records("one"))
+    main([str(path) for path in (*two, results)])
+    assert [path.read_text() for path in two] == [sentence.replace("9x", "2.50x")] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -288,5 +304,5 @@ def test_the_documents_of_this_repository_are_up_to_date() -> None:
     results = {path.stem: records.read([path]) for path in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         assert rewrite(path.read_text(), results) == path.read_text(), (
-            f"{path.name} is out of date: python -m weft.bench.report {path.relative_to(ROOT)} benchmarks/results/*.jsonl"
+            f"{path.name} is out of date: python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl"
         )

@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import matplotlib.image
+import PIL.Image
 import pytest
 
 from weft.timeline import Span, Timeline
 from weft.trace import bytes_sent, draw_overlap, trace_events, write_trace
 from weft.trace.kinds import kind_of
+from weft.trace.picture import _drawn, _lanes
+
+ROOT = Path(__file__).parents[2]
 
 
 def _serial() -> Timeline:
@@ -92,6 +96,28 @@ def test_the_picture_is_written_and_shows_both_kinds(tmp_path: Path) -> None:
     colours = {tuple(c) for c in (255 * pixels[:, :, :3]).round().astype(int).reshape(-1, 3).tolist()}
     assert (0x40, 0x63, 0xA3) in colours  # compute
     assert (0xE1, 0x81, 0x2C) in colours  # bytes leave
+
+
+def test_each_lane_of_each_rank_has_a_row() -> None:
+    assert list(_lanes(_serial())) == ["rank 0  compute", "rank 0  send", "rank 1  compute", "rank 1  send"]
+    two_streams = Timeline([Span(0, "GEMM 1", "matmul", 0, 2), Span(0, "GEMM 2", "matmul", 1, 3)])
+    assert [len(spans) for spans in _lanes(two_streams).values()] == [1, 1], "what runs at once is not one bar"
+
+
+def test_what_a_span_does_decides_its_colours() -> None:
+    spans = [*_fused(), Span(0, "copies", "copy y", 0, 1, 0), Span(0, "copies", "copy x", 0, 1, 8)]
+    drawn = {kind: len(found) for kind, found in _drawn(spans).items()}
+    assert drawn == {
+        ("compute", 0.1): 10, ("wait", 0.1): 1, ("copy within the rank", 0.1): 1, ("bytes leave", 0.1): 1,
+        ("bytes leave", 0.5): 10,  # pooled and stored at once: in the lower half
+    }  # fmt: skip
+
+
+def test_the_picture_of_the_readme_is_what_the_demo_drew() -> None:
+    about = PIL.Image.open(ROOT / "docs" / "overlap.png").info["Description"]  # type: ignore[no-untyped-call]
+    assert about.startswith("embedding_all_to_all, dcnv2, scaled by "), "make demo PICTURE=docs/overlap.png draws it"
+    assert "2 ranks" in about
+    assert "; commit " in about
 
 
 def test_nothing_recorded_is_refused_by_name(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config = measured.work.config
+    here = records.environment("cpu")
     title = (
-        f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{records.environment('cpu').machine}"
+        f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{here.machine}; commit {here.commit}"
     )
     if rank == 0:
         measured.show(options)

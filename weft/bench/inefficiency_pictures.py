@@ -20,6 +20,7 @@ from weft.bench import records
 from weft.bench.inefficiency_measure import PIECES, cut_name, gather_beside, gather_name, gemm_beside
 from weft.bench.inefficiency_results import Row, rows_of
 from weft.bench.inefficiency_sides import TRANSPORTS
+from weft.trace.pyplot import pyplot
 from weft.words import counted
 
 _COLOURS = {"dma": "#2f7d5b", "kernel": "#e1812c", "library": "#b8432f", "rows": "#4063a3", "columns": "#e1812c"}
@@ -30,11 +31,7 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Write the four pictures as PNG files into `directory`, made if need be. `title`: what ran where."""
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for name, panels, drawing in (

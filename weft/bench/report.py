@@ -1,11 +1,15 @@
 """Recorded results as Markdown, so that no number in a document is typed by hand.
 
-    python -m weft.bench.report README.md benchmarks/results/*.jsonl
+    python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
 
-rewrites, in place, what stands between `<!-- results:NAME -->` and `<!-- /results -->`, where NAME is a results file's
-name without ".jsonl"; a block stays empty until its results are recorded. For each operator, dtype and mode there is a
-table with a row per configuration: the operator knows its columns. A later run of a configuration in a mode replaces an
-earlier one; its arms are never mixed with another run's.
+rewrites documents in place. NAME is a results file's name without ".jsonl".
+
+- `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the
+  operator knows its columns. A block stays empty until its results are recorded.
+- `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: how many times as fast a variant is, in the geometric mean
+  over configurations.
+
+A later run of a configuration in a mode replaces an earlier one; its arms are never mixed with another run's.
 """
 
 from __future__ import annotations
@@ -19,8 +23,13 @@ from pathlib import Path
 from weft.bench import records
 from weft.bench.harness import HARNESS
 from weft.bench.operator import Record, operator
+from weft.bench.tables import geomean, times
 from weft.words import counted
 
+_GAIN = re.compile(
+    r"(?P<open><!-- gain:(?P<name>[\w.-]+) (?P<mode>\w+) (?P<dtype>\w+) (?P<variant>[^/ ]+)/(?P<baseline>\S+) -->)"
+    r"[^<]*<!-- /gain -->"
+)
 _MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
 
 
@@ -84,19 +93,37 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
 def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
     """`document` with every marked block regenerated. Raises ValueError where a block shows results that are not given."""
 
-    def block(found: re.Match[str]) -> str:
-        name = found["name"]
+    def given(name: str) -> Sequence[Record]:
         if name not in results:
-            if not found["body"].strip():
-                return found[0]
             raise ValueError(f"the document wants results:{name}, but only {', '.join(results) or 'none'} are given")
         if not results[name]:
             raise ValueError(
                 f"results:{name} has no records: record a run (weft bench OPERATOR --json FILE), or leave the file out"
             )
-        return f"{found[1]}{markdown(results[name])}{found[4]}"
+        return results[name]
 
-    return _MARKED.sub(block, document)
+    def block(found: re.Match[str]) -> str:
+        if found["name"] not in results and not found["body"].strip():
+            return found[0]
+        return f"{found[1]}{markdown(given(found['name']))}{found[4]}"
+
+    def factor(found: re.Match[str]) -> str:
+        which = (found["mode"], found["dtype"], found["variant"], found["baseline"])
+        return f"{found['open']}{gain(given(found['name']), *which)}<!-- /gain -->"
+
+    return _GAIN.sub(factor, _MARKED.sub(block, document))
+
+
+def gain(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> str:
+    """How many times as fast `variant` is: the geometric mean over the configurations in which both were timed."""
+    ms: dict[str, dict[str, float]] = {}
+    for r in _long_enough(_latest_runs(found)):
+        if (r["mode"], r["dtype"]) == (mode, dtype):
+            ms.setdefault(r["config"], {})[r["variant"]] = r["p50_ms"]
+    gains = [of[baseline] / of[variant] for of in ms.values() if {variant, baseline} <= of.keys()]
+    if not gains:
+        raise ValueError(f"no configuration has {mode} {dtype} times of both {variant!r} and {baseline!r}")
+    return times(geomean(gains))
 
 
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
@@ -111,14 +138,16 @@ def _latest_runs(found: Sequence[Record]) -> list[Record]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What cannot be read or shown is a sentence and exit status 2, and leaves the document as it was."""
+    """What cannot be read or shown is a sentence and exit status 2, and leaves the documents as they were."""
     parser = argparse.ArgumentParser(prog="python -m weft.bench.report", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("document", type=Path, metavar="DOCUMENT.md")
-    parser.add_argument("results", type=Path, nargs="*", metavar="RESULTS.jsonl")
-    given = parser.parse_args(arguments)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="DOCUMENT.md|RESULTS.jsonl")
+    given: list[Path] = parser.parse_args(arguments).paths
+    documents = [path for path in given if path.suffix == ".md"]
     try:
-        results = {path.stem: records.read([path]) for path in given.results}
-        given.document.write_text(rewrite(given.document.read_text(), results))
+        results = {path.stem: records.read([path]) for path in given if path not in documents}
+        written = {path: rewrite(path.read_text(), results) for path in documents}
+        for path, text in written.items():
+            path.write_text(text)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except TypeError as error:

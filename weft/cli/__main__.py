@@ -1,6 +1,6 @@
 """`python -m weft.cli`, for launchers that take a module: `torchrun -m weft.cli bench ...`."""
 
-from weft.cli.app import main
+from weft.cli import main
 
 if __name__ == "__main__":
     main()

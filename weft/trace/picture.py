@@ -13,8 +13,9 @@ import numpy as np
 
 from weft.timeline import Span, Timeline
 from weft.trace.kinds import kind_of
+from weft.trace.pyplot import pyplot
 
-_COLOURS = {"compute": "#4063a3", "bytes leave": "#e1812c", "wait": "#c8c8c8"}
+_COLOURS = {"compute": "#4063a3", "bytes leave": "#e1812c", "copy within the rank": "#f3c9a0", "wait": "#c8c8c8"}
 _ARM_COLOURS = ("#7a7a7a", "#b8432f", "#2f7d5b", "#6a4c93")
 
 
@@ -42,19 +43,16 @@ def bytes_sent(timeline: Timeline, rank: int | None = None) -> tuple[list[float]
 
 
 def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> None:
-    """Write a PNG: a panel of lanes per timeline (name of the arm -> what ran), on one time axis, and the bytes sent.
+    """Write a PNG: a panel per timeline (name of the arm -> what ran) with a row per lane, on one time axis, and the bytes sent.
 
-    `title` says what ran where. Raises ValueError if a timeline is empty.
+    `title` says what ran where; the file has it as its description. Raises ValueError if a timeline is empty.
     """
     for arm, timeline in timelines.items():
         if not timeline:
             raise ValueError(f"nothing to draw for {arm!r}: its timeline has no span")
     if not timelines:
         raise ValueError("nothing to draw: no timeline")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     shifted = {arm: timeline.shifted() for arm, timeline in timelines.items()}
@@ -74,17 +72,19 @@ def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> N
     for axis, (arm, rows) in zip(axes[:, 0], lanes.items(), strict=False):
         finish = max(span.end_us for span in shifted[arm]) / 1e3
         axis.set_title(f"{arm}: {finish:.2f} ms", fontsize=10, loc="left", fontweight="bold")
-        for y, (_, kind, spans) in enumerate(rows):
-            bars = _merged(spans, pixel_us=end_ms)  # about a thousandth of the axis
-            axis.broken_barh(bars, (y + 0.1, 0.8), facecolors=_COLOURS[kind], edgecolor="none")
-        axis.set_yticks([y + 0.5 for y in range(len(rows))], [label for label, _, _ in rows], fontsize=8)
+        for y, spans in enumerate(rows.values()):
+            for (kind, top), drawn in _drawn(spans).items():
+                bars = _merged(drawn, pixel_us=end_ms)  # about a thousandth of the axis
+                axis.broken_barh(bars, (y + top, 0.9 - top), facecolors=_COLOURS[kind], edgecolor="none")
+        axis.set_yticks([y + 0.5 for y in range(len(rows))], list(rows), fontsize=8)
         axis.set_ylim(len(rows), 0)
         axis.axvline(finish, color="black", linewidth=0.8, linestyle=":")
         axis.tick_params(axis="y", length=0)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
-    legend = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    axes[0, 0].legend(handles=legend, ncol=3, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    kinds = {kind for rows in lanes.values() for spans in rows.values() for kind, _ in _drawn(spans)}
+    legend = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in kinds]
+    axes[0, 0].legend(handles=legend, ncol=4, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     curve = axes[-1, 0]
     for i, (arm, timeline) in enumerate(shifted.items()):
         times, totals = bytes_sent(timeline)
@@ -101,23 +101,32 @@ def draw_overlap(path: Path, timelines: Mapping[str, Timeline], title: str) -> N
     for side in ("top", "right"):
         curve.spines[side].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Description": title})
     plt.close(figure)
 
 
-def _lanes(timeline: Timeline) -> list[tuple[str, str, list[Span]]]:
-    """(label, colour key, spans) from top to bottom; a lane that stays empty on all ranks is left out."""
-    spans = {
-        "compute": lambda s: kind_of(s) == "compute",
-        "bytes leave": lambda s: s.bytes > 0,
-        "wait": lambda s: kind_of(s) == "wait",
+def _lanes(timeline: Timeline) -> dict[str, list[Span]]:
+    """What each lane of each rank did, by its label, from top to bottom."""
+    return {
+        f"rank {rank}  {lane}": [s for s in timeline if (s.rank, s.lane) == (rank, lane)]
+        for rank in timeline.ranks()
+        for lane in timeline.lanes(rank)
     }
-    rows = []
-    for rank in timeline.ranks():
-        for kind, belongs in spans.items():
-            if any(belongs(s) for s in timeline):
-                rows.append((f"rank {rank}  {kind}", kind, [s for s in timeline if s.rank == rank and belongs(s)]))
-    return rows
+
+
+def _drawn(spans: Sequence[Span]) -> dict[tuple[str, float], list[Span]]:
+    """Spans by what they are drawn as and where in the row that begins: of one that computes and sends at once, bytes leave in
+    the lower half."""
+    found: dict[tuple[str, float], list[Span]] = {}
+    for span in spans:
+        kind = kind_of(span)
+        if kind == "send":
+            found.setdefault(("bytes leave" if span.bytes else "copy within the rank", 0.1), []).append(span)
+        else:
+            found.setdefault((kind, 0.1), []).append(span)
+            if span.bytes:
+                found.setdefault(("bytes leave", 0.5), []).append(span)
+    return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
 
 def _merged(spans: Sequence[Span], pixel_us: float) -> list[tuple[float, float]]:

@@ -1,0 +1,167 @@
+"""Writes docs/api.md from the docstrings and docs/environment.md from weft/env.py: `python docs/generate.py`.
+
+A test compares both with what this writes, so that a docstring is changed in one place. Nothing here is installed with weft.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft import env
+
+HERE = Path(__file__).parent
+_GENERATED = "<!-- Generated from {source} by `python docs/generate.py`: edit there. -->\n\n"
+_MODULES = ("nn", "plan", "schedule", "sim", "sparse", "symm", "trace", "hw", "timeline", "launch")
+
+
+def api() -> str:
+    """The names of `weft` in full, those of its modules with their first sentence."""
+    parts = [
+        _GENERATED.format(source="the docstrings"),
+        "# API\n\nFor whoever calls weft: every public name, with its arguments, results and errors. "
+        "Words are those of the [glossary](glossary.md).\n\n## weft\n",
+    ]
+    for name in sorted(weft.__all__, key=str.lower):
+        value = getattr(weft, name)
+        if callable(value):
+            parts.append(f"### weft.{name}\n\n{_full(value)}")
+    parts.append("### weft.nn.ShardedEmbeddingBagCollection\n\n" + _full(weft.nn.ShardedEmbeddingBagCollection))
+    parts.append("## weft.errors\n\n" + _sentence(weft.errors) + "\n")
+    parts.append(_table(_defined(weft.errors)))
+    for name in _MODULES:
+        module = importlib.import_module(f"weft.{name}")
+        named = getattr(module, "__all__", None)
+        names = {n: getattr(module, n) for n in named} if named else _defined(module)
+        parts.append(f"## weft.{name}\n\n{_sentence(module)}\n")
+        parts.append(_table({n: value for n, value in names.items() if callable(value) and _doc(value)}))
+    return "\n".join(parts)
+
+
+def environment() -> str:
+    """A table of the variables that `weft.env` reads."""
+    rows = ["| variable | default | what it does |", "|---|---|---|"]
+    rows += [f"| {name} | {default} | {text} |" for name, default, text in variables()]
+    return (
+        _GENERATED.format(source="weft/env.py")
+        + "# Environment variables\n\nFor whoever runs jobs: all that weft reads from the environment. "
+        + "Arguments of calls come first.\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def variables() -> Iterator[tuple[str, str, str]]:
+    """(names, default, meaning) of each public function of `weft.env` whose docstring begins with a variable's name; weft's own
+    first."""
+    for function in sorted(_defined(env).values(), key=lambda f: not _doc(f).startswith("`WEFT_")):
+        names, _, text = " ".join((inspect.getdoc(function) or "").split()).partition(": ")
+        if names.startswith("`"):
+            default = re.search(r" \(default ([^)]*)\)", text)
+            text = text if default is None else text.replace(default[0], "", 1)
+            yield names, "" if default is None else default[1], text[0].upper() + text[1:]
+
+
+def _defined(module: Any) -> dict[str, Any]:
+    """Functions and classes that the module itself defines, in its order."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def _full(value: Any) -> str:
+    parameters = inspect.signature(value).parameters
+    text = f"```python\n{_signature(value)}\n```\n\n{_markdown(inspect.getdoc(value) or '', set(parameters))}\n"
+    if inspect.isclass(value):
+        fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+        methods = {
+            n: m
+            for n, m in vars(value).items()
+            if not n.startswith("_") and n not in fields and _is_method(m) and _doc(m)
+        }
+        text += f"\n{_table(methods)}" if methods else ""
+    return text
+
+
+def _is_method(value: Any) -> bool:
+    return inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod, property))
+
+
+def _doc(value: Any) -> str:
+    """Its own text, not one that it inherits; of a dataclass without any the names of its fields."""
+    of: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    text = inspect.cleandoc(of.__doc__ or "")
+    if inspect.isclass(of) and dataclasses.is_dataclass(of) and text.startswith(f"{of.__name__}("):
+        return f"Of {', '.join(f'`{field.name}`' for field in dataclasses.fields(of))}."
+    return text
+
+
+def _signature(value: Callable[..., Any]) -> str:
+    found = inspect.signature(value)
+    short = _unquoted(f"{value.__name__}{found}")
+    if len(short) <= 100:
+        return short
+    lines, starred = [], False
+    for parameter in found.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            lines.append("    *,")
+            starred = True
+        lines.append(f"    {parameter},")
+    returned = "" if found.return_annotation is inspect.Signature.empty else f" -> {found.return_annotation}"
+    return _unquoted("\n".join([f"{value.__name__}(", *lines, f"){returned}"]))
+
+
+def _unquoted(signature: str) -> str:
+    """Without the quotes around annotations, which are strings here."""
+    return re.sub(r"""(: |-> )(['"])(.*?)\2(?=,| =|\)|$)""", r"\1\3", signature, flags=re.MULTILINE)
+
+
+def _markdown(text: str, parameters: set[str]) -> str:
+    """A docstring as Markdown: arguments become a list, and what is indented behind them stays with them."""
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        found = re.match(r"\s*(\w+(?:, \w+)*): (.*)", line)
+        if found and set(found[1].split(", ")) <= parameters:
+            if not inside:
+                lines.append("")
+            lines.append(f"- `{found[1]}`: {found[2]}")
+            inside = True
+        elif line.strip() == "Args:":
+            continue
+        elif inside and line.startswith(" "):
+            lines.append(f"  {line.strip()}")
+        else:
+            if inside and line.strip():
+                lines.append("")
+            inside = inside and not line.strip()
+            lines.append(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _sentence(value: Any) -> str:
+    """The first sentence of a docstring."""
+    paragraph = " ".join(_doc(value).partition("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)[0]
+
+
+def _table(names: dict[str, Any]) -> str:
+    rows = [f"| `{name}` | {_sentence(value).replace('|', chr(92) + '|')} |" for name, value in names.items()]
+    return "\n".join(["| name | what it is |", "|---|---|", *rows]) + "\n"
+
+
+def main() -> None:
+    (HERE / "api.md").write_text(api())
+    (HERE / "environment.md").write_text(environment())
+
+
+if __name__ == "__main__":
+    main()

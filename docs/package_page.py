@@ -1,0 +1,39 @@
+"""The README as a package index shows it: what it links to by path becomes an address of the repository.
+
+    python docs/package_page.py FOLDER
+
+rewrites FOLDER/README.md, a copy of the tree from which packages are built (`make release`). In a checkout links stay paths, so
+that they work in a fork, on a branch and without a network.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)", re.DOTALL)
+
+
+def package_page(readme: str, repository: str) -> str:
+    """`readme` with absolute addresses: files below `repository`/blob/main, pictures below /raw/main."""
+
+    def absolute(found: re.Match[str]) -> str:
+        picture, text, path = found.groups()
+        return f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/main/{path})"
+
+    return _LINK.sub(absolute, readme)
+
+
+def main(folder: Path) -> None:
+    """`SystemExit` while the address is the placeholder."""
+    repository = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    if repository.partition("://")[2].partition("/")[0].endswith(".example"):
+        sys.exit(f"project.urls in pyproject.toml says {repository}: give the repository's address before you release")
+    page = folder / "README.md"
+    page.write_text(package_page(page.read_text(), repository))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""Pages that are made from the code are up to date and leave nothing out; a package page has no link that leads nowhere."""
+
+import ast
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import weft
+from weft import env
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate, page = _script("generate"), _script("package_page")
+
+
+@pytest.mark.parametrize("name", ["api", "environment"])
+def test_the_pages_are_up_to_date(name: str) -> None:
+    assert getattr(generate, name)() == (DOCS / f"{name}.md").read_text(), "out of date: python docs/generate.py"
+
+
+def test_every_public_name_and_argument_is_on_the_page() -> None:
+    text = generate.api()
+    for name in weft.__all__:
+        assert not callable(getattr(weft, name)) or f"### weft.{name}\n" in text
+    about = text[text.index("### weft.all_gather_matmul\n") : text.index("### weft.all_gather_scaled_matmul")]
+    assert "- `gather_dim`: any dimension but the last.\n" in about
+    assert "    rows: Sequence[int] | None = None,\n" in about
+    assert "| `DeadlineError` | A wait outlasted its deadline. |" in text
+
+
+def test_every_variable_that_is_read_is_in_the_table() -> None:
+    source = Path(env.__file__ or "").read_text()
+    strings = {n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    read = {text for text in strings if re.fullmatch(r"[A-Z]+_?[A-Z_]+", text)}
+    assert {"WEFT_DEADLINE_S", "WEFT_CACHE_DIR", "RANK"} <= read
+    table = generate.environment()
+    for name in read:
+        assert f"`{name}" in table or f"`{name.partition('_')[0]}_*`" in table, name
+
+
+def test_a_package_page_has_addresses_for_paths() -> None:
+    readme = (ROOT / "README.md").read_text()
+    made = page.package_page(readme, "https://host/weft")
+    assert "![" in readme
+    for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", made):
+        assert target.startswith(("https://", "#")), target
+        if target.startswith("https://host/weft/"):
+            kind, _, path = target.removeprefix("https://host/weft/").partition("/main/")
+            assert kind == ("raw" if picture else "blob"), target
+            assert (ROOT / path).exists(), target
+    assert page.package_page(made, "https://host/weft") == made
+
+
+def test_a_release_wants_a_real_address(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("![a](docs/a.png) [b](b.md) [c](https://c)")
+    urls = '[project.urls]\nRepository = "https://{}/weft"\n'
+    (tmp_path / "pyproject.toml").write_text(urls.format("repository.example"))
+    with pytest.raises(SystemExit, match=r"pyproject.toml says https://repository.example/weft: give the repository's"):
+        page.main(tmp_path)
+    (tmp_path / "pyproject.toml").write_text(urls.format("host"))
+    page.main(tmp_path)
+    assert (tmp_path / "README.md").read_text() == (
+        "![a](https://host/weft/raw/main/docs/a.png) [b](https://host/weft/blob/main/b.md) [c](https://c)"
+    )
+
+
+def test_every_address_of_the_project_is_of_one_repository() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= urls.keys()
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    for url in urls.values():
+        path = url.partition("/main/")[2]
+        assert (ROOT / path).exists(), url
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert re.search(rf"^## {re.escape(weft.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
