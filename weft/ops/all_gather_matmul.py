@@ -60,13 +60,13 @@ def all_gather_matmul(
 
         A = all_gather(A_shard, gather_dim); return A, [A @ B for B in Bs]
 
-    but GEMMs on what is there run while the rest arrives, where that is faster: it is decided by shape and machine, and
-    where nothing beats the plain sequence of library calls, that is what happens. Collective over `group`. Differentiable
-    in A_shard and Bs, once; gradients are sums over ranks, not means, and the same ones must be wanted on every rank. Autocast
-    does not reach in: inputs are multiplied in the dtype that they have.
+    but GEMMs on rows that are there run while the others arrive. Shape and machine decide how. Where nothing beats the plain
+    sequence of collective and GEMM, that is what runs. Collective over `group`. Differentiable in A_shard and Bs, once: gradients
+    are sums over ranks, not means, and all ranks must want the same ones. Autocast does not apply: inputs are multiplied in the
+    dtype that they have.
 
-    A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D; like all tensors here an ordinary one (of a DTensor its to_local()).
-        Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()). Copied if
+        `A_shard.movedim(gather_dim, 0)` is not contiguous.
     Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied).
     gather_dim: any dimension but the last.
     group: a process group, or its name.
@@ -74,21 +74,21 @@ def all_gather_matmul(
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
-        collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
-        checks there that ranks call the same of the shapes that are known already.
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
+        serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
+        call the same, once a shape is known.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
-    Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype: A has A_shard's shape but for `gather_dim`, where it has the
-    rows of all ranks, and a product has N_i for K. On GPUs valid in stream order; in ordinary memory. The first call of a
-    shape is collective set-up and takes milliseconds to seconds; make it before capturing a CUDA graph.
-    Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes (on GPUs those that a
-        CUDA graph has captured stay and do not count, and large ones that are not called any more go sooner).
+    Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
+    A_shard's shape but for `gather_dim`, where it has the rows of all ranks; a product has N_i in place of K. The first call of a
+    shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
+    Memory: the results; and symmetric memory of the size of A for each of the last 64 shapes. On GPUs, shapes that a CUDA graph has
+        captured stay and are not among the 64; large ones that are not called any more go sooner.
 
-    Raises `ValueError` for bad arguments: `RefusedError`, on every rank, and the group lives on; on GPUs at the first call of a
-    shape, while at later ones, where hosts do not meet, it ends the group (only what is no group its own rank alone can tell).
-    `DisagreementError` when ranks describe different calls, on CPU at later calls too; `DeadlineError`, `PeerLostError`,
-    `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
+    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """

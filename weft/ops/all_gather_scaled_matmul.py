@@ -57,26 +57,28 @@ def all_gather_scaled_matmul(
 
         A = all_gather(A_shard, gather_dim); return A, [torch._scaled_mm(A, B, A_scale, B_scale, bias) for B, ...]
 
-    with what `weft.all_gather_matmul` says of schedules, memory and first calls. Collective over `group`. Forward only: there
-    are no gradients of fp8, and inputs that want some are refused.
+    and what `weft.all_gather_matmul` says of schedules, memory and first calls holds. Collective over `group`. Forward only: inputs
+    that want gradients are refused.
 
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. Of A_shard's shape but for a last dimension of 1: one for each row, gathered with them. One element: for all
-        of A; each rank takes its own, as in torch's op, and whether ranks have the same nothing checks. Of the shape of all of
-        A but for the last dimension: one for each row, the same on every rank, which takes those of its own rows.
+    A_scale: fp32. A_shard's shape with a last dimension of 1: one scale for each row, gathered with the rows. One element:
+        the scale of all of A; each rank takes its own, as in torch's op, and nothing checks that ranks have the same. The
+        shape of all of A with a last dimension of 1: one scale for each row, the same tensor on every rank, which takes its
+        own rows' scales.
     B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
-    biases: [N_i] or None each, of the dtype of their result, which is bf16 or fp16 then; for fp8 results bf16. None: none.
-    result_scales: None each: scale B_scales instead.
-    out_dtypes: torch.bfloat16, float16, float32 or, if A_scale and B_scales are one element each, float8_e4m3fn, which None among
-        them stands for; what is too large for it is its largest number then. None: bfloat16 each.
-    use_fast_accum: whether to accumulate fast, and less exactly, each. None: not.
+    biases: for each B [N_i] or None, in the dtype of its result, which must be bf16 or fp16; for fp8 results in bf16. None:
+        no bias.
+    result_scales: None, or None for each B: scale B_scales instead.
+    out_dtypes: for each B torch.bfloat16, float16 or float32; or float8_e4m3fn, or None for it, if A_scale and B_scales have one
+        element each. Values too large for fp8 become its largest number. None: all bfloat16.
+    use_fast_accum: for each B whether to accumulate fast and less exactly. None: no.
     return_A: also return the gathered A, as torch's op always does. Without it there are more schedules, and less to copy.
     gather_dim, group, schedule, rows, deadline_s, timeline: as of `weft.all_gather_matmul`.
 
-    Returns (A or None, [y...]), shaped as of `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On CPU it
-    computes in fp32: for tests.
-    Memory: as of `weft.all_gather_matmul`, and of symmetric memory the scales of rows too.
+    Returns (A or None, [y...]), shaped as by `weft.all_gather_matmul`, A in float8_e4m3fn and each y in its out_dtype. On CPU it
+    computes in fp32, for tests.
+    Memory: as for `weft.all_gather_matmul`; scales of rows lie in symmetric memory too.
 
     Raises what `weft.all_gather_matmul` raises.
 

@@ -60,28 +60,28 @@ def all_to_all_matmul(
         x = x in the order of experts                                  # and for one expert by source rank
         y = grouped_mm(x, w_experts, offs=received.sum(0).cumsum(0))
 
-    but GEMMs on what is there run while the rest arrives, and nothing is put in order before or after them. Collective over
-    `group`. Differentiable in tokens and w_experts, once; gradients are sums over rows, not means, and the same ones must be
-    wanted on every rank. Autocast does not reach in.
+    but GEMMs on tokens that are there run while the others arrive, and nothing is sorted before or after them. Collective over
+    `group`. Differentiable in tokens and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same
+    ones. Autocast does not apply.
 
     tokens: [T, K] in fp32, fp16 or bf16, sorted by expert of all ranks, as the argsort of a router's choices puts them: those
         for the E experts of rank 0, for those of rank 1, ... T may differ between ranks and calls. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
         is copied at every call.
-    splits: [W * E] int64 (int32 is converted), on the tokens' device: how many tokens are for each expert of all ranks. They
-        add up to T. Their values are checked on CPU; on GPUs, where that would be a wait, it is the caller's to have them right.
+    splits: [W * E] int64 (int32 is converted), on the tokens' device: how many tokens are for each expert of all ranks.
+        They add up to T. Their values are checked on CPU; on GPUs that would be a wait, so you must have them right.
     group: a process group, or its name; default: the world.
-    max_rows: None: y has exactly the rows that came, for whose number the host waits, once; mostly while the GEMMs run. n: y has
-        n rows, and rows beyond those that came are not written; where a schedule other than "serial" runs, the host does not
-        wait and the call can be captured in a CUDA graph. May differ between ranks and calls.
+    max_rows: None: y has exactly the rows that came. The host waits for their number once, mostly while the GEMMs run. n: y
+        has n rows, and those beyond the rows that came are not written. Unless the schedule is "serial", the host waits for
+        nothing, and the call can be captured in a CUDA graph. May differ between ranks and calls.
     return_received: also return how many rows came.
     capacity: the most tokens that a rank has in any call (it may send all of them to one other), the same on all ranks;
         default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60), also in backward. On GPUs NCCL's
-        collectives, which the serial schedule and backward take, wait as long as the process group's timeout says, and nothing
-        checks there that ranks call the same of the shapes that are known already.
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
+        serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
+        call the same, once a shape is known.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
@@ -90,19 +90,20 @@ def all_to_all_matmul(
         CUDA graph.
         Under torch.compile y without max_rows has a size that is known when it runs, for which
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
-    Memory: y, with room for an eighth more where it is made before its rows are known; and of symmetric memory (W - 1) x
-        capacity x K elements for each of the last 64 shapes (on GPUs those that a CUDA graph has captured stay and do not
-        count, and large ones that are not called any more go sooner).
-        The serial schedule takes twice the rows that come, K wide, instead.
+    Memory: y, with room for an eighth more where it is made before its rows are known; and symmetric memory of (W - 1) x
+        capacity x K elements for each of the last 64 shapes. On GPUs, shapes that a CUDA graph has captured stay and are
+        not among the 64; large ones that are not called any more go sooner. The serial schedule takes twice the rows that
+        come, K wide, instead.
 
     Calls on one group are made by one thread at a time.
 
-    Raises `ValueError` for bad arguments: `RefusedError`, on every rank, and the group lives on; on GPUs at the first call of
-        a shape, while at later ones, where hosts do not meet, it ends the group (only what is no group its own rank alone can
-        tell). So do splits that do not fit (on CPU, where they are read) and T above the capacity (where there is one: not
-        "serial"). `DisagreementError` when ranks describe different calls, on CPU at later ones too. `TooManyRowsError`,
-        on CPU, on a rank to which more than max_rows rows came, when the call is done; on GPUs rows beyond are left out, and
-        `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. A second derivative is a `NotImplementedError`.
+    Raises `ValueError` for bad arguments, for splits that do not fit (on CPU, where they are read), and for T above the
+        capacity (but with "serial", which has none). It is a `RefusedError` on every rank, and the group lives on; on GPUs
+        this holds for the first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError`
+        on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the
+        first of a shape. `TooManyRowsError` on CPU, when the call is done, on a rank to which more than max_rows rows came;
+        on GPUs rows beyond are left out, and `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
+        `NotImplementedError` for a second derivative.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2
     (all-to-all before the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &

@@ -69,9 +69,9 @@ def embedding_all_to_all(
     sharding: which rank owns which table (`weft.place_tables`), equal on all ranks.
     group: a process group that this rank is in, all of its ranks on one host.
     batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
-    transport: "direct" stores each vector into the peer; "put" sends slices of up to `slice_size` vectors of a sample
-        (default: about 2 KiB of them) as one contiguous copy and a flag; "auto" takes "direct", for which `slice_size` is only
-        how many vectors a CPU thread stores in a row, and on GPUs, where programs take as many as suit their bytes, nothing.
+    transport: "direct" stores each vector into the peer. "put" sends slices of up to `slice_size` vectors of a sample
+        (default: about 2 KiB of them), each as one contiguous copy and a flag. "auto" takes "direct".
+    slice_size: with "direct", how many vectors a CPU thread stores in a row; on GPUs "direct" does not use it.
     order: "remote_first" pools what peers wait for before this rank's own samples, "natural" follows the batch.
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call);
         "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts

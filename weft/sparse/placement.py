@@ -35,13 +35,15 @@ def place_tables(
 ) -> EmbeddingSharding:
     """Say which of `world_size` ranks owns which table; a function of its arguments alone, so all ranks agree.
 
-    `tables`: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
-    `rows_read`: mean number of rows that a sample reads from each table over all its features (the pooling factor, for
-    a table with one feature), in table order or by table name; default one per feature. `placement`: the user's own
-    choice of rank per table, in table order or by table name, taken as it is. Memory only breaks ties: tables that
-    must not share a rank are for `placement` to keep apart. Raises `ValueError` on no table, tables of one name or of
-    several dtypes, `world_size` below 1, a table left out, an unknown name, a negative number of rows, or a rank out
-    of range.
+    tables: `weft.EmbeddingBagConfig` or TorchRec's, all of one dtype; columns of the output follow their order.
+    world_size: how many ranks there are.
+    rows_read: mean number of rows that a sample reads from each table over all its features (the pooling factor, for a table
+        with one feature), in table order or by table name; default one per feature.
+    placement: your own choice of rank per table, in table order or by table name, taken as it is. Without it memory only breaks
+        ties: keep tables that must not share a rank apart by `placement`.
+
+    Raises `ValueError` on no table, tables of one name or of several dtypes, `world_size` below 1, a table left out, an unknown
+    name, a negative number of rows, or a rank out of range.
     """
     tables = tuple(EmbeddingBagConfig.of(table) for table in tables)
     check_tables(tables)
