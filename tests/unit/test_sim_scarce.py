@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_toys import gpu
 
 from weft.schedule import AllGatherMatmul, AllToAllMatmul, Problem, Schedule, named
 from weft.sim import engine, simulate
 from weft.sim.fair import Load, speeds
+from weft.sim.lower import lower
 from weft.sim.scarce import parts_of, scarce_only
 
 _DIFFERS = "ficco_1d_collective[start=hetero,gemms=fused,steps=0]"
@@ -37,6 +38,17 @@ def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not
     found = simulate(_differing(world), gpu(machine, world), runs=2)
     assert not found.program.symmetric
     assert calls <= 12 * world
+
+
+def test_what_is_remembered_of_speeds_is_bounded_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, model = _differing(4), gpu("h200", 4)
+    program = lower(schedule, model)
+    whole = engine._Engine(program, [0.0] * 4, None, 2)
+    wanted = whole.run().ends_us
+    monkeypatch.setattr(engine, "_KNOWN_SPEEDS", 5)
+    few = engine._Engine(program, [0.0] * 4, None, 2)
+    assert few.run().ends_us == wanted
+    assert len(few.known_speeds) == 5 < len(whole.known_speeds)
 
 
 @pytest.mark.parametrize("machine", ["h200", "mi300x"])
@@ -69,6 +81,7 @@ _AMOUNTS = st.dictionaries(st.integers(0, 5), st.floats(0.01, 1.0), max_size=3)
 _LOADS = st.lists(st.tuples(_AMOUNTS, _AMOUNTS, _AMOUNTS), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(_LOADS)
 def test_speeds_of_a_part_are_those_beside_all_others(some: list[tuple[dict[int, float], ...]]) -> None:
     """Of lanes that have one load each: with what is scarce only, and of each part alone."""

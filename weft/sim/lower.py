@@ -217,13 +217,14 @@ class _Lowering:
         return tuple(operands)
 
     def _load(self, found: Cost, rank: int, symmetric: bool) -> int:
-        by_how: dict[How, dict[int, float]] = {"share": {}, "hold": {}, "disturb": {}}
+        # Where one resource stands for those of all ranks, what a step takes of several of them stays apart: each gives its part.
+        by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
         for how, (kind, at, other), amount in found.uses:
             if symmetric:
                 place = (kind, 0, (other - at) % self.world if kind == "link" else 0)
             else:
                 place = (kind, (rank + at) % self.world, (rank + other) % self.world if kind == "link" else 0)
             number = self._places.setdefault(place, len(self._places))
-            by_how[how][number] = by_how[how].get(number, 0.0) + amount
-        load = Load(*(tuple(sorted(amounts.items())) for amounts in by_how.values()))
+            by_how[how].append((number, amount))
+        load = Load(*(tuple(sorted(amounts)) for amounts in by_how.values()))
         return self._load_ids.setdefault(load, len(self._load_ids))
