@@ -76,6 +76,25 @@ def test_rows_of_a_two_dimensional_copy_cost_extra_and_whole_rows_do_not() -> No
 # -- contention
 
 
+def test_a_slow_copy_takes_no_more_of_a_port_than_it_can_and_leaves_the_rest_to_a_fast_one() -> None:
+    """The port gives 100 bytes/us; over its link, one copy gets 100 and another one, by a kernel, 10: 90 and 10."""
+    model = replace(SWITCH, copy_latency_us=0.0, put_bytes_per_us=((1, 10.0),))
+    d = Draft("two", 2)
+    x, peer = d.buffer("x", 10, 25, "fp32", "input"), (RANK + 1) % 2
+    for by in ("dma", "kernel"):
+        box = d.buffer(f"box {by}", 10, 25, "fp32", "symmetric")
+        d.lane(by, "copy").copy(x.part(), box.part(at=peer), by)  # type: ignore[arg-type]
+    ends = {span.lane: span.end_us for span in simulate(d.schedule(), model).timeline if span.rank == 0}
+    assert ends == {"dma": pytest.approx(1000 / 90), "kernel": pytest.approx(1000 / 10)}
+
+
+def test_copying_kernels_beyond_the_device_wait_for_each_other() -> None:
+    """Of four units each copy holds two: six at once, of which none has to wait for a link, take three times as long as two."""
+    model = replace(TOY, kernel_copy_units=2, pair_bytes_per_us=1e6)
+    two, six = (simulate(puts(7, *range(1, n + 1), by="kernel"), model).end_us for n in (2, 6))
+    assert six == pytest.approx(3 * two)
+
+
 def _matmul_and_copy(by: str = "dma", lanes: int = 1) -> Draft:
     """A 128^3 matmul in fp16 on each of `lanes` lanes, and a put of 30720 bytes."""
     d = Draft("beside", 2)
@@ -97,12 +116,13 @@ SCARCE = replace(
 
 
 def test_a_matmul_beside_a_copy_loses_what_the_memory_lacks() -> None:
-    memory = 0.8 + 2 * 307.2 / SCARCE.hbm_bytes_per_us  # asked for, of 1
-    both = COPY_US * memory  # until the copy has ended, at 1 / memory of full speed
+    """Of the memory the copy that leaves, the one that arrives and the matmul get a third each: they want 0.5, 0.5 and 0.8."""
+    copied = COPY_US * 0.5 * 3
+    matmul_us = copied + MATMUL_US - copied / (0.8 * 3)
     result = simulate(_matmul_and_copy().schedule(), SCARCE)
     assert {s.name.split()[0]: s.end_us for s in result.timeline if s.rank == 0} == {
-        "copy": pytest.approx(both, rel=1e-6),
-        "matmul": pytest.approx(both + (MATMUL_US - COPY_US), rel=1e-6),
+        "copy": pytest.approx(copied, rel=1e-6),
+        "matmul": pytest.approx(matmul_us, rel=1e-6),
     }
 
 

@@ -40,7 +40,8 @@ def peak_flops(machine: Machine, dtype: str) -> float:
     """FLOP/s by the datasheet; where that is not in the file, bf16's in proportion to what matmuls reach."""
     if f"compute.{dtype}_dense" in machine.quantities:
         return machine[f"compute.{dtype}_dense"].si
-    reached = machine[f"compute.{dtype}_matmul_8192"].si / machine["compute.bf16_matmul_8192"].si
+    size = "best" if f"compute.{dtype}_matmul_best" in machine.quantities else "8192"
+    reached = machine[f"compute.{dtype}_matmul_{size}"].si / machine[f"compute.bf16_matmul_{size}"].si
     return machine["compute.bf16_dense"].si * reached
 
 

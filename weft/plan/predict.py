@@ -26,9 +26,9 @@ from weft.schedule import (
     Compute,
     Copy,
     For,
-    Index,
     NotApplicableError,
     Problem,
+    Read,
     Region,
     Schedule,
     Step,
@@ -42,7 +42,7 @@ from weft.sim import Inefficiencies, Model, inefficiencies, simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.losses import gemms_us
 from weft.sim.model import MatmulShape
-from weft.sim.numbers import regions_of, values_of_ranks
+from weft.sim.numbers import key_of, regions_of, values_of_ranks
 
 Mode: TypeAlias = Literal["queued", "graph", "single"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -108,7 +108,7 @@ class Row:
 class _Priced:
     """A step of a rank, without its place: what its cost depends on."""
 
-    step: Compute | Copy | Collective
+    step: Step
     operands: tuple[Operand, ...]
 
 
@@ -188,7 +188,7 @@ def _built(problem: Problem, progress: Progress, needed: frozenset[str] = frozen
     if (kept := _kept.get(key)) is not None:
         return kept
     found: list[_Built] = []
-    first: dict[Schedule, str] = {}
+    first: dict[tuple, list[tuple[Schedule, str]]] = {}  # by what is quickly compared
     for number, candidate in enumerate(known, 1):
         progress(f"building {number} of {len(known)}: {candidate.name}", 0.5 / len(known))
         try:
@@ -196,13 +196,23 @@ def _built(problem: Problem, progress: Progress, needed: frozenset[str] = frozen
         except NotApplicableError as error:
             found.append(_Built(Row(candidate, why_not=str(error))))
             continue
-        if (same := first.setdefault(schedule, candidate.name)) != candidate.name:
+        like = first.setdefault(_looks(schedule), [])
+        if same := next((name for other, name in like if other == schedule), ""):
             found.append(_Built(Row(candidate, why_not=f"the same schedule as {same}")))
             continue
+        like.append((schedule, candidate.name))
         found.append(_examined(candidate, schedule))
     _kept.clear()
     _kept[key] = found
     return found
+
+
+def _looks(schedule: Schedule) -> tuple:
+    """Equal for schedules that are, and mostly for no others. The hash of a large schedule takes as long as building it."""
+    ends = tuple(
+        (lane.name, lane.resource, len(lane.steps), lane.steps[:3], lane.steps[-3:]) for lane in schedule.lanes
+    )
+    return schedule.name, schedule.world_size, schedule.buffers, schedule.signals, ends
 
 
 def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
@@ -268,31 +278,43 @@ class _Counts:
         self.kernels: list[str] = []  # of tiles, each time that there are some
         self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
         self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
-        self._known: dict[tuple[str, Index, Index, Index], Operand] = {}
+        self._operands: dict[tuple, Operand] = {}
+        self._known: dict[tuple, _Priced | None] = {}  # by what is quickly compared
+        self._first: dict[tuple, _Priced] = {}  # by what it is in numbers
 
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
-        first: dict[tuple, _Priced] = {}
-        times: Counter[tuple] = Counter()
+        times: Counter[int] = Counter()  # by identity: a step's hash goes through all that it has
         for step, turn in self._written_out(steps, {}):
-            if isinstance(step, Tiles):
+            if step.accesses() and not isinstance(step, Read):
+                if (priced := self._priced(step, turn)) is None:
+                    continue
+                times[id(priced)] += 1
+            elif isinstance(step, Tiles):
                 if not put_in(step.extent, {**self._values, **turn}):
                     continue
                 self.kernels.append(step.kernel)
-            elif isinstance(step, Compute | Copy | Collective):
-                operands = tuple(self._operand(region, turn) for region in regions_of(step))
-                if isinstance(step, Collective):
-                    sent = enumerate(put_in(step.sent, {**self._values, **turn}))
-                    operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
-                else:
-                    moved = operands[-1 if isinstance(step, Compute) else 0]
-                    if not moved.rows or not moved.cols:
-                        continue
-                kind = (type(step), step.settings, operands)
-                if kind not in first:
-                    first[kind] = _Priced(step, operands)
-                times[kind] += 1
             self.steps += 1
-        return Counter({priced: times[kind] for kind, priced in first.items()})
+        return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
+
+    def _priced(self, step: Step, turn: dict[str, int]) -> _Priced | None:
+        """The step without its place; None if it is empty."""
+        if turn:
+            return self._in_numbers(step, turn)
+        key = key_of(step)
+        if key not in self._known:
+            self._known[key] = self._in_numbers(step, turn)
+        return self._known[key]
+
+    def _in_numbers(self, step: Step, turn: dict[str, int]) -> _Priced | None:
+        operands = tuple(self._operand(region, turn) for region in regions_of(step))
+        if isinstance(step, Collective):
+            sent = enumerate(put_in(step.sent, {**self._values, **turn}))
+            operands += tuple(operands[0]._replace(rows=rows, at=to) for to, rows in sent)
+        else:
+            if any(0 in (operands[number].rows, operands[number].cols) for number in step.decisive):
+                return None
+        kind = (type(step), step.settings, operands)
+        return self._first.setdefault(kind, _Priced(step, operands))
 
     def _written_out(self, steps: Sequence[Step], turn: dict[str, int]) -> Iterator[tuple[Step, dict[str, int]]]:
         for step in steps:
@@ -304,13 +326,13 @@ class _Counts:
 
     def _operand(self, region: Region, turn: dict[str, int]) -> Operand:
         key = (region.buffer, region.rows, region.cols, region.at)
-        if (known := self._known.get(key)) is not None:
+        if (known := self._operands.get(key)) is not None:
             return known
         buffer, values = self._buffers[region.buffer], {**self._values, **turn}
         rows, cols, at = (put_in(n, values) for n in (region.rows, region.cols, region.at))
         found = Operand(rows, cols, buffer.dtype, at % self._world, cols == buffer.cols)
         if not turn:
-            self._known[key] = found
+            self._operands[key] = found
         return found
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, get_args
 
 from weft.schedule.expr import RANK, Index, Values
@@ -71,13 +72,14 @@ class Schedule:
     @property
     def reads_on_host(self) -> bool:
         """Whether the host takes sizes from the device in between, which no CUDA graph can."""
-        return not self._reads() <= {"device"}
+        return not self._reads <= {"device"}
 
     @property
     def stops_host(self) -> bool:
         """Whether the host waits for sizes before it issues what comes then."""
-        return "host" in self._reads()
+        return "host" in self._reads
 
+    @cached_property
     def _reads(self) -> set[str]:
         left, found = [step for lane in self.lanes for step in lane.steps], set[str]()
         while left:
@@ -110,8 +112,13 @@ class Schedule:
 
 
 def _require_known(what: str, word: str, kind: Any) -> None:
-    if word not in get_args(kind):
-        raise ValueError(f"{what}={word!r} is not known; use one of {', '.join(get_args(kind))}")
+    if word not in _words(kind):
+        raise ValueError(f"{what}={word!r} is not known; use one of {', '.join(_words(kind))}")
+
+
+@lru_cache(maxsize=16)  # asked for each copy
+def _words(kind: Any) -> tuple[str, ...]:
+    return get_args(kind)
 
 
 class Draft:

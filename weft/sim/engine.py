@@ -1,8 +1,9 @@
 """A schedule on modelled hardware: what every rank's lanes do when, as a fluid that flows through shared resources.
 
 Each lane does its steps in order. A step waits out its latency, which takes nothing from anybody, and then has work to do,
-at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, so the engine
-goes from one such moment to the next, and on each of them to the signals that arrive.
+at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, and only those of
+lanes that can slow each other down (`weft.sim.scarce`), so the engine goes from one such moment to the next, and on each of
+them to the signals that arrive.
 
 Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter has reached
 (e - 1) sets_per_run + count, one for the previous run when it has reached (e - 2) sets_per_run + count. A rank begins its
@@ -24,6 +25,7 @@ from weft.sim.lower import Await, LaneProgram, Program, Raise, Task, Work, lower
 from weft.sim.machines import NULL
 from weft.sim.model import Model
 from weft.sim.result import Event, Simulated
+from weft.sim.scarce import parts_of, scarce_only
 
 _PULSES = 16
 """Signals that a kernel sets as it goes on are raised after each such part of its work, as many as are due."""
@@ -67,13 +69,30 @@ def simulate(
     return result
 
 
-class _Lane:
-    __slots__ = ("issued", "load", "mark", "next", "program", "pulses", "rank", "rest", "since", "tasks")
+_KNOWN_SPEEDS = 4096
+"""Sets of steps at once whose speeds are remembered: long runs of ranks that differ have ever new ones."""
 
-    def __init__(self, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
-        self.program, self.rank, self.issued = program, rank, issued
+
+class _Lane:
+    __slots__ = (
+        "issued",
+        "joined",
+        "load",
+        "mark",
+        "next",
+        "part",
+        "program",
+        "pulses",
+        "rank",
+        "rest",
+        "since",
+        "tasks",
+    )
+
+    def __init__(self, program: LaneProgram, rank: _Rank, part: _Part, issued: list[float] | None) -> None:
+        self.program, self.rank, self.part, self.issued = program, rank, part, issued
         self.tasks: list[Task] = program.tasks
-        self.next = 0
+        self.next = self.joined = 0  # tasks, and collectives among them
         self.since = 0.0  # the beginning of the task that is under way
         self.load, self.rest = 0, 0.0  # of its work
         self.pulses, self.mark = 0, 0.0  # raised so far, and what is left of the work at the next one
@@ -87,6 +106,40 @@ class _Rank:
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
         self.ends: list[float] = []
+
+
+class _Part:
+    """Lanes that can slow each other down; those of them that work, and until when nothing changes there."""
+
+    __slots__ = ("at_us", "changed", "ends", "speed", "working")
+
+    def __init__(self) -> None:
+        self.working: list[_Lane] = []
+        self.speed: dict[int, float] = {}
+        self.at_us = 0.0  # what is left of the work is of then
+        self.ends = 0  # which of the ends that were planned counts
+        self.changed = False
+
+    def to(self, at_us: float) -> tuple[list[_Lane], list[_Lane]]:
+        """Work until then: (lanes that are due to raise signals, lanes that are done)."""
+        passed, self.at_us = at_us - self.at_us, at_us
+        still: list[_Lane] = []
+        done: list[_Lane] = []
+        marked: list[_Lane] = []
+        nearly = max(_DONE_US, 1e-12 * at_us)  # late in a long run the clock itself is no finer
+        speed = self.speed
+        for lane in self.working:
+            lane.rest -= passed * speed[lane.load]
+            (still if lane.rest > nearly else done).append(lane)
+            if lane.mark and lane.rest - lane.mark <= nearly:
+                marked.append(lane)
+        self.working = still
+        return marked, done
+
+    def next_us(self) -> float:
+        """When a lane is next done or due."""
+        speed = self.speed
+        return self.at_us + max(0.0, min([(lane.rest - lane.mark) / speed[lane.load] for lane in self.working]))
 
 
 class _Timed(NamedTuple):
@@ -104,15 +157,20 @@ class _Engine:
     ) -> None:
         self.program, self.runs = program, runs
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
-        for lane in program.lanes:
-            rank = self.ranks[lane.rank]
-            rank.lanes.append(_Lane(lane, rank, issued[lane.rank, lane.number] if issued and lane.tasks else None))
+        of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in program.lanes]
+        self.loads = scarce_only(program.loads, of_lanes)
+        numbers = parts_of(self.loads, of_lanes)
+        self.parts = [_Part() for _ in range(max(numbers, default=-1) + 1)]
+        for lane, part in zip(program.lanes, numbers, strict=True):
+            rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
+            rank.lanes.append(_Lane(lane, rank, self.parts[part], when))
         self.now = 0.0
         self.timed: list[_Timed] = []
         self.planned = 0
         self.counters = [0] * program.counters
         self.waiting: dict[int, list[tuple[int, _Lane]]] = {}
-        self.working: list[_Lane] = []
+        self.ends: list[tuple[float, int, _Part, int]] = []  # (when, order, part, which of its ends) of work
+        self.changed: list[_Part] = []  # since the last step
         self.known_speeds: dict[tuple[int, ...], dict[int, float]] = {}
         self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
         self.events: list[Event] = []
@@ -120,7 +178,7 @@ class _Engine:
     def run(self) -> Simulated:
         for rank in self.ranks.values():
             self._begin_run(rank)
-        while self.timed or self.working:
+        while self.timed or self.ends:
             self._step()
         stuck = [lane for rank in self.ranks.values() for lane in rank.lanes if lane.next < len(lane.tasks)]
         if stuck:
@@ -131,26 +189,17 @@ class _Engine:
 
     def _step(self) -> None:
         """To the next moment at which something begins or ends."""
-        until = self.timed[0].at_us if self.timed else float("inf")
-        if self.working:
-            speed = self._speeds()
-            until = min(until, self.now + min((lane.rest - lane.mark) / speed[lane.load] for lane in self.working))
-            passed = until - self.now
-            still: list[_Lane] = []
-            done: list[_Lane] = []
-            marked: list[_Lane] = []
-            nearly = max(_DONE_US, 1e-12 * until)  # late in a long run the clock itself is no finer
-            for lane in self.working:
-                lane.rest -= passed * speed[lane.load]
-                (still if lane.rest > nearly else done).append(lane)
-                if lane.mark and lane.rest - lane.mark <= nearly:
-                    marked.append(lane)
-            self.now, self.working = until, still
-            for lane in marked:
-                self._pulse(lane)
-            for lane in done:
-                self._finish(lane)
-        self.now = until
+        while self.ends and self.ends[0][3] != self.ends[0][2].ends:
+            heapq.heappop(self.ends)  # the part's speeds are others by now
+        if not self.ends and not self.timed:
+            return
+        self.now = min(at[0][0] for at in (self.ends, self.timed) if at)
+        while self.ends and self.ends[0][0] <= self.now:
+            _, _, part, number = heapq.heappop(self.ends)
+            if number != part.ends:
+                continue
+            self._change(part)
+            self._go_on(*part.to(self.now))
         while self.timed and self.timed[0].at_us <= self.now:
             event = heapq.heappop(self.timed)
             if event.lane is None:
@@ -159,12 +208,28 @@ class _Engine:
                 self._work(event.lane)
             else:
                 self._advance(event.lane)
+        for part in self.changed:
+            part.changed = False
+            part.ends += 1
+            if part.working:
+                part.speed = self._speeds(part.working)
+                self.planned += 1
+                heapq.heappush(self.ends, (part.next_us(), self.planned, part, part.ends))
+        self.changed.clear()
 
-    def _speeds(self) -> dict[int, float]:
-        key = tuple(sorted([lane.load for lane in self.working]))
-        if key not in self.known_speeds:
-            self.known_speeds[key] = speeds(self.program.loads, Counter(key))
-        return self.known_speeds[key]
+    def _change(self, part: _Part) -> None:
+        if not part.changed:
+            part.changed = True
+            self.changed.append(part)
+
+    def _speeds(self, working: list[_Lane]) -> dict[int, float]:
+        key = tuple(sorted([lane.load for lane in working]))
+        found = self.known_speeds.get(key)
+        if found is None:
+            if len(self.known_speeds) >= _KNOWN_SPEEDS:
+                self.known_speeds.pop(next(iter(self.known_speeds)))
+            found = self.known_speeds[key] = speeds(self.loads, Counter(key))
+        return found
 
     def _plan(
         self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1, times: int = 0
@@ -179,7 +244,7 @@ class _Engine:
         rank.start = self.now + rank.late
         rank.open = len(rank.lanes)
         for lane in rank.lanes:
-            lane.next = 0
+            lane.next = lane.joined = 0
             self._plan(rank.start, lane)
 
     def _advance(self, lane: _Lane) -> None:
@@ -211,8 +276,8 @@ class _Engine:
         lane.pulses, lane.mark = 0, task.work_us * (1 - 1 / _PULSES) if task.raises else 0.0
         if task.joins and len(self.ranks) > 1:
             # Which collective of the lane it is: what is before it may differ from rank to rank.
-            before = sum(isinstance(t, Work) and t.joins for t in lane.tasks[: lane.next])
-            place = (lane.rank.run, lane.program.number, before)
+            place = (lane.rank.run, lane.program.number, lane.joined)
+            lane.joined += 1
             there = self.meeting.setdefault(place, [])
             there.append(lane)
             if len(there) < len(self.ranks):
@@ -225,8 +290,17 @@ class _Engine:
 
     def _work(self, lane: _Lane) -> None:
         if lane.rest > _DONE_US:
-            self.working.append(lane)
+            marked, done = lane.part.to(self.now) if lane.part.at_us < self.now else ([], [])
+            lane.part.working.append(lane)
+            self._change(lane.part)
+            self._go_on(marked, done)
         else:
+            self._finish(lane)
+
+    def _go_on(self, marked: list[_Lane], done: list[_Lane]) -> None:
+        for lane in marked:
+            self._pulse(lane)
+        for lane in done:
             self._finish(lane)
 
     def _pulse(self, lane: _Lane) -> None:

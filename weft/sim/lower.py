@@ -9,7 +9,8 @@ times faster as there are ranks. Where sizes or signals do not turn around like 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
@@ -19,7 +20,7 @@ from weft.schedule.spans import span_name
 from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles
 from weft.sim.fair import Load
 from weft.sim.model import Model
-from weft.sim.numbers import Item, Numbers, Origin, SetBy, at_rank, regions_of
+from weft.sim.numbers import Item, Numbers, Origin, at_rank, regions_of
 from weft.sim.symmetry import turns_around
 
 
@@ -79,6 +80,10 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
     return _Lowering(schedule, model, captured).program(alike)
 
 
+Raised: TypeAlias = tuple[tuple[int, int, int], ...]
+"""(counter, distance of the rank that has it, times) of what a task sets."""
+
+
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
@@ -86,95 +91,119 @@ class _Lowering:
         self._costs: dict[object, tuple[Cost, dict[int, int]]] = {}  # with its load at each rank
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
+        self._counters: dict[tuple, int] = {}
 
     def program(self, alike: bool) -> Program:
         numbers = Numbers(self.schedule)
         items = [numbers.items(lane.steps) for lane in self.schedule.lanes]
         symmetric = alike and self.world > 1 and turns_around(list(itertools.chain(*items)), self.world)
         ranks = (0,) if symmetric else tuple(range(self.world))
-        counters: dict[tuple[int, str, int], int] = {}
-        sets = self._count_sets(items, symmetric, counters)
-        lanes = []
+        different = [{item.same: item for item in of_lane} for of_lane in items]
+        placed: list[tuple[LaneProgram, list[Item], dict[int, Raised]]] = []
+        sets: Counter[int] = Counter()
         for rank in ranks:
             for number, (lane, its) in enumerate(zip(self.schedule.lanes, items, strict=True)):
-                program = LaneProgram(rank, lane.name, number)
-                for item in its:
-                    if at_rank(item.present, rank):
-                        program.tasks.append(self._task(item, rank, symmetric, counters, sets))
-                        program.origins.append(item.origin)
-                lanes.append(program)
+                there = {same: at_rank(item.present, rank) for same, item in different[number].items()}
+                here = [item for item in its if there[item.same]]
+                times = Counter([item.same for item in here])
+                raised = {same: self._raised(different[number][same], rank, symmetric) for same in times}
+                for same, of_one in raised.items():
+                    for counter, _, n in of_one:
+                        sets[counter] += n * times[same]
+                placed.append((LaneProgram(rank, lane.name, number, [], [item.origin for item in here]), here, raised))
+        for program, here, raised in placed:
+            alike_items = different[program.number]
+            tasks = {
+                same: self._task(alike_items[same], program.rank, symmetric, sets, of_one)
+                for same, of_one in raised.items()
+            }
+            program.tasks = [tasks[item.same] for item in here]
         loads = {number: load for load, number in self._load_ids.items()}
-        return Program(self.schedule, symmetric, ranks, lanes, loads, len(counters))
+        lanes = [program for program, _, _ in placed]
+        return Program(self.schedule, symmetric, ranks, lanes, loads, len(self._counters))
 
     # -- tasks
 
-    def _counters(self, item: Item, rank: int, symmetric: bool) -> Iterator[tuple[tuple[int, str, int], SetBy]]:
-        """(counter, what it sets) of an item at a rank."""
-        if isinstance(item.origin.step, Set):
-            distance, place = item.numbers
-            sets: tuple[SetBy, ...] = (SetBy(item.signal, at_rank(distance, rank), at_rank(place, rank), 1),)
-        else:
-            place, sets = None, item.tiled[rank].sets if item.tiled else ()
-        for i, one in enumerate(sets):
-            if not symmetric:
-                yield ((rank + one.distance) % self.world, one.signal, one.place), one
-                continue
-            by = -one.distance % self.world  # what rank 0 does to a peer, another peer does to rank 0
-            yield (0, one.signal, item.tiled[by].sets[i].place if place is None else at_rank(place, by)), one
-
-    def _count_sets(
-        self, items: list[list[Item]], symmetric: bool, counters: dict[tuple[int, str, int], int]
-    ) -> dict[int, int]:
-        sets: dict[int, int] = {}
-        for rank in (0,) if symmetric else range(self.world):
-            for lane in items:
-                for item in lane:
-                    for counter, one in self._counters(item, rank, symmetric) if at_rank(item.present, rank) else ():
-                        number = counters.setdefault(counter, len(counters))
-                        sets[number] = sets.get(number, 0) + one.times
-        return sets
-
-    def _task(
-        self, item: Item, rank: int, symmetric: bool, counters: dict[tuple[int, str, int], int], sets: dict[int, int]
-    ) -> Task:
+    def _raised(self, item: Item, rank: int, symmetric: bool) -> Raised:
+        """What an item sets at a rank."""
         step = item.origin.step
-        remote_us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
-        raises = tuple(
-            (counters[counter], one.times, remote_us if one.distance else self.model.signal_local_us)
-            for counter, one in self._counters(item, rank, symmetric)
-        )
         if isinstance(step, Set):
-            counter, _, delay = raises[0]
-            return Raise(counter, delay, at_rank(item.numbers[0], rank) != 0)
-        if isinstance(step, Tiles):
-            parts = [
-                (cast(Copy | Compute, step.body[place]), numbers, times)
-                for place, numbers, times in item.tiled[rank].parts
-            ]
-            priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
-            model = self.model
-            compute, memory = model.library_grouped
-            rates = (compute / model.grouped_efficiency, memory) if step.kernel == LIBRARY_GEMMS else (1.0, 1.0)
-            all_tiles = cost_of_tiles(model, self.world, priced, item.tiled[rank].read_bytes, rates)
-            load = self._load(all_tiles, rank, symmetric)
-            latency_us = 0.0 if item.carried else all_tiles.latency_us
-            return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes, raises)
+            distance, place = item.numbers
+            if symmetric:  # what rank 0 does to a peer, another peer does to rank 0
+                to = cast(int, distance)
+                return ((self._counter(0, item.signal, at_rank(place, -to % self.world)), to, 1),)
+            to = at_rank(distance, rank)
+            return ((self._counter((rank + to) % self.world, item.signal, at_rank(place, rank)), to, 1),)
+        if not item.tiled:
+            return ()
+        if not symmetric:
+            return tuple(
+                (self._counter((rank + one.distance) % self.world, one.signal, one.place), one.distance, one.times)
+                for one in item.tiled[rank].sets
+            )
+        return tuple(
+            (
+                self._counter(0, one.signal, item.tiled[-one.distance % self.world].sets[i].place),
+                one.distance,
+                one.times,
+            )
+            for i, one in enumerate(item.tiled[rank].sets)
+        )
+
+    def _counter(self, rank: int, signal: str, place: int) -> int:
+        return self._counters.setdefault((rank, signal, place), len(self._counters))
+
+    def _task(self, item: Item, rank: int, symmetric: bool, sets: Mapping[int, int], raised: Raised) -> Task:
+        step = item.origin.step
+        if isinstance(step, Set):
+            ((counter, distance, _),) = raised
+            return Raise(counter, self._delay_us(item, distance), distance != 0)
         if isinstance(step, Wait):
-            number = counters.setdefault((rank, step.signal, at_rank(item.numbers[0], rank)), len(counters))
+            number = self._counter(rank, step.signal, at_rank(item.numbers[0], rank))
             return Await(number, at_rank(item.numbers[1], rank), sets.get(number, 0), step.previous)
+        if isinstance(step, Tiles):
+            raises = tuple((counter, times, self._delay_us(item, distance)) for counter, distance, times in raised)
+            return self._tiles(item, step, rank, symmetric)._replace(raises=raises)
         assert not isinstance(step, For)  # they are written out
-        operands = self._operands(step, tuple(at_rank(n, rank) for n in item.numbers))
+        return self._work(step, tuple([at_rank(n, rank) for n in item.numbers]), item.carried, rank, symmetric)
+
+    def _delay_us(self, item: Item, distance: int) -> float:
+        if not distance:
+            return self.model.signal_local_us
+        return self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
+
+    def _tiles(self, item: Item, step: Tiles, rank: int, symmetric: bool) -> Work:
+        parts = [
+            (cast(Copy | Compute, step.body[place]), numbers, times) for place, numbers, times in item.tiled[rank].parts
+        ]
+        priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
+        model = self.model
+        compute, memory = model.library_grouped
+        rates = (compute / model.grouped_efficiency, memory) if step.kernel == LIBRARY_GEMMS else (1.0, 1.0)
+        all_tiles = cost_of_tiles(model, self.world, priced, item.tiled[rank].read_bytes, rates)
+        load = self._load(all_tiles, rank, symmetric)
+        latency_us = 0.0 if item.carried else all_tiles.latency_us
+        return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
+
+    def _work(
+        self,
+        step: Step,
+        numbers: tuple[int, ...],
+        carried: bool,
+        rank: int,
+        symmetric: bool,
+    ) -> Work:
+        operands = self._operands(step, numbers)
         key = (type(step), step.settings, operands)
         if key not in self._costs:
             self._costs[key] = cost(self.model, self.world, step, operands), {}
         found, loads = self._costs[key]
         if rank not in loads:
             loads[rank] = self._load(found, rank, symmetric)
-        load = loads[rank]
-        latency_us = 0.0 if item.carried else found.latency_us
+        latency_us = 0.0 if carried else found.latency_us
         if self.captured and step.meets:
             latency_us += self.model.graph_collective_us
-        return Work(found.what, latency_us, found.work_us, load, found.joins, found.sent_bytes)
+        return Work(found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes)
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
@@ -188,13 +217,14 @@ class _Lowering:
         return tuple(operands)
 
     def _load(self, found: Cost, rank: int, symmetric: bool) -> int:
-        by_how: dict[How, dict[int, float]] = {"share": {}, "hold": {}, "disturb": {}}
+        # Where one resource stands for those of all ranks, what a step takes of several of them stays apart: each gives its part.
+        by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
         for how, (kind, at, other), amount in found.uses:
             if symmetric:
                 place = (kind, 0, (other - at) % self.world if kind == "link" else 0)
             else:
                 place = (kind, (rank + at) % self.world, (rank + other) % self.world if kind == "link" else 0)
             number = self._places.setdefault(place, len(self._places))
-            by_how[how][number] = by_how[how].get(number, 0.0) + amount
-        load = Load(*(tuple(sorted(amounts.items())) for amounts in by_how.values()))
+            by_how[how].append((number, amount))
+        load = Load(*(tuple(sorted(amounts)) for amounts in by_how.values()))
         return self._load_ids.setdefault(load, len(self._load_ids))

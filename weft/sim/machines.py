@@ -2,7 +2,8 @@
 nothing.
 
     compute.multiprocessors, .tile_rows, .tile_cols, .tile_half, .tile_ramp, .launch, .fp32_vector
-    compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated
+    compute.DTYPE_matmul_8192               rate of 8192 x 8192 x 8192, for each dtype that is to be simulated; or
+    compute.DTYPE_matmul_best               of the best size: whole tiles in whole waves, and a long k
     compute.sustained                       what a long matmul takes in long work, over a short measurement of it
     compute.grouped_matmul                  what a kernel for the segments of many experts reaches of that
     compute.library_grouped_matmul          what the library's kernel for them does, and
@@ -115,10 +116,12 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
             per_us("collective.all_to_all") if "collective.all_to_all" in machine.quantities else None
         ),
     )
-    rates = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
+    best = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_best") in machine.quantities}
+    large = {d: per_us(key) for d in ITEM_BYTES if (key := f"compute.{d}_matmul_8192") in machine.quantities}
+    rates = best | {d: _peak(model, d, rate) for d, rate in large.items()}
     if not rates:
         raise KeyError(f"{machine.name}: add compute.bf16_matmul_8192 (or of another dtype) to its machine file")
-    return replace(model, matmul_flops_per_us={d: _peak(model, d, rate) for d, rate in rates.items()})
+    return replace(model, matmul_flops_per_us=rates)
 
 
 def _peak(model: Model, dtype: str, flops_per_us: float) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -67,12 +68,13 @@ class Item(NamedTuple):
     """A step with its numbers. numbers: rows, columns and distance of each operand; or distance and index; or index, count."""
 
     origin: Origin
+    same: int
+    """Items with the same number here differ in their origin only: most steps have the sizes of others, and begin elsewhere."""
     present: ByRank
     numbers: tuple[ByRank, ...]
     signal: str = ""
-    carried: bool = (
-        False  # done by the kernel before it: a set at its end, a copy of the same rows to elsewhere, more of its tiles
-    )
+    carried: bool = False
+    """Done by the kernel before it: a set at its end, a copy of the same rows to elsewhere, more of its tiles."""
     tiled: tuple[Tiled, ...] = ()  # by rank
 
 
@@ -86,7 +88,9 @@ class Numbers:
         self._holds = [tuple(id(held) for held in values.values() if isinstance(held, Held)) for values in self._values]
         self._item_bytes = {b.name: ITEM_BYTES[b.dtype] for b in schedule.buffers}
         self._vectors: dict[tuple[str, Turn, int | bytes], ByRank] = {}
-        self._distances: dict[tuple[Index, Turn, int | bytes], ByRank] = {}
+        self._distances: dict[tuple[str | int, Turn, int | bytes], ByRank] = {}
+        self._found: dict[tuple, tuple[Any, ...]] = {}  # items without their origins
+        self._different = 0
 
     def items(self, steps: Sequence[Step]) -> list[Item]:
         """Of a lane, loops written out."""
@@ -94,20 +98,16 @@ class Numbers:
         kernel: Copy | Tiles | None = None
         persistent = ""
         for step, turn, there in self._flat(steps, (), 1):
-            item = self._item(step, turn, there)
-            if isinstance(step, Copy) and step.by == "kernel":
-                item = item._replace(carried=isinstance(kernel, Copy) and step.src == kernel.src)
-                kernel = step
+            if isinstance(step, Set | Wait):  # a persistent kernel sets and waits itself
+                carried = kernel is not None and isinstance(step, Set)
+                kernel = kernel if isinstance(step, Set) else None
             elif isinstance(step, Tiles):
-                item = item._replace(carried=step.kernel == persistent)
-                kernel = step
-            elif isinstance(step, Set):
-                item = item._replace(carried=kernel is not None)
+                carried, kernel, persistent = step.kernel == persistent, step, step.kernel
             else:
-                kernel = None
-            if not isinstance(step, Set | Wait):  # a persistent kernel sets and waits itself
-                persistent = step.kernel if isinstance(step, Tiles) else ""
-            items.append(item)
+                copy = step if isinstance(step, Copy) and step.by == "kernel" else None
+                carried = copy is not None and isinstance(kernel, Copy) and copy.src == kernel.src
+                kernel, persistent = copy, ""
+            items.append(self._item(step, turn, there, carried))
         return items
 
     def _flat(self, steps: Sequence[Step], turn: Turn, there: ByRank) -> Iterator[tuple[Step, Turn, ByRank]]:
@@ -126,40 +126,54 @@ class Numbers:
         key = (index.text, turn, there if isinstance(there, int) else there.tobytes())
         found = self._vectors.get(key)
         if found is None:
-            found = self._vectors[key] = self._evaluated(index, dict(turn), there)
+            found = self._vectors[key] = self._evaluated(index, turn, there)
         return found
 
-    def _evaluated(self, index: Expr, turn: dict[str, int], there: ByRank) -> ByRank:
+    def _evaluated(self, index: Expr, turn: Turn, there: ByRank) -> ByRank:
         if isinstance(there, int) and there:
             try:
-                with np.errstate(divide="raise"):
-                    return _collapse(index.over({**turn, "rank": self._ranks}))
+                return _at_all_ranks(index, turn, self.world)
             except (KeyError, IndexError, ArithmeticError):
                 pass  # it names what a buffer holds, or has no value at some rank, which `evaluate` says
-        values = ({**turn, **of_rank} for of_rank in self._values)
+        values = ({**dict(turn), **of_rank} for of_rank in self._values)
         return _collapse([index.evaluate(v) if at_rank(there, r) else 0 for r, v in enumerate(values)])
 
     def _distance(self, at: Index, turn: Turn, there: ByRank) -> ByRank:
         if at is RANK:
             return 0
-        key = (at, turn, there if isinstance(there, int) else there.tobytes())
+        key = (_text(at), turn, there if isinstance(there, int) else there.tobytes())
         found = self._distances.get(key)
         if found is None:
             found = _collapse((self._vector(at, turn, there) - self._ranks) % self.world)
             self._distances[key] = found
         return found
 
-    def _item(self, step: Step, turn: Turn, there: ByRank) -> Item:
+    def _item(self, step: Step, turn: Turn, there: ByRank, carried: bool) -> Item:
         origin = Origin(step, turn)
-        if isinstance(step, Set):
-            distance, index = self._distance(step.at, turn, there), self._vector(step.index, turn, there)
-            return Item(origin, there, (distance, index), step.signal)
-        if isinstance(step, Wait):
-            index, count = self._vector(step.index, turn, there), self._vector(step.count, turn, there)
-            return Item(origin, there, (index, count), step.signal)
+        if not turn and not isinstance(step, Tiles) and isinstance(there, int):
+            key = (carried, *key_of(step))
+            found = self._found.get(key)
+            if found is None:
+                found = self._found[key] = self._new(origin, there, carried)[1:]
+            return Item(origin, *found)
+        return self._new(origin, there, carried)
+
+    def _new(self, origin: Origin, there: ByRank, carried: bool) -> Item:
+        step, turn = origin
+        self._different += 1
         if isinstance(step, Tiles):
             tiled = self._tiled(step, turn, there)
-            return Item(origin, _collapse([int(one != _NO_TILES) for one in tiled]), (), tiled=tiled)
+            present = _collapse([int(one != _NO_TILES) for one in tiled])
+            return Item(origin, self._different, present, (), "", carried, tiled)
+        signal = step.signal if isinstance(step, Set | Wait) else ""
+        return Item(origin, self._different, *self._numbers(step, turn, there), signal, carried)
+
+    def _numbers(self, step: Step, turn: Turn, there: ByRank) -> tuple[ByRank, tuple[ByRank, ...]]:
+        """At which ranks there is the step, and its numbers."""
+        if isinstance(step, Set):
+            return there, (self._distance(step.at, turn, there), self._vector(step.index, turn, there))
+        if isinstance(step, Wait):
+            return there, (self._vector(step.index, turn, there), self._vector(step.count, turn, there))
         numbers: list[ByRank] = []
         for region in regions_of(step):
             numbers.append(self._vector(region.rows, turn, there))
@@ -176,7 +190,7 @@ class Numbers:
         if not step.meets:  # empty steps are left out
             sizes = [size for number in step.decisive for size in numbers[3 * number : 3 * number + 2]]
             there = _everywhere(there, *(size > 0 for size in sizes))
-        return Item(origin, there, tuple(numbers))
+        return there, tuple(numbers)
 
     # -- tiles
 
@@ -289,6 +303,30 @@ def values_of_ranks(schedule: Schedule) -> list[Values]:
 def regions_of(step: Step) -> tuple[Region, ...]:
     """As `weft.sim.costs.cost` wants its operands."""
     return tuple(access.region for access in step.accesses())
+
+
+@lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few thousand
+def _at_all_ranks(index: Expr, turn: Turn, world: int) -> ByRank:
+    with np.errstate(divide="raise"):
+        return _collapse(index.over({**dict(turn), "rank": np.arange(world)}))
+
+
+def key_of(step: Step) -> tuple:
+    """The same for steps that have the same numbers, and cost the same where these are, whatever their turn is."""
+    return step.kind, *map(_key_of, step.values())
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, Region):
+        return value.buffer, _text(value.rows), _text(value.cols), _text(value.at)
+    if isinstance(value, tuple):
+        return tuple(map(_key_of, value))
+    return _text(value) if isinstance(value, Expr) else value
+
+
+def _text(index: Index) -> int | str:
+    """Stands for it in a key: an expression's own hash is slower than its text's."""
+    return index if index.__class__ is int else str(index)  # type: ignore[return-value]
 
 
 def at_rank(number: ByRank, rank: int) -> int:

@@ -22,11 +22,12 @@ from weft.sim.numbers import ByRank, Item
 
 def turns_around(items: Sequence[Item], world: int) -> bool:
     """Whether rank r does what rank 0 does, turned by r, and waits for the same sets."""
-    if not all(map(_is_alike, items)):
+    different = list({item.same: item for item in items}.values())
+    if not all(map(_is_alike, different)):
         return False
     sets: dict[str, dict[tuple[int, int], tuple[int, ByRank]]] = {}
     waits: dict[str, dict[int, ByRank]] = {}
-    for item in items:
+    for item in different:
         if isinstance(item.origin.step, Wait):
             place = item.numbers[0]
             waits.setdefault(item.signal, {})[_identity(place)] = place

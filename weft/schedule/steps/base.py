@@ -91,8 +91,11 @@ class Step:
     @property
     def settings(self) -> tuple[object, ...]:
         """What it says beside where: steps with the same ones, on operands of the same sizes, cost the same."""
-        found = (getattr(self, name) for name in _names_of(type(self)))
-        return tuple(one for one in found if isinstance(one, str | bool | float | None))
+        return tuple(one for one in self.values() if isinstance(one, str | bool | float | None))
+
+    def values(self) -> tuple[Any, ...]:
+        """Of its fields, in order."""
+        return tuple(getattr(self, name) for name in _names_of(type(self)))
 
     def with_fields(self, change: Callable[[Any], Any]) -> Self:
         """With each field as `change` makes it."""
