@@ -82,10 +82,15 @@ def test_a_dtype_without_a_rate_is_named() -> None:
 
 @pytest.mark.parametrize("name", known_machines())
 def test_the_large_matmul_is_as_fast_as_the_machine_file_says(name: str) -> None:
+    """That of 8192^3 where the file has it; what a file has as its best is not reached by a size that leaves units idle."""
     machine, model = load_machine(name), gpu(name, 2)
     for dtype in model.matmul_flops_per_us:
         rate = 2 * 8192**3 / model.matmul_us(8192, 8192, 8192, dtype) * 1e6
-        assert rate == pytest.approx(machine[f"compute.{dtype}_matmul_8192"].si, rel=1e-6)
+        if f"compute.{dtype}_matmul_8192" in machine.quantities:
+            assert rate == pytest.approx(machine[f"compute.{dtype}_matmul_8192"].si, rel=1e-6)
+        else:
+            best = machine[f"compute.{dtype}_matmul_best"].si
+            assert 0.8 * best < rate < best
 
 
 @pytest.mark.parametrize("megabytes", [1, 16, 256, 1000])
