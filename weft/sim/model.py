@@ -184,15 +184,18 @@ class Model:
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
         waves = np.ceil(tiles / self.compute_units)
         rate = self._rate(dtype) * efficiency / self.compute_units
-        us = waves * 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
+        tile_us = 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
+        us = waves * tile_us
         # If k is split, partial sums, in fp32, are written and read again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # Of ways that take the same time, the one with fewer units: the library has no reason to take more.
-        busy = np.where(us == computing_us[:, None], tiles / (waves * self.compute_units), np.inf).min(1)
+        # The fastest way may keep many more units busy than one that takes a little longer: what others take from them is taken
+        # from units with nothing to do first, so what counts is the least that any way needs. It also falls where anything is
+        # faster, while that of the fastest way jumps when another one becomes that.
+        needed_us = (tiles * tile_us / self.compute_units).min(1)
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
         alone_us = np.maximum(computing_us, traffic / self.hbm_bytes_per_us)
-        return alone_us, busy * np.divide(computing_us, alone_us, out=np.zeros_like(busy), where=alone_us > 0), traffic
+        return alone_us, np.divide(needed_us, alone_us, out=np.zeros_like(needed_us), where=alone_us > 0), traffic
 
     def _rate(self, dtype: str) -> float:
         if dtype not in self.matmul_flops_per_us:
