@@ -189,10 +189,12 @@ class Model:
         # If k is split, partial sums, in fp32, are written and read again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # The fastest way may keep many more units busy than one that takes a little longer: what others take from them is taken
-        # from units with nothing to do first, so what counts is the least that any way needs. It also falls where anything is
-        # faster, while that of the fastest way jumps when another one becomes that.
-        needed_us = (tiles * tile_us / self.compute_units).min(1)
+        # A split that is the fastest way by a hair may keep many more units busy. What a matmul takes of them is said by the fastest
+        # way without one, and of equally fast ones that with the fewest units: which that is depends on no rate of the machine, so
+        # that a better one never takes more of its units. Units that have nothing to do are there for others.
+        whole = np.where(split == 1, us, np.inf)
+        needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
+        needed_us = np.minimum(needed_us, computing_us)
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
         alone_us = np.maximum(computing_us, traffic / self.hbm_bytes_per_us)
         return alone_us, np.divide(needed_us, alone_us, out=np.zeros_like(needed_us), where=alone_us > 0), traffic
