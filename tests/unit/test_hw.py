@@ -28,7 +28,8 @@ def test_what_was_reached_stays_below_the_datasheet(name: str) -> None:
     assert machine["memory.copy_bandwidth"].si < machine["memory.bandwidth"].si
     links = [machine[key].si for key in machine if key.startswith("link.") and machine[key].source == "measured"]
     assert max(links) < machine["link.bandwidth"].si
-    assert machine["compute.bf16_matmul_8192"].si < machine["compute.bf16_dense"].si
+    reached = [machine[key].si for key in machine if key.startswith("compute.bf16_matmul_")]
+    assert 0 < max(reached) < machine["compute.bf16_dense"].si
 
 
 def test_eight_mi300x_as_their_datasheet_and_vendor_have_them() -> None:

@@ -47,6 +47,7 @@ class Summary:
     )  # share of shapes; how many schedules, at least and at most, it is the best of
     near_calibrated: float | None  # share of shapes; by the shape's own GEMMs
     near_blind: float | None
+    blind_error: float | None  # of predictions without a GEMM of the shape timed, in the geometric mean: 0.1 is 10% off
 
     @classmethod
     def of(cls, rows: Sequence[Record]) -> Summary | None:
@@ -70,6 +71,7 @@ class Summary:
             near_best=TABLES.near_best(mine, rows),
             near_calibrated=_near(mine, "predicted_ms"),
             near_blind=_near(mine, "predicted_blind_ms"),
+            blind_error=_error(mine, "predicted_blind_ms"),
         )
 
     def __str__(self) -> str:
@@ -94,7 +96,9 @@ class Summary:
             said.append(said_of_best(*self.near_best))
         if self.near_calibrated is not None:
             blind = (
-                f", on {self.near_blind:.0%} blind" if self.near_blind is not None else "; blind ones were not recorded"
+                f", on {self.near_blind:.0%} blind, which are {self.blind_error:.1%} off in the geometric mean"
+                if self.near_blind is not None
+                else "; blind ones were not recorded"
             )
             said.append(
                 f"within {NEAR_PREDICTION:.0%} of the predicted time on {self.near_calibrated:.0%} where predictions were "
@@ -111,6 +115,13 @@ def _near(rows: Sequence[Record], prediction: str) -> float | None:
     """Share of those that were predicted."""
     predicted = [r for r in rows if r[prediction] is not None]
     return share([abs(r[prediction] / r["p50_ms"] - 1) <= NEAR_PREDICTION for r in predicted])
+
+
+def _error(rows: Sequence[Record], prediction: str) -> float | None:
+    """How far off predictions are, too long or too short alike."""
+    off = [max(r[prediction] / r["p50_ms"], r["p50_ms"] / r[prediction]) for r in rows if r[prediction] is not None]
+    mean = geomean(off)
+    return None if mean is None else mean - 1
 
 
 class _Tables(Tables):

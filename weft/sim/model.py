@@ -184,15 +184,20 @@ class Model:
         tiles = np.ceil(m / rows) * np.ceil(n / cols) * split
         waves = np.ceil(tiles / self.compute_units)
         rate = self._rate(dtype) * efficiency / self.compute_units
-        us = waves * 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
+        tile_us = 2 * rows * cols * (np.ceil(k / split) + self.tile_ramp) / rate
+        us = waves * tile_us
         # If k is split, partial sums, in fp32, are written and read again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # Of ways that take the same time, the one with fewer units: the library has no reason to take more.
-        busy = np.where(us == computing_us[:, None], tiles / (waves * self.compute_units), np.inf).min(1)
+        # A split that is the fastest way by a hair may keep many more units busy. What a matmul takes of them is said by the fastest
+        # way without one, and of equally fast ones that with the fewest units: which that is depends on no rate of the machine, so
+        # that a better one never takes more of its units. Units that have nothing to do are there for others.
+        whole = np.where(split == 1, us, np.inf)
+        needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
+        needed_us = np.minimum(needed_us, computing_us)
         traffic = self._matmul_traffic(m, n, k, ITEM_BYTES[dtype])[:, 0]
         alone_us = np.maximum(computing_us, traffic / self.hbm_bytes_per_us)
-        return alone_us, busy * np.divide(computing_us, alone_us, out=np.zeros_like(busy), where=alone_us > 0), traffic
+        return alone_us, np.divide(needed_us, alone_us, out=np.zeros_like(needed_us), where=alone_us > 0), traffic
 
     def _rate(self, dtype: str) -> float:
         if dtype not in self.matmul_flops_per_us:

@@ -1,0 +1,84 @@
+"""Better hardware is never slower: every number of a machine file, made better by any amount, on schedules of all kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sim_toys import all_schedules, gpu
+
+from weft.hw import Machine, Quantity, load_machine
+from weft.plan.predict import MODES, Mode, predict
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, Schedule
+from weft.sim import Model, model_of
+
+# What a machine takes: less is better. Of everything else in a file more is.
+_LESS = (
+    "latency", ".launch", ".row", ".beside", "_slowdown", "signal.", "host.", "graph.", ".tile_half", ".tile_ramp",
+    "compute.sustained", "kernel_copy.units", "collective.units", "contention.kernel_copy_units",
+)  # fmt: skip
+# No quality of a machine but its form. More units at one rate are slower ones, a larger tile wastes more at the edges.
+_FORM = (
+    "compute.multiprocessors",
+    "compute.tile_rows",
+    "compute.tile_cols",
+    "copy_engine.count",
+    "heuristic.threshold",
+)
+# Parts of what a matmul was measured to take: the units' own rate is worked out from it, and stays as it was here.
+_WITHIN = ("compute.launch", "compute.tile_half", "compute.tile_ramp")
+# Where anything runs beside anything, a step that comes sooner may meet another one that it slows down.
+_MEETS = 0.02
+_SHAPES = ((512, 1024, 1024), (2048, 4096, 2048), (4000, 1792, 4096))
+
+
+def _keys(name: str) -> list[str]:
+    machine = load_machine(name)
+    return [key for key in machine if key not in _FORM and not key.endswith(("_units", ".units"))]
+
+
+@lru_cache(maxsize=1)
+def _schedules() -> dict[str, Schedule]:
+    found: dict[str, Schedule] = {}
+    for m, n, k in _SHAPES:
+        found |= {
+            f"{m} {name}": s
+            for name, s in all_schedules(AllGatherMatmul.even(m, n, k, 4)).items()
+            if "steps=4" not in name
+        }
+    moe = AllToAllMatmul.even(2048, 1024, 1024, 8, 4)
+    return found | {f"experts {name}": s for name, s in all_schedules(moe).items()}  # type: ignore[arg-type]
+
+
+def _better(machine: Machine, key: str, factor: float) -> Machine:
+    one = machine[key]
+    less = any(part in key for part in _LESS)
+    value = (
+        max(1.0, one.value / factor)
+        if key.endswith("_slowdown")
+        else one.value / factor
+        if less
+        else one.value * factor
+    )
+    return replace(machine, quantities={**machine.quantities, key: Quantity(value, one.unit, one.source, one.note)})
+
+
+def _model(name: str, key: str, factor: float) -> Model:
+    better = model_of(_better(load_machine(name), key, factor), 4)
+    if key in _WITHIN:
+        better = replace(better, matmul_flops_per_us=gpu(name, 4).matmul_flops_per_us)
+    return better
+
+
+CASES = st.sampled_from([(name, key) for name in ("h200", "mi300x") for key in _keys(name)])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CASES, st.floats(1.0, 2.0) | st.floats(1.0, 1.02), st.sampled_from(sorted(_schedules())), st.sampled_from(MODES))
+def test_better_hardware_is_never_slower(case: tuple[str, str], factor: float, which: str, mode: Mode) -> None:
+    name, key = case
+    schedule = _schedules()[which]
+    usual, better = (predict(schedule, model, mode) for model in (gpu(name, 4), _model(name, key, factor)))
+    assert better <= usual * (1 + (1e-6 if which.endswith("serial") else _MEETS))
