@@ -189,9 +189,9 @@ class Model:
         # If k is split, partial sums, in fp32, are written and read again.
         us += np.where(split > 1, self.launch_us + 2 * split * m * n * 4 / self.hbm_bytes_per_us, 0.0)
         computing_us = us.min(1)
-        # A split that is the fastest way by a hair may keep many more units busy. What a matmul takes of them is said by the fastest
-        # way without one, and of equally fast ones that with the fewest units: which that is depends on no rate of the machine, so
-        # that a better one never takes more of its units. Units that have nothing to do are there for others.
+        # A split that is the fastest way by a hair may keep many more units busy. What a matmul takes of them is said by the
+        # fastest way without one, and of equally fast ones that with the fewest units: which that is depends on no rate of the
+        # machine, so that a better one never takes more of its units. Units that have nothing to do are there for others.
         whole = np.where(split == 1, us, np.inf)
         needed_us = np.where(whole == whole.min(1)[:, None], tiles * tile_us / self.compute_units, np.inf).min(1)
         needed_us = np.minimum(needed_us, computing_us)
