@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from weft.schedule.expr import Index
 from weft.schedule.order import Event, Lanes, meeting, needed, play, sets_per_run
-from weft.schedule.steps import Step, Wait
+from weft.schedule.steps import Awaited, Step
 
 
 class Happened:
@@ -84,7 +84,7 @@ class Happened:
             self._past[number] = now[event.rank][event.lane] = past
         return changed
 
-    def _past_of_wait(self, event: Event, wait: Wait) -> int:
+    def _past_of_wait(self, event: Event, wait: Awaited) -> int:
         counter = (event.rank, wait.signal, wait.index)
         sets = self._sets[counter]
         count = len(sets) - needed(event.run, wait, self._per_run[counter]) + 1

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 from weft.errors import ScheduleError
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Counters, Lane, Set, Step, Wait
+from weft.schedule.steps import Awaited, Counters, Lane, Set, Step
 from weft.schedule.text import describe
 from weft.schedule.tiles import step_number
 
@@ -176,7 +176,7 @@ class _Play:
         return True
 
 
-def needed(run: int, wait: Wait, per_run: int) -> int:
+def needed(run: int, wait: Awaited, per_run: int) -> int:
     """What a counter that is set `per_run` times in every run must have reached when `wait` ends in this run."""
     before = run - 2 if wait.previous else run - 1
     return 0 if before < 0 else before * per_run + cast(int, wait.count)

@@ -247,9 +247,8 @@ def _through_memory(model: Model, step: Step, operands: tuple[Operand, ...]) -> 
     elements = sum(o.rows * o.cols for a, o in zip(accesses, operands, strict=True) if a.writes)
     flops = elements * (OPS[step.op].flops_per_element if isinstance(step, Compute) else len(operands) - 1)
     us = max(traffic / model.hbm_bytes_per_us, flops / model.vector_flops_per_us)
-    writes = [o for a, o in zip(accesses, operands, strict=True) if a.writes]
-    inputs = tuple(o for a, o in zip(accesses, operands, strict=True) if not a.writes)
-    return _kernel(model, "compute", (*inputs, *writes[:-1]), writes[-1], us, us, traffic)
+    *inputs, out = [o for _, o in sorted(zip(accesses, operands, strict=True), key=lambda pair: pair[0].writes)]
+    return _kernel(model, "compute", tuple(inputs), out, us, us, traffic)
 
 
 def _kernel(

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self, TypeAlias
 
 from weft.schedule.expr import Expr, Index, Total, Values
 from weft.schedule.regions import Access, Declared, Region, is_empty
-
-if TYPE_CHECKING:
-    from weft.schedule.steps.signals import Wait
 
 Counters: TypeAlias = Counter[tuple[Index, str, Index]]
 """By (rank that owns the counter, signals' name, index), in numbers."""
 KINDS: dict[str, type[Step]] = {}
 """By the name that files call it by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """`count` sets of a counter of the own rank; with `previous`, those of the run before."""
+
+    signal: str
+    index: Index
+    count: Index
+    previous: bool
 
 
 class Step:
@@ -43,7 +50,7 @@ class Step:
         return Counter()
 
     @property
-    def awaits(self) -> Wait | None:
+    def awaits(self) -> Awaited | None:
         """What it stands still for."""
         return None
 

@@ -17,13 +17,11 @@ from weft.schedule.steps.copies import Copy
 from weft.schedule.steps.signals import Set
 
 
-@dataclass(frozen=True, slots=True)
-class For(Step):
-    """`body` for `index` = 0 .. extent - 1, one after the other. Steps of the body may use Expr(index)."""
+class _Repeated(Step):
+    """Has a body, in which its index is a variable."""
 
-    kind: ClassVar[str] = "for"
+    __slots__ = ()
     index: str
-    extent: Index
     body: tuple[Step, ...]
 
     @property
@@ -33,6 +31,16 @@ class For(Step):
     @property
     def own_variables(self) -> frozenset[str]:
         return frozenset({self.index})
+
+
+@dataclass(frozen=True, slots=True)
+class For(_Repeated):
+    """`body` for `index` = 0 .. extent - 1, one after the other. Steps of the body may use Expr(index)."""
+
+    kind: ClassVar[str] = "for"
+    index: str
+    extent: Index
+    body: tuple[Step, ...]
 
     def put_in(self, values: Values, partly: bool) -> Step:
         return self  # `unrolled` writes it out
@@ -45,7 +53,7 @@ class For(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles(Step):
+class Tiles(_Repeated):
     """A persistent kernel: `body` for `index` = 0 .. extent - 1, taken in that order, many at a time.
 
     The steps of one tile follow each other; tiles are not ordered. All begin after what comes before on the lane, and the
@@ -71,14 +79,6 @@ class Tiles(Step):
                 for (at, index), times in counted(self, inner.at, inner.index):
                     found[at, inner.signal, index] += times
         return found
-
-    @property
-    def inner(self) -> tuple[Step, ...]:
-        return self.body
-
-    @property
-    def own_variables(self) -> frozenset[str]:
-        return frozenset({self.index})
 
     @property
     def is_empty(self) -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar, cast
 
 from weft.schedule.expr import RANK, Index
 from weft.schedule.regions import Declared, at_text
-from weft.schedule.steps.base import Counters, Step
+from weft.schedule.steps.base import Awaited, Counters, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Wait(Step):
     previous: bool = False
 
     @property
-    def awaits(self) -> Wait:
-        return self
+    def awaits(self) -> Awaited:
+        return Awaited(self.signal, self.index, self.count, self.previous)
 
     @property
     def occupies(self) -> bool:
