@@ -1,9 +1,8 @@
-"""Which steps of a schedule the kernel of grouped GEMMs takes, and with which sources and experts."""
+"""Sizes that only a run knows, on streams: who reads them, and where copies find theirs."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from slow import slow
 from test_stream_tokens import Recorded, owner_of
 
-from weft.errors import ScheduleError
 from weft.runtime import stream_compiler
-from weft.runtime.stream_late import segments_of
-from weft.schedule import AllToAllMatmul, Compute, NotApplicableError, Schedule, Tiles, candidates
+from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, candidates
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
 
@@ -29,35 +25,6 @@ def schedules(world: int, experts: int, *, exact: bool = True) -> list[tuple[str
         with contextlib.suppress(NotApplicableError):
             found.append((candidate.name, candidate.build()))
     return found
-
-
-def tiles_of(schedule: Schedule, rank: int) -> list[Tiles]:
-    return [s for lane in schedule.of_rank(rank, expected=False) for s in lane.steps if isinstance(s, Tiles)]
-
-
-@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), slow(4, 3), slow(8, 4)])
-def test_every_source_and_expert_is_in_one_launch(world: int, experts: int) -> None:
-    for name, schedule in schedules(world, experts):
-        for rank in (0, world - 1):
-            done: list[tuple[int, int]] = []
-            for step in tiles_of(schedule, rank):
-                s = segments_of(step, schedule, rank)
-                assert (s.tokens, s.inbox, s.slot_rows, s.experts) == ("tokens", "inbox", 20, experts), name
-                turns = range(s.first_source, s.first_source + s.n_sources)
-                done += [(t % world, e) for t in turns for e in range(s.first_expert, s.first_expert + s.n_experts)]
-            assert sorted(done) == [(t, e) for t in range(world) for e in range(experts)], name
-
-
-def test_other_tiles_are_refused() -> None:
-    _, schedule = schedules(2, 2)[0]
-    step = tiles_of(schedule, 0)[0]
-    gemm = step.body[0]
-    assert isinstance(gemm, Compute)
-    elsewhere = replace(step, body=(replace(gemm, out=replace(gemm.out, row=gemm.out.row + 1)),))
-    adding = replace(step, body=(replace(gemm, accumulate=True),))
-    for wrong in (elsewhere, adding):
-        with pytest.raises(ScheduleError, match="streams cannot run tiles of grouped_matmul as they are"):
-            segments_of(wrong, schedule, 0)
 
 
 def test_only_copies_by_kernel_leave_the_host_out() -> None:

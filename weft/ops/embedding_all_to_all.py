@@ -23,7 +23,7 @@ from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops.together import agree, together
 from weft.runtime.agreement import agree_on_new
 from weft.runtime.cpu import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
+from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, kernel_of
 from weft.runtime.meeting import drop_closed
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -199,8 +199,8 @@ def _planned(
     # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
     problem = described(sharding, (1,) * sharding.world_size)
     builder = slices.put if transport == "put" else slices.direct
-    schedule = builder(problem, slice_size=int(slice_size), order=order)
-    return plan_of(schedule, sharding, bounds_check=bounds_check, hash=hash, outputs=outputs)
+    kernel = kernel_of(builder(problem, slice_size=int(slice_size), order=order))
+    return EmbeddingPlan(sharding, kernel.transport, kernel.order, kernel.slice_size, bounds_check, hash, outputs)
 
 
 def _listed(weights: Any) -> list[torch.Tensor]:

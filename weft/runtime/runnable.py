@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from weft.errors import ScheduleError
 from weft.schedule import Collective, Compute, Copy, Lane, Read, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.expr import value
+from weft.schedule.kernels import GroupedMatmul
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
 
 _ON_GPUS = (Copy, Compute, Collective, Set, Wait, Read, Tiles)
+_KERNELS_ON_GPUS = (GroupedMatmul,)
 _COLLECTIVES_ON_GPUS = ("all_gather", "all_to_all", "exchange")
 
 
@@ -32,6 +34,8 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         for region in (*step.inputs, step.out):
             if not variables_of(region.at) and value(region.at) != rank:
                 yield f"{describe(region, rank)} is a peer's, and the library's kernels compute in memory of their own GPU: copy it"
+    elif isinstance(step, Tiles) and not isinstance(step.kernel, _KERNELS_ON_GPUS):
+        yield f"the GPU executor has no kernel {step.kernel.name}: it has {', '.join(one.kind for one in _KERNELS_ON_GPUS)}"
     for inner in step.inner or (step,):
         if isinstance(inner, Copy) and inner.accumulate:
             yield "the GPU executor's copies do not add: copy, then compute with accumulate=True"

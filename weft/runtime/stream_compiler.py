@@ -26,10 +26,11 @@ from weft.runtime.move import Move, Shape
 from weft.runtime.stream_calls import collective_call, compute_call
 from weft.runtime.stream_groups import Group, Grouping
 from weft.runtime.stream_items import StreamItems
-from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late, segments_of
+from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late
 from weft.runtime.stream_regions import Regions, Tensors
 from weft.runtime.stream_tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.schedule import Collective, Compute, Copy, Read, Region, Set, Tiles, Wait
+from weft.schedule.kernels import GroupedMatmul
 from weft.schedule.spans import span_name
 
 if TYPE_CHECKING:
@@ -312,14 +313,15 @@ class _Compiler:
 
     def _tiles(self, lane: int, step: Tiles) -> None:
         owner = self.owner
-        segments = segments_of(step, owner.schedule, owner.rank)
-        expected = next(held.expected[owner.rank] for held in owner.schedule.contents if held.buffer == segments.counts)
+        kernel = step.kernel
+        assert isinstance(kernel, GroupedMatmul), f"{step} was not refused"
+        expected = next(held.expected[owner.rank] for held in owner.schedule.contents if held.buffer == kernel.counts)
         # What is sent by kernel finds room beside all but the last GEMMs.
         name = owner.lanes[lane]
         sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in owner.order if at != name)
         last = [s for at, s in owner.order if at == name and isinstance(s, Tiles)][-1]
         spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
-        call = Gemms(owner, segments, sum(expected) / max(1, len(expected)), spare)
+        call = Gemms(owner, kernel, sum(expected) / max(1, len(expected)), spare)
         self.items.prepares.append(call.prepare)
         self.items.late(lane, call)
         if ahead := self._ahead.get(lane):

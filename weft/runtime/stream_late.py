@@ -5,27 +5,24 @@ Read by the host: it waits until the buffer's contents have come, with the deadl
 copy engines are told sizes as numbers, and outputs are made that have as many rows as came. Read meanwhile: it waits when it
 has issued the GEMMs, with outputs that have room for more.
 
-Tiles are taken by kernels that know their form: GEMMs of segments by `weft.runtime.grouped_matmul`. `segments_of` makes sure
-that a step is of that form, by comparing its numbers with the kernel's for made-up contents.
+Tiles are taken by the kernel that their step names (`weft.schedule.kernels`): GEMMs of segments by
+`weft.runtime.grouped_matmul`.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from weft import _core
-from weft.errors import ScheduleError
 from weft.kernels import totals as device_code
 from weft.runtime.kernel_call import kernel_call, loaded
-from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Schedule, Tiles
+from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
+from weft.schedule.kernels import GroupedMatmul
 from weft.schedule.steps import put_in, variables_of
 
 if TYPE_CHECKING:
@@ -181,106 +178,19 @@ class LateCopy:
         program.run(0, 1, [bases[source], bases[target]], [stream])
 
 
-class Segments(NamedTuple):
-    """What `weft.runtime.grouped_matmul` must be told of a step: buffers, and which sources, counted from this rank on, and
-    experts."""
-
-    counts: str
-    tokens: str
-    inbox: str | None
-    weights: str
-    y: str
-    experts: int
-    slot_rows: int
-    first_source: int
-    n_sources: int
-    first_expert: int
-    n_experts: int
-
-
-def segments_of(step: Tiles, schedule: Schedule, rank: int) -> Segments:
-    """`ScheduleError` if the step is none that the kernel does. See `weft.kernels.grouped_matmul` for its formulas."""
-    trouble = ScheduleError(
-        f"schedule {schedule.name}: streams cannot run tiles of {step.kernel} as they are: {step}; they know GEMMs of "
-        f"segments, as `weft.schedule.dispatch` writes them"
-    )
-    world, names = schedule.world_size, variables_of(step)
-    gemms = [
-        inner for inner in step.body if isinstance(inner, Compute) and inner.op == "matmul" and not inner.accumulate
-    ]
-    if len(gemms) != len(step.body) or len(names) != 1:
-        raise trouble
-    out, (_, w) = gemms[0].out, gemms[0].inputs
-    weights, counts = schedule.buffer(w.buffer), names.pop()
-    if not isinstance(weights.rows, int) or not isinstance(w.rows, int) or not w.rows or weights.rows % w.rows:
-        raise trouble
-    experts = weights.rows // w.rows
-    inbox = next((b.name for b in schedule.buffers if b.role == "symmetric" and b.name != counts), None)
-    tokens = next((b.name for b in schedule.buffers if b.role == "input" and isinstance(b.rows, Expr)), None)
-    if schedule.buffer(counts).cols != world * experts or tokens is None:
-        raise trouble
-    slot_rows = int(schedule.buffer(inbox).rows) // (world - 1) if inbox else 0
-    # Which sources they are is not written anywhere: those whose numbers fit made-up contents, in whatever order.
-    choose = random.Random(len(gemms))
-    sample = [[choose.randint(0, 9) for _ in range(world * experts)] for _ in range(world)]
-    values: dict[str, Any] = {counts: tuple(n for row in sample for n in row), step.index: np.arange(int(step.extent))}
-    said = []
-    for gemm in gemms:
-        x, w = gemm.inputs
-        numbers = (gemm.out.row, gemm.out.rows, x.row, w.row)
-        columns = [n.over(values) if isinstance(n, Expr) else n for n in numbers]
-        rows = np.stack(np.broadcast_arrays(values[step.index], *columns)[1:], axis=1).tolist()
-        said += [(y, count, first, place // w.rows, x.buffer) for y, count, first, place in rows]
-    said.sort()
-    first_expert, n_sources = min(one[3] for one in said), len(gemms)
-    n_experts = max(one[3] for one in said) - first_expert + 1
-    for first in range(world):
-        wanted = [
-            (*_segment(sample, rank, turn, expert, slot_rows), inbox if turn % world else tokens)
-            for turn in range(first, first + n_sources) for expert in range(first_expert, first_expert + n_experts)
-        ]  # fmt: skip
-        if sorted(wanted) == said:
-            return Segments(
-                counts,
-                tokens,
-                inbox,
-                w.buffer,
-                out.buffer,
-                experts,
-                slot_rows,
-                first,
-                n_sources,
-                first_expert,
-                n_experts,
-            )
-    raise trouble
-
-
-def _segment(counts: list[list[int]], rank: int, turn: int, expert: int, slot_rows: int) -> tuple[int, int, int, int]:
-    """(row of y, rows, row of x, expert) of the source `turn` ranks on."""
-    world = len(counts)
-    mine = rank * (len(counts[0]) // world)
-    source = (rank + turn) % world
-    y = sum(counts[s][mine + e] for s in range(world) for e in range(expert))
-    y += sum(counts[s][mine + expert] for s in range(source))
-    block = sum(counts[rank][:mine]) if source == rank else (source - rank - 1) % world * slot_rows
-    return y, counts[source][mine + expert], block + sum(counts[source][mine : mine + expert]), expert
-
-
 class Gemms:
-    """The GEMMs of a step's segments as one launch. `spare`: multiprocessors that are left to copies."""
+    """`GroupedMatmul` as one launch. `spare`: multiprocessors that are left to copies."""
 
-    def __init__(self, owner: CudaSchedule, s: Segments, expected_rows: float, spare: int) -> None:
+    def __init__(self, owner: CudaSchedule, s: GroupedMatmul, expected_rows: float, spare: int) -> None:
         from weft.runtime import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
 
-        self._library, self._segments, schedule = grouped_matmul, s, owner.schedule
+        self._library, self._what, schedule = grouped_matmul, s, owner.schedule
         weights, tokens = schedule.buffer(s.weights), schedule.buffer(s.tokens)
         self._world, item = owner.domain.world_size, ITEM_BYTES[tokens.dtype]
         self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, tokens.cols)
         counts, mine = owner.own[s.counts], owner.rank * s.experts
-        inbox = owner.own[s.inbox] if s.inbox else counts.new_empty(0, tokens.cols, dtype=TORCH_DTYPE[tokens.dtype])
         self._gemms = grouped_matmul.GroupedMatmul(
-            inbox, counts[:, mine : mine + s.experts], counts[owner.rank], rank=owner.rank, slot_rows=s.slot_rows,
+            owner.own[s.inbox], counts[:, mine : mine + s.experts], counts[owner.rank], rank=owner.rank, slot_rows=s.slot_rows,
             config=self._config, first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert,
             n_experts=s.n_experts, spare=spare,
         )  # fmt: skip
@@ -289,9 +199,9 @@ class Gemms:
         self._library.prepare(self._weights(tensors), world_size=self._world, config=self._config)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        s = self._segments
+        s = self._what
         self._gemms.launch(tensors[s.tokens], self._weights(tensors), tensors[s.y])
 
     def _weights(self, tensors: Tensors) -> torch.Tensor:
-        w = tensors[self._segments.weights]
-        return w if w.dim() == 3 else w.unflatten(0, (self._segments.experts, -1))
+        w = tensors[self._what.weights]
+        return w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1))
