@@ -10,7 +10,7 @@ from dispatch import assert_rows, expected, inputs, random_splits
 from schedule_ranks import device
 
 from weft import symm
-from weft.runtime.schedule_cuda import CudaSchedule
+from weft.runtime.cuda.schedule import CudaSchedule
 from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
 from weft.timeline import Timeline
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
-from weft.runtime.runnable import require_runnable_on_gpus
-from weft.runtime.schedule_cpu import CpuSchedule
-from weft.runtime.schedule_cpu_program import Program, run_tiles
+from weft.runtime.cpu.program import Program, run_tiles
+from weft.runtime.cpu.schedule import CpuSchedule
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.schedule import RANK, Copy, Draft, Expr, Index, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 from weft.schedule.text import from_json, table, to_json

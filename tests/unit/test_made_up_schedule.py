@@ -20,8 +20,8 @@ from weft import plan
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.plan.predict import AT_LEAST
+from weft.runtime.cuda.tokens import tokens_of
 from weft.runtime.null import NullSchedule
-from weft.runtime.stream_tokens import tokens_of
 from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,

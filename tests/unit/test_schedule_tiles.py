@@ -13,7 +13,7 @@ from made_up import Kernel
 from sim_toys import SWITCH
 
 from weft.errors import ScheduleError
-from weft.runtime.schedule_cpu_program import Checked
+from weft.runtime.cpu.program import Checked
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
 from weft.schedule.order import issue_order, sets_per_run
 from weft.schedule.steps.loops import counted

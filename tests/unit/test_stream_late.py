@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from test_stream_tokens import Recorded, owner_of
 
-from weft.runtime import stream_compiler
+from weft.runtime.cuda import compile as stream_compiler
 from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, candidates
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")

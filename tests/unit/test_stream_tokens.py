@@ -21,10 +21,10 @@ pytest.importorskip("triton", reason="Triton is not installed here: it compiles 
 from slow import mostly
 
 from weft.errors import ScheduleError
-from weft.runtime import stream_compiler
+from weft.runtime.cuda import compile as stream_compiler
+from weft.runtime.cuda.groups import Grouping
+from weft.runtime.cuda.tokens import AWAITED, TOKEN, missing, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.runtime.stream_groups import Grouping
-from weft.runtime.stream_tokens import AWAITED, TOKEN, missing, tokens_of
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
@@ -64,7 +64,7 @@ class Recorded:
 
 
 class Launch:
-    """In place of `weft.runtime.move.Move`."""
+    """In place of `weft.runtime.cuda.move.Move`."""
 
     def __init__(self, device: torch.device, **what: Any) -> None:
         self.what = what

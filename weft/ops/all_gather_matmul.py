@@ -1,7 +1,7 @@
 """weft.all_gather_matmul: GEMMs that start before all of their input is there.
 
 From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
-the planner says which schedule (`weft.ops.choosing`); `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial
+the planner says which schedule (`weft.ops.choosing`); `weft.runtime.cuda` or `cpu` runs it. The serial
 schedule is called as a user would write it, past all of these, so that taking it costs nothing; on CPU ranks agree on it first
 (`weft.ops.in_turn`).
 Backward is in `weft.ops.gathered`.

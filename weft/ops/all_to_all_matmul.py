@@ -1,7 +1,7 @@
 """weft.all_to_all_matmul: mixture of experts - tokens go to the ranks of their experts, whose GEMMs start as they arrive.
 
 From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
-`weft.ops.choosing` says which schedule; `weft.runtime.schedule_cuda` or `schedule_cpu` runs it. The serial schedule is called
+`weft.ops.choosing` says which schedule; `weft.runtime.cuda` or `cpu` runs it. The serial schedule is called
 as a user would write it (`weft.ops.exchanged`, where backward is too), so that taking it costs nothing; on CPU ranks agree on it
 first (`weft.ops.in_turn`).
 

@@ -1,8 +1,8 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
 From one call down: this file checks the input, takes the schedule that is asked for (`weft.schedule.slices`) and finds the
-compiled operator for (group, device, what the schedule plans); `weft.runtime.cpu` or `weft.runtime.cuda` is a rank's side of
-the call; `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
+compiled operator for (group, device, what the schedule plans); `weft.runtime.cpu.embedding` or `weft.runtime.cuda.embedding` is
+a rank's side of the call; `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.arguments import checked_deadline
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.ops.together import agree, together
 from weft.runtime.agreement import agree_on_new
-from weft.runtime.cpu import EmbeddingAllToAllCpu
+from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, kernel_of
 from weft.runtime.meeting import drop_closed
 from weft.runtime.opaque import opaque
@@ -265,7 +265,9 @@ def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | No
         with symm.set_up_within(deadline_s):
             agree_on_new(domain, plan, deadline_s=deadline_s)
             if domain.device.type == "cuda":
-                from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
+                from weft.runtime.cuda.embedding import (
+                    EmbeddingAllToAllCuda,  # needs Triton, which a CPU machine may lack
+                )
 
                 operator = EmbeddingAllToAllCuda(plan, domain)
             else:

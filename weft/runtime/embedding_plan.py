@@ -3,7 +3,7 @@
 A **unit** is what a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a **slice**: up to
 `slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
 `direct` a unit only says how much work is grabbed at once; on GPUs that is not `slice_size`, but what suits the bytes of a bag
-(`weft.runtime.embedding_kernel`). The units of a sample are the same for every sample.
+(`weft.runtime.cuda.embedding_kernel`). The units of a sample are the same for every sample.
 
 Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated: its
 tiles name their kernel (`kernel_of`).

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import DisagreementError
-from weft.runtime.runnable import require_runnable_on_gpus
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.text import to_json

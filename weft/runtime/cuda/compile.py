@@ -1,6 +1,6 @@
 """From the steps of a rank to what the host issues: native operations, library calls and small kernels, in one order.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.stream_tokens`), so that what is
+Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.tokens`), so that what is
 issued can as well be captured in a CUDA graph. Copies by kernel carry the signals around them.
 
 Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
@@ -9,9 +9,9 @@ run begins when the one before has ended on its rank.
 What compute lanes set is written by another stream, the monitor: kernels need not wait for a write to a peer, which takes
 microseconds. For the watchdog a run also says in memory that it has begun.
 
-What is no native operation stands between these in one list (`weft.runtime.stream_items`): calls of the library
-(`weft.runtime.stream_calls`), and what knows its sizes only in a run (`weft.runtime.stream_late`). All find memory by
-`weft.runtime.stream_regions`.
+What is no native operation stands between these in one list (`weft.runtime.cuda.issue`): calls of the library
+(`weft.runtime.cuda.calls`), and what knows its sizes only in a run (`weft.runtime.cuda.sizes`). All find memory by
+`weft.runtime.cuda.regions`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.kernel_call import Base
-from weft.runtime.move import Move, Shape
-from weft.runtime.stream_calls import collective_call, compute_call
-from weft.runtime.stream_groups import Group, Grouping
-from weft.runtime.stream_items import StreamItems
-from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late
-from weft.runtime.stream_regions import Regions, Tensors
-from weft.runtime.stream_tokens import AWAITED, TOKEN, Key, Token, words_for
+from weft.runtime.cuda.calls import collective_call, compute_call
+from weft.runtime.cuda.groups import Group, Grouping
+from weft.runtime.cuda.issue import StreamItems
+from weft.runtime.cuda.kernel_call import Base
+from weft.runtime.cuda.move import Move, Shape
+from weft.runtime.cuda.regions import Regions, Tensors
+from weft.runtime.cuda.sizes import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late
+from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.schedule import Collective, Compute, Copy, Read, Region, Set, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul
 from weft.schedule.spans import span_name
 
 if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
+    from weft.runtime.cuda.schedule import CudaSchedule
 
 Part: TypeAlias = tuple[bool, int, int, int]
 """Of a signal of `_core.StreamProgram`."""

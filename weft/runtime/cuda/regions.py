@@ -16,7 +16,7 @@ import torch
 from weft.schedule import ITEM_BYTES, Region
 
 if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
+    from weft.runtime.cuda.schedule import CudaSchedule
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 View: TypeAlias = Callable[[Tensors], torch.Tensor]

@@ -1,8 +1,8 @@
 """What the host does in every run of a compiled schedule: a list of items, issued in one order.
 
 An item is (kind, what, where): native operations [what, where) of the program; a call of the library on the stream of lane
-`where`; a launch there; or what knows its sizes only then (`weft.runtime.stream_late`). The compiler
-(`weft.runtime.stream_compiler`) records native operations in the program and adds the rest here; what was recorded in between is
+`where`; a launch there; or what knows its sizes only then (`weft.runtime.cuda.sizes`). The compiler
+(`weft.runtime.cuda.compile`) records native operations in the program and adds the rest here; what was recorded in between is
 issued in one call.
 
 `issue` is what a call costs on the host, so it only goes through the list.
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft import _core
-from weft.runtime.move import Stamps
-from weft.runtime.stream_regions import Tensors
+from weft.runtime.cuda.move import Stamps
+from weft.runtime.cuda.regions import Tensors
 from weft.timeline import Timeline
 
 if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
+    from weft.runtime.cuda.schedule import CudaSchedule
 
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
 
@@ -33,7 +33,7 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """Made by `compile_streams`. bases: addresses, as `weft.runtime.stream_regions` numbers them. timed: stamps are to be taken."""
+    """Made by `compile_streams`. bases: addresses, as `weft.runtime.cuda.regions` numbers them. timed: stamps are to be taken."""
 
     def __init__(self, owner: CudaSchedule, program: _core.StreamProgram, bases: list[int], timed: bool) -> None:
         self.owner, self.program, self.bases = owner, program, bases

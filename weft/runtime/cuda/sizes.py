@@ -6,7 +6,7 @@ copy engines are told sizes as numbers, and outputs are made that have as many r
 has issued the GEMMs, with outputs that have room for more.
 
 Tiles are taken by the kernel that their step names (`weft.schedule.kernels`): GEMMs of segments by
-`weft.runtime.grouped_matmul`.
+`weft.runtime.cuda.grouped_matmul`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from weft import _core
 from weft.kernels import totals as device_code
-from weft.runtime.kernel_call import kernel_call, loaded
+from weft.runtime.cuda.kernel_call import kernel_call, loaded
 from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
 from weft.schedule.kernels import GroupedMatmul
 from weft.schedule.steps import put_in, variables_of
 
 if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
+    from weft.runtime.cuda.schedule import CudaSchedule
 
 Tensors = dict[str, torch.Tensor]
 _BLOCK = 128
@@ -182,7 +182,7 @@ class Gemms:
     """`GroupedMatmul` as one launch. `spare`: multiprocessors that are left to copies."""
 
     def __init__(self, owner: CudaSchedule, s: GroupedMatmul, expected_rows: float, spare: int) -> None:
-        from weft.runtime import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
+        from weft.runtime.cuda import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
 
         self._library, self._what, schedule = grouped_matmul, s, owner.schedule
         weights, tokens = schedule.buffer(s.weights), schedule.buffer(s.tokens)

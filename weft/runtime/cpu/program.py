@@ -22,9 +22,9 @@ import torch
 
 from weft import _core
 from weft.errors import ScheduleError
+from weft.runtime.cpu.run import Run, Tensors
+from weft.runtime.cpu.sizes import numbered
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.schedule_cpu_late import numbered
-from weft.runtime.schedule_cpu_run import Run, Tensors
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import (
     MATMULS,

@@ -1,18 +1,18 @@
 """A schedule on GPUs: lanes are streams, copies are copy engines', and the host only issues.
 
-Compiled once (`weft.runtime.stream_compiler`): copies, signals and the joints between streams are recorded in a
+Compiled once (`weft.runtime.cuda.compile`): copies, signals and the joints between streams are recorded in a
 `_core.StreamProgram`, which issues a run of them in one call; between them come the library's GEMMs and small kernels. The
 first compute lane is the caller's current stream; the others start when it has come to the call, and it goes on when all
 have ended.
 
-Signals between ranks are tokens in words of symmetric memory (`weft.runtime.stream_tokens`): streams wait for them and write
+Signals between ranks are tokens in words of symmetric memory (`weft.runtime.cuda.tokens`): streams wait for them and write
 them, and no compute unit is spent on it. What is issued is the same in every run, so that it may be captured in a CUDA graph
 and replayed; graphs and single calls may alternate, also between ranks.
 
 Order. A write by a stream comes after the copies before it on that stream and makes them visible; a wait keeps back all that
 follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
 
-Deadlines. A stream that waits has none: `weft.runtime.stream_watch` looks whether runs get on. When the group has failed, this
+Deadlines. A stream that waits has none: `weft.runtime.cuda.watch` looks whether runs get on. When the group has failed, this
 rank's words are poisoned, so that its streams go on, and the next call raises.
 
 No result that was made of what never came passes for a valid one: before the streams go on, all bytes of this rank's symmetric
@@ -32,11 +32,11 @@ import torch
 from weft import env
 from weft.errors import DeadlineError, ScheduleError
 from weft.kernels.signals import POISONED, TOKEN
+from weft.runtime.cuda.compile import compile_streams
+from weft.runtime.cuda.issue import StreamItems
+from weft.runtime.cuda.tokens import missing, tokens_of
+from weft.runtime.cuda.watch import watch
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
-from weft.runtime.stream_compiler import compile_streams
-from weft.runtime.stream_items import StreamItems
-from weft.runtime.stream_tokens import missing, tokens_of
-from weft.runtime.stream_watch import watch
 from weft.schedule import Schedule
 from weft.schedule.order import issue_order
 from weft.symm import Domain

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, sendable
+from weft.runtime.cuda.regions import Regions, Tensors
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.stream_regions import Regions, Tensors
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 
 if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
+    from weft.runtime.cuda.schedule import CudaSchedule
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
