@@ -71,7 +71,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
         except NotApplicableError:
             continue
         executor = CudaSchedule(schedule, domain)
-        executor.own["inbox"].fill_(float("nan"))
+        executor.context.own["inbox"].fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier(group)
         cases = [Case(p, group.rank(), seed, None if p.exact else 5, transposed) for seed in range(4)]

@@ -70,7 +70,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bo
         except NotApplicableError:
             continue
         executor = CudaSchedule(schedule, domain)
-        for tensor in executor.own.values():
+        for tensor in executor.context.own.values():
             tensor.fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier(group)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from test_stream_tokens import Recorded, owner_of
+from test_stream_tokens import Recorded, context_of
 
 from weft.runtime.cuda import compile as stream_compiler
 from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, candidates
@@ -73,7 +73,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
             continue
         copies.clear()
         Numbers.made.clear()
-        stream_compiler.compile_streams(owner_of(schedule, 1), False)  # type: ignore[arg-type]
+        stream_compiler.compile_streams(context_of(schedule, 1), False)
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]
         assert len(lanes) == (3 if "send=at_once" in name else 1), name

@@ -107,7 +107,7 @@ class GpuMeasure:
             executor.run(tensors)
             times.append((time.perf_counter() - start) * 1e6)
         self._meet()
-        steps = len(executor.order)
+        steps = len(executor.context.order)
         executor.close()
         return self._slowest(sorted(times[1:])[len(times) // 2] / steps)
 

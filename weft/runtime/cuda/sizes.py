@@ -4,31 +4,24 @@ Read by the device: one small kernel adds up every number that the lane's copies
 Read by the host: it waits until the buffer's contents have come, with the deadline that the watching thread keeps; then
 copy engines are told sizes as numbers, and outputs are made that have as many rows as came. Read meanwhile: it waits when it
 has issued the GEMMs, with outputs that have room for more.
-
-Tiles are taken by the kernel that their step names (`weft.schedule.kernels`): GEMMs of segments by
-`weft.runtime.cuda.grouped_matmul`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft import _core
 from weft.kernels import totals as device_code
+from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.kernel_call import kernel_call, loaded
-from weft.schedule import ITEM_BYTES, Compute, Copy, Expr, Index, Tiles
+from weft.schedule import Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
-from weft.schedule.kernels import GroupedMatmul
 from weft.schedule.steps import put_in, variables_of
 
-if TYPE_CHECKING:
-    from weft.runtime.cuda.schedule import CudaSchedule
-
-Tensors = dict[str, torch.Tensor]
 _BLOCK = 128
 
 
@@ -77,27 +70,27 @@ def _compiled_totals(device: torch.device) -> Any:
 class HostRead:
     """The host learns what a buffer holds, once in a run, and makes the outputs whose rows follow from it."""
 
-    def __init__(self, owner: CudaSchedule, buffer: str) -> None:
-        self.owner, self.buffer, self._held = owner, buffer, owner.own[buffer]
+    def __init__(self, context: Context, buffer: str) -> None:
+        self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
         self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
         self._come = torch.cuda.Event()
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        owner = self.owner
-        if self.buffer in owner.known:
+        context, run = self.context, self.run
+        if self.buffer in run.known:
             return
         self._copy.copy_(self._held, non_blocking=True)
         self._come.record()
         self._come.synchronize()  # a wait that never ends is ended by the watching thread
-        owner.check()
-        owner.known[self.buffer] = tuple(self._copy.flatten().tolist())
+        context.check()
+        run.known[self.buffer] = tuple(self._copy.flatten().tolist())
         # The caller's tensors are made on the caller's stream, whichever lane reads: whatever fills them, and whoever has
         # their memory next, is ordered there.
-        with torch.cuda.stream(owner.caller):
-            for i, buffer in enumerate(owner.given):
+        with torch.cuda.stream(run.caller):
+            for i, buffer in enumerate(context.given):
                 make = tensors[buffer.name]
-                if callable(make) and variables_of(buffer.rows) <= owner.known.keys():
-                    tensors[buffer.name] = owner.made[buffer.name] = made = make(put_in(buffer.rows, owner.known))
+                if callable(make) and variables_of(buffer.rows) <= run.known.keys():
+                    tensors[buffer.name] = run.made[buffer.name] = made = make(put_in(buffer.rows, run.known))
                     bases[i] = made.data_ptr()
 
 
@@ -108,13 +101,13 @@ class ReadAhead:
     GEMMs issued again: what they read stays until their lane says that it may be written.
     """
 
-    def __init__(self, owner: CudaSchedule, buffer: str) -> None:
-        self.owner, self.buffer, self._held = owner, buffer, owner.own[buffer]
-        self.gemms: list[Gemms] = []
+    def __init__(self, context: Context, buffer: str) -> None:
+        self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
+        self.gemms: list[Callable[[Tensors, list[int]], None]] = []
         self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
         self._come = torch.cuda.Event()
-        expected = next(held.expected[owner.rank] for held in owner.schedule.contents if held.buffer == buffer)
-        self._outputs = [(i, b.name, b.rows) for i, b in enumerate(owner.given) if variables_of(b.rows) == {buffer}]
+        expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == buffer)
+        self._outputs = [(i, b.name, b.rows) for i, b in enumerate(context.given) if variables_of(b.rows) == {buffer}]
         self._room = {name: _with_room(put_in(rows, {buffer: expected})) for _, name, rows in self._outputs}
         self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # of this run
 
@@ -126,25 +119,25 @@ class ReadAhead:
         self._make(tensors, bases, self._room)
 
     def settle(self, tensors: Tensors, bases: list[int]) -> None:
-        owner = self.owner
+        context, run = self.context, self.run
         self._come.synchronize()  # a wait that never ends is ended by the watching thread
-        owner.check()
-        owner.known[self.buffer] = tuple(self._copy.flatten().tolist())
-        came = {name: put_in(rows, owner.known) for _, name, rows in self._outputs if name in self._makers}
+        context.check()
+        run.known[self.buffer] = tuple(self._copy.flatten().tolist())
+        came = {name: put_in(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
         lacking = {name: rows for name, rows in came.items() if rows > tensors[name].shape[0]}
         if lacking:
             self._make(tensors, bases, lacking)
             for gemms in self.gemms:
                 gemms(tensors, bases)
         for name, rows in came.items():
-            owner.made[name] = tensors[name][:rows]
+            run.made[name] = tensors[name][:rows]
             # The same number as long as it will do: the allocator then has a block of that size.
             if not self._room[name] // 2 <= rows <= self._room[name]:
                 self._room[name] = _with_room(rows)
         self._makers = {}
 
     def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
-        with torch.cuda.stream(self.owner.caller):  # see HostRead
+        with torch.cuda.stream(self.run.caller):  # see HostRead
             for i, name, _ in self._outputs:
                 if name in self._makers and name in rows:
                     tensors[name] = made = self._makers[name](rows[name])
@@ -158,50 +151,21 @@ def _with_room(rows: int) -> int:
 class LateCopy:
     """A copy by a copy engine, of a size that the host has read."""
 
-    def __init__(self, owner: CudaSchedule, step: Copy, source: tuple[int, int], target: tuple[int, int]) -> None:
+    def __init__(self, context: Context, step: Copy, source: tuple[int, int], target: tuple[int, int]) -> None:
         """source, target: number of the base address, and bytes from row to row."""
-        self.owner, self.step, self.source, self.target = owner, step, source, target
-        self.offset = owner.layout.buffers.get(step.dst.buffer, 0)
+        self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
+        self.offset = context.layout.buffers.get(step.dst.buffer, 0)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        known, owner, (src, dst) = self.owner.known, self.owner, (self.step.src, self.step.dst)
+        known, context, (src, dst) = self.run.known, self.context, (self.step.src, self.step.dst)
         first, rows, begin = (n.evaluate(known) if isinstance(n, Expr) else n for n in (src.row, src.rows, dst.row))
-        owner.require_inside(src.buffer, first, rows, tensors)
-        owner.require_inside(dst.buffer, begin, rows, tensors)
+        context.require_inside(src.buffer, first, rows, tensors)
+        context.require_inside(dst.buffer, begin, rows, tensors)
         if not rows:
             return
         (source, pitch), (target, to_pitch) = self.source, self.target
         program = _core.StreamProgram(2, 1, 0)
-        width = int(src.cols) * pitch // owner.buffers[src.buffer].cols
+        width = int(src.cols) * pitch // context.buffers[src.buffer].cols
         program.copy(0, 1, self.offset + begin * to_pitch, to_pitch, 0, first * pitch, pitch, width, rows)
-        stream = torch._C._cuda_getCurrentRawStream(owner.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(context.device.index)
         program.run(0, 1, [bases[source], bases[target]], [stream])
-
-
-class Gemms:
-    """`GroupedMatmul` as one launch. `spare`: multiprocessors that are left to copies."""
-
-    def __init__(self, owner: CudaSchedule, s: GroupedMatmul, expected_rows: float, spare: int) -> None:
-        from weft.runtime.cuda import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
-
-        self._library, self._what, schedule = grouped_matmul, s, owner.schedule
-        weights, tokens = schedule.buffer(s.weights), schedule.buffer(s.tokens)
-        self._world, item = owner.domain.world_size, ITEM_BYTES[tokens.dtype]
-        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, tokens.cols)
-        counts, mine = owner.own[s.counts], owner.rank * s.experts
-        self._gemms = grouped_matmul.GroupedMatmul(
-            owner.own[s.inbox], counts[:, mine : mine + s.experts], counts[owner.rank], rank=owner.rank, slot_rows=s.slot_rows,
-            config=self._config, first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert,
-            n_experts=s.n_experts, spare=spare,
-        )  # fmt: skip
-
-    def prepare(self, tensors: Tensors) -> None:
-        self._library.prepare(self._weights(tensors), world_size=self._world, config=self._config)
-
-    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        s = self._what
-        self._gemms.launch(tensors[s.tokens], self._weights(tensors), tensors[s.y])
-
-    def _weights(self, tensors: Tensors) -> torch.Tensor:
-        w = tensors[self._what.weights]
-        return w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1))
