@@ -14,12 +14,12 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from made_up import require_runnable_on_gpus
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
 from weft.runtime.cpu.program import Program, run_tiles
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.schedule import RANK, Copy, Draft, Expr, Index, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 from weft.schedule.text import from_json, table, to_json

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from made_up import require_runnable_on_gpus
 from test_stream_tokens import Recorded, context_of
 
 from weft.runtime.cuda import compile as stream_compiler
-from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, candidates
+from weft.runtime.cuda.calls import void
+from weft.schedule import AllToAllMatmul, Compute, Draft, Expr, NotApplicableError, Schedule, Tiles, candidates
+from weft.schedule.kernels import TileKernel
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
 
@@ -25,6 +30,33 @@ def schedules(world: int, experts: int, *, exact: bool = True) -> list[tuple[str
         with contextlib.suppress(NotApplicableError):
             found.append((candidate.name, candidate.build()))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Launched(TileKernel):
+    kind: ClassVar[str] = "launched"
+
+
+@stream_compiler.emit_tiles.register
+def launched(kernel: Launched, step: Tiles, compiler: stream_compiler.Compiler, lane: int) -> None:
+    y = compiler.regions.view(compiler.context.buffers["y"].part())
+    compiler.items.call(lane, lambda tensors: void(y(tensors).fill_(float(int(step.extent)))))
+
+
+def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
+    d = Draft("made up", 1)
+    y = d.buffer("y", 3, 2, "fp32", "output")
+    d.lane("compute").tiles(
+        Launched(), "t", 3, Compute("relu", y.part(rows=(Expr("t"), 1)), (y.part(rows=(Expr("t"), 1)),))
+    )
+    schedule = d.schedule()
+    require_runnable_on_gpus(schedule, 0)
+    items = stream_compiler.compile_streams(context_of(schedule, 0), False)
+    ((lane, call),) = items.calls
+    out = torch.zeros(3, 2)
+    call({"y": out})
+    assert (lane, out.tolist()) == (0, [[3.0, 3.0]] * 3)
 
 
 def test_only_copies_by_kernel_leave_the_host_out() -> None:
