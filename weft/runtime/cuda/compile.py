@@ -67,7 +67,7 @@ class Compiler:
         self._tokens = context.tokens[context.rank]
         self._words_of = [words_for(tokens) for tokens in context.tokens]
         grouping = Grouping(context.rank, context.lanes, context.order, self._tokens, regions.fixed_pitch)
-        self._crosses, self._groups = grouping.crosses, grouping.groups()
+        self.crosses, self._groups = grouping.crosses, grouping.groups()
         # Of each lane: the places of signals that its stream makes, and what it waits for. Launches take their tokens themselves,
         # and compute lanes at once: their sets go aside, where taking would come too late for their own next wait.
         self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
@@ -155,13 +155,8 @@ class Compiler:
             self.items.spans.append((self.context.lanes[group.lane], text, sent))
             self.items.stamp(group.lane, 2 * first + 1)
 
-    def signal(self, group: Group, step: Set | Wait) -> None:
-        if self._crosses(step):
-            self._signals(group)
-        else:
-            self._local(group.lane, step)
-
-    def _local(self, lane: int, step: Set | Wait) -> None:
+    def signal(self, lane: int, step: Set | Wait) -> None:
+        """Within the rank."""
         key = (step.signal, int(step.index))
         if isinstance(step, Set):
             self._event_of[key] = self._event()
@@ -169,7 +164,7 @@ class Compiler:
         elif not step.previous:
             self.program.wait_event(lane, self._event_of[key])
 
-    def _signals(self, group: Group) -> None:
+    def signals(self, group: Group) -> None:
         """Waits of a stream, or sets, with the tokens that are then taken."""
         name, parts = self.context.lanes[group.lane], list[Part]()
         mine = self._tokens_in(group)
@@ -317,7 +312,10 @@ def _collective(step: Collective, compiler: Compiler, group: Group) -> None:
 @emit.register(Set)
 @emit.register(Wait)
 def _signal(step: Set | Wait, compiler: Compiler, group: Group) -> None:
-    compiler.signal(group, step)
+    if compiler.crosses(step):
+        compiler.signals(group)
+    else:
+        compiler.signal(group.lane, step)
 
 
 @emit.register

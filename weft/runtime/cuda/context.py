@@ -14,7 +14,7 @@ import torch
 from weft.errors import DeadlineError, ScheduleError
 from weft.runtime.cuda.tokens import Place, Token, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
-from weft.schedule import Buffer, Schedule, Step
+from weft.schedule import Buffer, Schedule, Step, value
 from weft.schedule.order import issue_order
 from weft.symm import Domain, Region
 
@@ -106,22 +106,16 @@ def allocated(schedule: Schedule, domain: Domain) -> Context:
     mine, device = rank_schedule(schedule, domain.rank), domain.device
     region = domain.allocate(mine.layout.buffer_bytes, what=f"buffers of schedule {schedule.name}")
     words = domain.allocate(8 * (mine.standing_word + 1), what=f"signals of schedule {schedule.name}")
-    own = _own_buffers(mine, region, device)
+    own = {}
+    for b in mine.buffers.values():
+        if b.role == "symmetric":
+            shape = value(b.rows), b.cols
+            own[b.name] = region.tensor(mine.rank, shape, TORCH_DTYPE[b.dtype], mine.layout.buffers[b.name])
+        elif b.role == "scratch":
+            own[b.name] = torch.empty(value(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype], device=device)
     with torch.cuda.device(device):
         side = [torch.cuda.Stream(device, priority=-1) for _ in mine.lanes[1:]]
         monitor = torch.cuda.Stream(device)
     begun_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     return Context(**vars(mine), domain=domain, device=device, region=region, words=words, own=own, side=side,
                    monitor=monitor, begun_word=begun_word)  # fmt: skip
-
-
-def _own_buffers(mine: RankSchedule, region: Region, device: torch.device) -> Tensors:
-    own = {}
-    for b in mine.buffers.values():
-        if b.role == "symmetric":
-            assert isinstance(b.rows, int)
-            own[b.name] = region.tensor(mine.rank, (b.rows, b.cols), TORCH_DTYPE[b.dtype], mine.layout.buffers[b.name])
-        elif b.role == "scratch":
-            assert isinstance(b.rows, int)
-            own[b.name] = torch.empty(b.rows, b.cols, dtype=TORCH_DTYPE[b.dtype], device=device)
-    return own
