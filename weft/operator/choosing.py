@@ -184,7 +184,7 @@ def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
 
 
 def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
-    from weft.ops.gpu_gemms import GemmTimer
+    from weft.operator.gpu_gemms import GemmTimer
 
     return GemmTimer(p, tensors)
 
