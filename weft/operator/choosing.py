@@ -1,9 +1,9 @@
 """Which schedule a call takes: pinned, planned on a known machine, or measured: on an unknown one, or on demand ("autotune").
 
-On a known GPU the plan rests on the shape's own GEMMs, which are timed first (`weft.plan.gemms`); that is the only device work
-of planning, at most some 60 ms of it, at the first call of a shape. On demand whole schedules are timed as well, and remembered
-times are what a plan rests on from then on, with or without the demand. All ranks must take the same schedule: a pinned name is
-the same everywhere, a plan is the first rank's, measured times are the slowest rank's.
+On a known GPU the choice rests on the machine's model. The first call with weights of a shape times their GEMMs
+(`weft.plan.gemms`), some 60 ms of device time; another number of rows costs milliseconds then (`weft.plan.nearby`). On demand whole
+schedules are timed as well, and remembered times are what a plan rests on from then on, with or without the demand. All ranks must
+take the same schedule: a pinned name is the same everywhere, a plan is the first rank's, measured times are the slowest rank's.
 
 What is timed on demand on a known machine is `queued` calls: several in a row, on a GPU behind a sleep of the device that
 lets the host get ahead. That is what the planner predicts, so that the two can be told beside each other, and it serves graphs
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -112,14 +113,14 @@ def choose(
     if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
     else:
-        _measure_gemms(p, domain, tensors, deadline_s)
+        _measure_gemms(p, domain, tensors, deadline_s) if pinned is not None else _measure_ladder(
+            p, domain, tensors, deadline_s
+        )
         model = machine_model(domain.device, p.world_size)
         if pinned is not None:
             _tune(p, domain, tensors, model, deadline_s, serial)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
-        mine = None
-        if model is not None:
-            mine = tuple(planned(p, model, domain.device, mode, pinned).candidate.name for mode in _MODES)
+        mine = None if model is None else _planned_names(p, model, domain.device, pinned)
         names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             names = _fastest(p, domain, tensors, deadline_s, serial)
@@ -135,6 +136,19 @@ def choose(
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
     """What a call takes that pins nothing, and `weft.plan.explain` shows: by remembered times of this machine if there are any."""
     return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
+
+
+def _planned_names(p: Problem, model: Model, device: torch.device, pinned: str | None) -> tuple[str, ...]:
+    """For calls, and for calls in graphs: by remembered times of this very problem, if there are any; else by the model, for the
+    sizes around it."""
+    known = any(plan.known_times(p, device_name(device), mode) for mode in _MODES)
+    if pinned is None and not known and p.has_work:
+        names = plan.names_near(p, model, _MODES, _calibrated_model(device, p.world_size))
+        with contextlib.suppress(NotApplicableError):  # what goes for sizes around it mostly does for this one
+            for name in names:
+                named(p, name).build()
+            return names
+    return tuple(planned(p, model, device, mode, pinned).candidate.name for mode in _MODES)
 
 
 def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
@@ -212,6 +226,35 @@ def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: flo
                     found, left_us = gemms.measure(missing, model, timer, left_us)
                     mine |= found
         gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+
+
+_timed: weakref.WeakKeyDictionary[Domain, dict[Any, float]] = weakref.WeakKeyDictionary()
+"""Of each family of problems on a group up to which size its GEMMs were timed: the same on all ranks."""
+
+
+def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
+    """Time the GEMMs of these weights, where they are new, or so many rows. Collective."""
+    (family, size), timed = p.family, _timed.setdefault(domain, {})
+    if (
+        domain.device.type not in _TIMERS
+        or not 0 < size > 2 * timed.get(family, 0.0)
+        or not (wanted := gemms.ladder(p))
+    ):
+        return
+    timed[family] = size
+    model, machine, mine = (
+        machine_model(domain.device, p.world_size),
+        device_name(domain.device),
+        dict[MatmulShape, float](),
+    )
+    if model is not None:
+        known = gemms.measured_here(machine)
+        mine = {shape: known[shape] for shape in wanted if shape in known}
+        if missing := [shape for shape in wanted if shape not in known]:
+            # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                mine |= gemms.measure(missing, model, _TIMERS[domain.device.type](p, tensors))[0]
+    gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
 
 
 def device_name(device: torch.device) -> str:

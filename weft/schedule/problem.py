@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -44,6 +45,16 @@ class Problem:
     def has_work(self) -> bool:
         """Whether anything is to be computed."""
         return True
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """(what is alike in problems that differ in one size only, that size): choices are made for a few sizes of each family
+        (`weft.plan.nearby`). Here every problem is a family of its own."""
+        return self, 0.0
+
+    def resized(self, size: float) -> Problem:
+        """The one of this family that is nearest to a size."""
+        return self
 
     @property
     def not_captured(self) -> str:
@@ -150,6 +161,16 @@ class AllGatherMatmul(Problem):
     @property
     def m(self) -> int:
         return sum(self.rows)
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of M. Uneven shards are planned as they are."""
+        if len(set(self.rows)) > 1:
+            return self, 0.0
+        return replace(self, rows=(1,) * self.world_size), float(self.rows[0])
+
+    def resized(self, size: float) -> AllGatherMatmul:
+        return self if len(set(self.rows)) > 1 else replace(self, rows=(max(1, round(size)),) * self.world_size)
 
     @property
     def flops(self) -> float:
