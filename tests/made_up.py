@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import pytest
 
 from weft.schedule import RANK, AllGatherMatmul, Index, NotApplicableError, Schedule, Wait, builder, lookup, unregister
+from weft.schedule.kernels import TileKernel
 from weft.schedule.operands import all_gather_matmul_operands, peer, starts
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(TileKernel):
+    """One that no executor has an entry for, whatever its tiles do."""
+
+    kind: ClassVar[str] = "made_up"
+    name: str = "made_up"
 
 
 def ring(p: AllGatherMatmul, *, by: Literal["dma", "kernel"]) -> Schedule:
@@ -70,3 +81,11 @@ def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
         yield
     finally:
         unregister(AllGatherMatmul, function.__name__)
+
+
+def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
+    """What the GPU executor asks first, without a GPU."""
+    pytest.importorskip("triton", reason="Triton is not installed here, and the GPU executor needs it")
+    from weft.runtime.cuda import runnable
+
+    runnable.require_runnable_on_gpus(schedule, rank)

@@ -10,7 +10,7 @@ from dispatch import assert_rows, expected, inputs, random_splits
 from schedule_ranks import device
 
 from weft import symm
-from weft.runtime.schedule_cuda import CudaSchedule
+from weft.runtime.cuda.schedule import CudaSchedule
 from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
 from weft.timeline import Timeline
 
@@ -71,7 +71,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
         except NotApplicableError:
             continue
         executor = CudaSchedule(schedule, domain)
-        executor.own["inbox"].fill_(float("nan"))
+        executor.context.own["inbox"].fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier(group)
         cases = [Case(p, group.rank(), seed, None if p.exact else 5, transposed) for seed in range(4)]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
-from weft.runtime.schedule_cuda import CudaSchedule
+from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.timeline import Timeline
@@ -70,7 +70,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllGatherMatmul, transposed: bo
         except NotApplicableError:
             continue
         executor = CudaSchedule(schedule, domain)
-        for tensor in executor.own.values():
+        for tensor in executor.context.own.values():
             tensor.fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier(group)

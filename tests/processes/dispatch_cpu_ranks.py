@@ -11,7 +11,7 @@ import torch
 from dispatch import assert_rows, expected, inputs, random_splits
 from schedule_cpu_ranks import domain_of
 
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
 
 

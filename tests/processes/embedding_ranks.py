@@ -11,7 +11,7 @@ from reference import Problem
 from weft import symm
 from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
-from weft.runtime.cpu import EmbeddingAllToAllCpu
+from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import EmbeddingPlan, Order, Transport
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weft import symm
 from weft.errors import WeftError
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import (
     RANK,

@@ -23,7 +23,7 @@ from reference import Problem, assert_close, problem, tables_of
 import weft
 from weft import symm
 from weft.launch import Pool
-from weft.runtime import cpu
+from weft.runtime.cpu import embedding as cpu
 
 # --- what leaves as slices, and when ---
 

@@ -26,7 +26,7 @@ from reference import Problem, problem, tables_of
 from weft import _core, symm
 from weft.errors import WeftError
 from weft.launch import Pool, RankDiedError
-from weft.runtime import cpu
+from weft.runtime.cpu import embedding as cpu
 
 # Every rank owns a table and has samples, so that each has something to wait for from each.
 PROBLEM = Problem(tables_of((8, 3, 16)), (0, 1, 2), (4, 5, 2))

@@ -23,7 +23,7 @@ import weft
 from weft import symm
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import AllGatherMatmul
 
 P = AllGatherMatmul(2, (4, 4), (3,), 8, "fp32")

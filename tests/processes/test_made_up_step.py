@@ -14,12 +14,12 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from made_up import require_runnable_on_gpus
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
-from weft.runtime.runnable import require_runnable_on_gpus
-from weft.runtime.schedule_cpu import CpuSchedule
-from weft.runtime.schedule_cpu_program import Program, bind
+from weft.runtime.cpu.program import Program, bind
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import RANK, Draft, Index, Region, Schedule, Step
 from weft.schedule.order import issue_order
 from weft.schedule.regions import Access, Declared, read, written

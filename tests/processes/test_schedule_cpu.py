@@ -21,7 +21,7 @@ from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
 from slow import slow
 
 from weft.launch import Pool
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import RANK, AllGatherMatmul, Draft, Schedule
 from weft.sim import NULL, simulate
 from weft.timeline import Span, Timeline

@@ -22,7 +22,7 @@ from pool import assert_deadline, error_of
 from schedule_cpu_ranks import assert_right, build, domain_of, tensors_of
 
 from weft.launch import Pool, RankDiedError
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import AllGatherMatmul
 
 BAD_RANK = 1

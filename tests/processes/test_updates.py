@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from made_up import require_runnable_on_gpus
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
-from weft.runtime.runnable import require_runnable_on_gpus
-from weft.runtime.schedule_cpu import CpuSchedule
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import RANK, Draft, Schedule, lookup
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate

@@ -16,7 +16,7 @@ import torch
 from weft.bench import ceilings, harness, measure
 from weft.bench.ceilings import measure_ceilings
 from weft.bench.harness import Mode, Ranks, Timing, time_arms
-from weft.runtime.stream_items import StreamItems
+from weft.runtime.cuda.issue import StreamItems
 from weft.timeline import Span, Timeline
 
 CYCLES_PER_S = 2e9

@@ -88,7 +88,7 @@ class Ranks:
 
     def __init__(self, case: Case) -> None:
         from weft.kernels import embedding_all_to_all as device_code
-        from weft.runtime.embedding_kernel import EmbeddingKernel, Memory
+        from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory
 
         self.device_code, self.case, self.p = device_code, case, case.p
         self.world = case.p.sharding.world_size

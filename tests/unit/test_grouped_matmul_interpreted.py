@@ -102,7 +102,7 @@ class Rank:
 
     def launch(self, *parts: dict[str, int], y_rows: int | None = None) -> torch.Tensor:
         """y [y_rows, N] (default: five rows more than there are) after the launches; no memory around it may change."""
-        from weft.runtime import grouped_matmul
+        from weft.runtime.cuda import grouped_matmul
 
         case = self.case
         y_rows = int(self.counts.sum()) + 5 if y_rows is None else y_rows

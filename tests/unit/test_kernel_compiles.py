@@ -31,8 +31,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
-from weft.runtime import grouped_matmul  # noqa: E402
-from weft.runtime.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
+from weft.runtime.cuda import grouped_matmul  # noqa: E402
+from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 SPILLED_BYTES = 160  # per thread, at most, where the widths of tables differ

@@ -20,8 +20,8 @@ from weft import plan
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.plan.predict import AT_LEAST
+from weft.runtime.cuda.tokens import tokens_of
 from weft.runtime.null import NullSchedule
-from weft.runtime.stream_tokens import tokens_of
 from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,
@@ -183,7 +183,7 @@ def test_one_for_another_operator_is_weighed_by_the_planner_too() -> None:
             y.part(rows=(first * each, each)),
             (tokens.part(rows=(first * each, each)), w.part(rows=(first * p.k, p.k))),
         )
-        d.lane("compute").tiles("grouped_matmul", "t", p.experts, matmul)
+        d.lane("compute").tiles(made_up.Kernel(), "t", p.experts, matmul)
         return d.schedule()
 
     try:

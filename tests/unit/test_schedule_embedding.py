@@ -14,9 +14,10 @@ from schedule_interpreter import Tensors, edited, interpret
 from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.ops.embedding_all_to_all import described
-from weft.runtime.embedding_plan import EmbeddingPlan, plan_of
+from weft.runtime.embedding_plan import kernel_of
 from weft.runtime.null import NullSchedule
 from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, slices
+from weft.schedule.kernels import PooledSlices
 from weft.schedule.order import issue_order
 from weft.schedule.text import from_json, table, to_json
 from weft.schedule.verify import verify
@@ -179,8 +180,7 @@ def test_the_schedule_says_what_the_operator_does(transport: str, order: str, wo
     sharding = EmbeddingSharding(tables_of((8, 3, 16, 1)), (0, 1, 0, 0), world)
     p = described(sharding, (4, 2, 3)[:world])
     schedule = from_json(to_json(getattr(slices, transport)(p, slice_size=5, order=order)))
-    plan = plan_of(schedule, sharding, bounds_check="fatal", outputs=3)
-    assert plan == EmbeddingPlan(sharding, transport, order, 5, "fatal", False, 3)  # type: ignore[arg-type]
+    assert kernel_of(schedule) == PooledSlices(transport, order, 5)  # type: ignore[arg-type]
 
 
 def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
@@ -191,7 +191,7 @@ def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
         edited(slices.direct(p, slice_size=5, order="natural"), lambda s: s if isinstance(s, Set) else None),
     ):
         with pytest.raises(ScheduleError, match="is none of the operator's"):
-            plan_of(schedule, sharding)
+            kernel_of(schedule)
 
 
 def test_a_sharding_is_described_with_what_its_bags_read() -> None:

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up import Kernel
 from sim_toys import SWITCH
 
 from weft.errors import ScheduleError
-from weft.runtime.schedule_cpu_program import Checked
+from weft.runtime.cpu.program import Checked
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
 from weft.schedule.order import issue_order, sets_per_run
 from weft.schedule.steps.loops import counted
@@ -32,7 +33,7 @@ def pushed(rows: int = 4, extent: int | None = None, wait: int | None = None, sh
     peer = 1 - RANK
     row = box.part(rows=((T + shift) // (shift + 1), 1), at=peer)
     body = Copy(x.part(rows=(T, 1)), row, "kernel"), Set(arrived.name, 0, peer)
-    d.lane("push").wait(free, previous=True).tiles("push", "t", rows if extent is None else extent, *body)
+    d.lane("push").wait(free, previous=True).tiles(Kernel("push"), "t", rows if extent is None else extent, *body)
     d.lane("compute").wait(arrived, 0, rows if wait is None else wait).compute("relu", y.part(), box.part()).set(
         free, at=peer
     )
@@ -76,7 +77,7 @@ def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() 
     y = d.buffer("y", 4, 8, "fp32", "output")
     row = (T, 1)
     relu = Compute("relu", y.part(rows=row), (s.part(rows=row),))
-    d.lane("a").copy(x.part(), s.part()).tiles("relu", "t", 4, relu).compute("silu", y.part(), y.part())
+    d.lane("a").copy(x.part(), s.part()).tiles(Kernel("relu"), "t", 4, relu).compute("silu", y.part(), y.part())
     verify(d.schedule())
     schedule = d.schedule()
     (lane,) = schedule.lanes
@@ -86,7 +87,7 @@ def test_what_precedes_the_tiles_is_before_all_of_them_and_what_follows_after() 
 
 def test_tiles_do_not_wait() -> None:
     with pytest.raises(ValueError, match="kernel k: tiles copy, compute and set, and 'wait    s\\[0\\]' is none of it"):
-        Tiles("k", "t", 3, (Wait("s"),))
+        Tiles(Kernel("k"), "t", 3, (Wait("s"),))
 
 
 def test_text_and_json() -> None:
@@ -129,7 +130,7 @@ def test_sets_are_counted_and_an_order_for_one_queue_is_found() -> None:
 )
 def test_counts_are_those_of_one_tile_after_the_other(extent: int, entries: list[int], a: int, b: int) -> None:
     numbers = (lookup(entries, T % len(entries)), (T * a + b) // b, 7)
-    tiles = Tiles("k", "t", extent, ())
+    tiles = Tiles(Kernel("k"), "t", extent, ())
     one_by_one = Counter(
         tuple(n.evaluate({"t": t}) if isinstance(n, Expr) else n for n in numbers) for t in range(extent)
     )
@@ -140,7 +141,7 @@ def test_counts_are_those_of_one_tile_after_the_other(extent: int, entries: list
 @given(extent=st.integers(1, 60), p=st.integers(1, 6), q=st.integers(1, 6))
 def test_counts_of_what_repeats_are_those_of_one_tile_after_the_other(extent: int, p: int, q: int) -> None:
     a, b = lookup((5, 3, 8, 3, 1, 0), T % p), (T % q) * 2 + 1
-    tiles = Tiles("k", "t", extent, ())
+    tiles = Tiles(Kernel("k"), "t", extent, ())
     one_by_one = Counter(tuple(int(Expr(str(n)).evaluate({"t": t})) for n in (a, b)) for t in range(extent))
     assert dict(counted(tiles, a, b)) == one_by_one
     assert [Expr(text).period("t") for text in ("t", "t // 4", "rank % 4", "(t + 1) % 4", "t % 4 + t % 6")] == [

@@ -1,23 +1,24 @@
-"""Which steps of a schedule the kernel of grouped GEMMs takes, and with which sources and experts."""
+"""Sizes that only a run knows, on streams: who reads them, and where copies find theirs."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from slow import slow
-from test_stream_tokens import Recorded, owner_of
+from made_up import require_runnable_on_gpus
+from test_stream_tokens import Recorded, context_of
 
-from weft.errors import ScheduleError
-from weft.runtime import stream_compiler
-from weft.runtime.stream_late import segments_of
-from weft.schedule import AllToAllMatmul, Compute, NotApplicableError, Schedule, Tiles, candidates
+from weft.runtime.cuda import compile as stream_compiler
+from weft.runtime.cuda.calls import void
+from weft.schedule import AllToAllMatmul, Compute, Draft, Expr, NotApplicableError, Schedule, Tiles, candidates
+from weft.schedule.kernels import TileKernel
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
 
@@ -31,33 +32,31 @@ def schedules(world: int, experts: int, *, exact: bool = True) -> list[tuple[str
     return found
 
 
-def tiles_of(schedule: Schedule, rank: int) -> list[Tiles]:
-    return [s for lane in schedule.of_rank(rank, expected=False) for s in lane.steps if isinstance(s, Tiles)]
+@dataclass(frozen=True, slots=True)
+class Launched(TileKernel):
+    kind: ClassVar[str] = "launched"
 
 
-@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), slow(4, 3), slow(8, 4)])
-def test_every_source_and_expert_is_in_one_launch(world: int, experts: int) -> None:
-    for name, schedule in schedules(world, experts):
-        for rank in (0, world - 1):
-            done: list[tuple[int, int]] = []
-            for step in tiles_of(schedule, rank):
-                s = segments_of(step, schedule, rank)
-                assert (s.tokens, s.inbox, s.slot_rows, s.experts) == ("tokens", "inbox", 20, experts), name
-                turns = range(s.first_source, s.first_source + s.n_sources)
-                done += [(t % world, e) for t in turns for e in range(s.first_expert, s.first_expert + s.n_experts)]
-            assert sorted(done) == [(t, e) for t in range(world) for e in range(experts)], name
+@stream_compiler.emit_tiles.register
+def launched(kernel: Launched, step: Tiles, compiler: stream_compiler.Compiler, lane: int) -> None:
+    y = compiler.regions.view(compiler.context.buffers["y"].part())
+    compiler.items.call(lane, lambda tensors: void(y(tensors).fill_(float(int(step.extent)))))
 
 
-def test_other_tiles_are_refused() -> None:
-    _, schedule = schedules(2, 2)[0]
-    step = tiles_of(schedule, 0)[0]
-    gemm = step.body[0]
-    assert isinstance(gemm, Compute)
-    elsewhere = replace(step, body=(replace(gemm, out=replace(gemm.out, row=gemm.out.row + 1)),))
-    adding = replace(step, body=(replace(gemm, accumulate=True),))
-    for wrong in (elsewhere, adding):
-        with pytest.raises(ScheduleError, match="streams cannot run tiles of grouped_matmul as they are"):
-            segments_of(wrong, schedule, 0)
+def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
+    d = Draft("made up", 1)
+    y = d.buffer("y", 3, 2, "fp32", "output")
+    d.lane("compute").tiles(
+        Launched(), "t", 3, Compute("relu", y.part(rows=(Expr("t"), 1)), (y.part(rows=(Expr("t"), 1)),))
+    )
+    schedule = d.schedule()
+    require_runnable_on_gpus(schedule, 0)
+    items = stream_compiler.compile_streams(context_of(schedule, 0), False)
+    ((lane, call),) = items.calls
+    out = torch.zeros(3, 2)
+    call({"y": out})
+    assert (lane, out.tolist()) == (0, [[3.0, 3.0]] * 3)
 
 
 def test_only_copies_by_kernel_leave_the_host_out() -> None:
@@ -106,7 +105,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
             continue
         copies.clear()
         Numbers.made.clear()
-        stream_compiler.compile_streams(owner_of(schedule, 1), False)  # type: ignore[arg-type]
+        stream_compiler.compile_streams(context_of(schedule, 1), False)
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]
         assert len(lanes) == (3 if "send=at_once" in name else 1), name

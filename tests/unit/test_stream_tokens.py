@@ -21,10 +21,11 @@ pytest.importorskip("triton", reason="Triton is not installed here: it compiles 
 from slow import mostly
 
 from weft.errors import ScheduleError
-from weft.runtime import stream_compiler
-from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
-from weft.runtime.stream_groups import Grouping
-from weft.runtime.stream_tokens import AWAITED, TOKEN, missing, tokens_of
+from weft.runtime.cuda import compile as stream_compiler
+from weft.runtime.cuda.context import Context, rank_schedule
+from weft.runtime.cuda.groups import Grouping
+from weft.runtime.cuda.tokens import AWAITED, TOKEN, missing, tokens_of
+from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
@@ -64,7 +65,7 @@ class Recorded:
 
 
 class Launch:
-    """In place of `weft.runtime.move.Move`."""
+    """In place of `weft.runtime.cuda.move.Move`."""
 
     def __init__(self, device: torch.device, **what: Any) -> None:
         self.what = what
@@ -79,33 +80,32 @@ class Memory:
         return WORDS * (1 + rank)
 
 
-def owner_of(schedule: Schedule, rank: int) -> SimpleNamespace:
-    """In place of a `CudaSchedule`."""
-    tokens, lanes = tokens_of(schedule), [lane.name for lane in schedule.lanes]
-    first = next(lane.name for lane in schedule.lanes if lane.resource == "compute")
-    lanes.insert(0, lanes.pop(lanes.index(first)))
-    buffers = {b.name: b for b in schedule.buffers_of_rank(rank, expected=False)}
+def context_of(schedule: Schedule, rank: int) -> Context:
+    """Without memory, streams and a group."""
+    mine, streams = rank_schedule(schedule, rank), [SimpleNamespace(cuda_stream=0)] * len(schedule.lanes)
     own = {
         name: torch.empty(int(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype], device="meta")
-        for name, b in buffers.items()
+        for name, b in mine.buffers.items()
         if b.role in ("symmetric", "scratch")
     }
-    given = [b for b in buffers.values() if b.role in ("input", "output")]
-    return SimpleNamespace(
-        schedule=schedule, rank=rank, device=torch.device("cpu"), lanes=lanes, buffers=buffers, given=given, own=own,
-        domain=SimpleNamespace(world_size=schedule.world_size, group=None), order=issue_order(schedule)[rank],
-        layout=layout_of(schedule), tokens=tokens, region=Memory(), words=Memory(),
-        standing_word=max(map(len, tokens)), begun_word=torch.zeros(1), monitor=SimpleNamespace(cuda_stream=0),
-        side=[SimpleNamespace(cuda_stream=0)] * (len(lanes) - 1),
-    )  # fmt: skip
+    domain = SimpleNamespace(world_size=schedule.world_size, group=None)
+    instead: dict[str, Any] = {
+        "domain": domain,
+        "region": Memory(),
+        "words": Memory(),
+        "side": streams[1:],
+        "monitor": streams[0],
+    }
+    return Context(**vars(mine), device=torch.device("cpu"), own=own, begun_word=torch.zeros(1), **instead)
 
 
 def compiled(schedule: Schedule, rank: int) -> list[tuple]:
     """(name, stream, ...) of what the host issues on a rank in a run; words as (rank, number)."""
-    owner = owner_of(schedule, rank)
-    operations = stream_compiler.compile_streams(owner, False).program.operations  # type: ignore[arg-type]
-    scratch = sum(b.role == "scratch" for b in owner.buffers.values())
-    first_words = len(owner.given) + scratch + schedule.world_size
+    context = context_of(schedule, rank)
+    program: Any = stream_compiler.compile_streams(context, False).program
+    operations = program.operations
+    scratch = sum(b.role == "scratch" for b in context.buffers.values())
+    first_words = len(context.given) + scratch + schedule.world_size
     found = []
     for name, stream, *what in operations:
         if name == "signal":

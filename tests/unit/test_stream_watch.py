@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.runtime import stream_watch
-from weft.runtime.stream_watch import Watch
+from weft.runtime.cuda import watch as stream_watch
+from weft.runtime.cuda.watch import Watch
 
 
 class Runs:

@@ -180,7 +180,7 @@ class CudaSide(Side):
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "dma":
             return lambda: place.copy_(source, non_blocking=True)
-        from weft.runtime.move import Move, Shape
+        from weft.runtime.cuda.move import Move, Shape
 
         size, at, to = source.numel(), source.data_ptr(), place.data_ptr()
         move = Move(place.device, shape=Shape(1, size, size, size))

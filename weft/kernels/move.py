@@ -10,7 +10,7 @@ theirs are here. For who watches, plain numbers are noted in memory: when it beg
 Copies by kernel are for what copy engines do badly: small ones (an engine takes about ten microseconds to start) and those
 within a device.
 
-Order: see `weft.kernels.signals` and `weft.runtime.stream_tokens`. The last program to finish puts and takes tokens; its
+Order: see `weft.kernels.signals` and `weft.runtime.cuda.tokens`. The last program to finish puts and takes tokens; its
 arrival is acquire-release at system scope, so they cover the stores of all programs, and all have seen the tokens of `waits`.
 """
 

@@ -8,7 +8,7 @@ Waiting. `wait_at_least` looks until all words of a vector are there or a deadli
 clock either, and the deadline is the watchdog's: it writes POISON, larger than any value that is waited for, over the words
 of a rank whose group has failed, so that its kernels return.
 
-Schedules that streams run use words differently, as tokens (`weft.runtime.stream_tokens`): `await_tokens`, `write_token`.
+Schedules that streams run use words differently, as tokens (`weft.runtime.cuda.tokens`): `await_tokens`, `write_token`.
 """
 
 from __future__ import annotations

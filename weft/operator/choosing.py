@@ -171,10 +171,10 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
 
 def executor(schedule: Schedule, domain: Domain, p: Problem | None = None) -> Any:
     if domain.device.type == "cuda":
-        from weft.runtime.schedule_cuda import CudaSchedule  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.schedule import CudaSchedule  # needs Triton, which a CPU machine may lack
 
         return CudaSchedule(schedule, domain)
-    from weft.runtime.schedule_cpu import CpuSchedule
+    from weft.runtime.cpu.schedule import CpuSchedule
 
     return CpuSchedule(schedule, domain, "" if p is None else f"{p.name} of {p.text}")
 

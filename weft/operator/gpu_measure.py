@@ -18,8 +18,8 @@ from weft.hw import file_of, load_machine
 from weft.kernels.signals import TOKEN
 from weft.plan import calibrate
 from weft.runtime.collectives import all_gather_single
-from weft.runtime.move import MAX_PROGRAMS, Move, Shape
-from weft.runtime.schedule_cuda import CudaSchedule
+from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape
+from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, candidates
 from weft.sim import model_of
@@ -107,7 +107,7 @@ class GpuMeasure:
             executor.run(tensors)
             times.append((time.perf_counter() - start) * 1e6)
         self._meet()
-        steps = len(executor.order)
+        steps = len(executor.context.order)
         executor.close()
         return self._slowest(sorted(times[1:])[len(times) // 2] / steps)
 

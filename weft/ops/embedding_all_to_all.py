@@ -1,8 +1,8 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
 From one call down: this file checks the input, takes the schedule that is asked for (`weft.schedule.slices`) and finds the
-compiled operator for (group, device, what the schedule plans); `weft.runtime.cpu` or `weft.runtime.cuda` is a rank's side of
-the call; `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
+compiled operator for (group, device, what the schedule plans); `weft.runtime.cpu.embedding` or `weft.runtime.cuda.embedding` is
+a rank's side of the call; `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weft.arguments import checked_deadline
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.operator.together import agree, together
 from weft.runtime.agreement import agree_on_new
-from weft.runtime.cpu import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, plan_of
+from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
+from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, kernel_of
 from weft.runtime.meeting import drop_closed
 from weft.runtime.opaque import opaque
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -199,8 +199,8 @@ def _planned(
     # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
     problem = described(sharding, (1,) * sharding.world_size)
     builder = slices.put if transport == "put" else slices.direct
-    schedule = builder(problem, slice_size=int(slice_size), order=order)
-    return plan_of(schedule, sharding, bounds_check=bounds_check, hash=hash, outputs=outputs)
+    kernel = kernel_of(builder(problem, slice_size=int(slice_size), order=order))
+    return EmbeddingPlan(sharding, kernel.transport, kernel.order, kernel.slice_size, bounds_check, hash, outputs)
 
 
 def _listed(weights: Any) -> list[torch.Tensor]:
@@ -265,7 +265,9 @@ def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | No
         with symm.set_up_within(deadline_s):
             agree_on_new(domain, plan, deadline_s=deadline_s)
             if domain.device.type == "cuda":
-                from weft.runtime.cuda import EmbeddingAllToAllCuda  # needs Triton, which a CPU machine may lack
+                from weft.runtime.cuda.embedding import (
+                    EmbeddingAllToAllCuda,  # needs Triton, which a CPU machine may lack
+                )
 
                 operator = EmbeddingAllToAllCuda(plan, domain)
             else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.runtime.cpu import run_native, slot_table, warn_of_bad_indices
+from weft.runtime.cpu.embedding import run_native, slot_table, warn_of_bad_indices
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, as_jagged
 from weft.sparse.check import check_jagged, check_offsets, first_bad_index
@@ -53,7 +53,7 @@ def embedding_pool(
     shape = (checked.global_batch, plan.sharding.total_dim)
     out = torch.empty(shape, dtype=plan.sharding.dtype, device=jagged.values.device)
     if out.device.type == "cuda":
-        from weft.runtime.cuda import pool_on_gpu  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.embedding import pool_on_gpu  # needs Triton, which a CPU machine may lack
 
         pool_on_gpu(plan, list(weights), jagged, checked, out)
         return out

@@ -232,13 +232,13 @@ def _schedule(problem: Problem, candidate: Candidate) -> Schedule:
 
 def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
     # Of rank 0, as others differ in empty steps at most. What a tile does is left out: it takes long to write in numbers.
-    counts, grouped = _Counts(schedule), _with_matmul(schedule)
+    counts = _Counts(schedule)
     lanes = [(lane.resource, counts.of_lane(lane.steps)) for lane in schedule.lanes]
     each = [(on, priced.step, priced.operands, times) for on, lane in lanes for priced, times in lane.items()]
     matmuls = [(operands, times) for _, step, operands, times in each if _multiplies(step)]
     row = Row(
         candidate,
-        gemms=sum(times for _, times in matmuls) + sum(kernel in grouped for kernel in counts.kernels),
+        gemms=sum(times for _, times in matmuls) + counts.grouped,
         steps=counts.steps,
         lanes=len(lanes),
         collectives=sum(times for _, step, _, times in each if isinstance(step, Collective)),
@@ -260,15 +260,6 @@ def _multiplies(step: Step) -> bool:
     return isinstance(step, Compute) and step.op in MATMULS
 
 
-def _with_matmul(schedule: Schedule) -> set[str]:
-    """The kernels whose tiles multiply."""
-    return {
-        step.kernel
-        for step in _steps(schedule)
-        if isinstance(step, Tiles) and any(isinstance(one, Compute) and one.op == "matmul" for one in step.body)
-    }
-
-
 def _steps(schedule: Schedule) -> Iterator[Step]:
     """Once each, however often loops turn, and loops too."""
     left = [step for lane in schedule.lanes for step in lane.steps]
@@ -284,7 +275,7 @@ class _Counts:
 
     def __init__(self, schedule: Schedule) -> None:
         self.steps = 0
-        self.kernels: list[str] = []  # of tiles, each time that there are some
+        self.grouped = 0  # of tiles that multiply, each time that there are some
         self._values, self._world = values_of_ranks(schedule)[0], schedule.world_size
         self._buffers = {buffer.name: buffer for buffer in schedule.buffers}
         self._operands: dict[tuple, Operand] = {}
@@ -301,7 +292,7 @@ class _Counts:
             elif isinstance(step, Tiles):
                 if not put_in(step.extent, {**self._values, **turn}):
                     continue
-                self.kernels.append(step.kernel)
+                self.grouped += any(map(_multiplies, step.body))
             self.steps += 1
         return Counter({priced: times[id(priced)] for priced in self._first.values() if id(priced) in times})
 

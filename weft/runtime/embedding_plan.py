@@ -3,29 +3,29 @@
 A **unit** is what a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a **slice**: up to
 `slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
 `direct` a unit only says how much work is grabbed at once; on GPUs that is not `slice_size`, but what suits the bytes of a bag
-(`weft.runtime.embedding_kernel`). The units of a sample are the same for every sample.
+(`weft.runtime.cuda.embedding_kernel`). The units of a sample are the same for every sample.
 
-Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated:
-`plan_of` reads them off its tiles.
+Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated: its
+tiles name their kernel (`kernel_of`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from weft.errors import ScheduleError
-from weft.schedule import Compute, Copy, Region, Schedule, Tiles, value
+from weft.schedule import Schedule, Tiles
+from weft.schedule.kernels import PooledSlices, SliceOrder, SliceTransport
 from weft.schedule.slices import Unit, units_of
 from weft.sparse import EmbeddingSharding
 
-Transport = Literal["direct", "put"]
-Order = Literal["remote_first", "natural"]
+Transport: TypeAlias = SliceTransport
+Order: TypeAlias = SliceOrder
 BoundsCheck = Literal["fatal", "warning", "ignore"]
 
 
@@ -85,38 +85,16 @@ class EmbeddingPlan:
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
 
 
-def plan_of(
-    schedule: Schedule,
-    sharding: EmbeddingSharding,
-    *,
-    bounds_check: BoundsCheck = "warning",
-    hash: bool = False,
-    outputs: int = 2,
-) -> EmbeddingPlan:
-    """The plan that does what `schedule` says: whether slices are staged, whose samples come first, how long slices are.
-
-    `ScheduleError` if it is none of the schedules that the operator's kernels can do.
-    """
-    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
-    kernels = {step.kernel for step in tiles}
-    found = re.fullmatch(r"embedding_all_to_all\[slice_size=(\d+)\]", kernels.pop()) if len(kernels) == 1 else None
-    targets = dict.fromkeys(value(_stored(step).at, rank=0) for step in tiles)  # one program is for all ranks
-    ranks = [*range(schedule.world_size)]
-    orders: dict[Order, list[int]] = {"remote_first": [*ranks[1:], 0], "natural": ranks}
-    order = next((name for name, wanted in orders.items() if wanted == [*targets]), None)
-    if found is None or order is None:
-        raise ScheduleError(
-            f"schedule {schedule.name} is none of the operator's: one kernel, embedding_all_to_all[slice_size=n], for the "
-            f"samples of all ranks, the own ones last or all in their order; found {', '.join(t.kernel for t in tiles)}"
-        )
-    staged = any(buffer.role == "scratch" for buffer in schedule.buffers)
-    return EmbeddingPlan(sharding, "put" if staged else "direct", order, int(found[1]), bounds_check, hash, outputs)
-
-
-def _stored(tiles: Tiles) -> Region:
-    """Where a tile's vectors end up."""
-    *_, last = (step for step in tiles.body if isinstance(step, Copy | Compute))
-    return last.dst if isinstance(last, Copy) else last.out
+def kernel_of(schedule: Schedule) -> PooledSlices:
+    """The kernel of all tiles; `ScheduleError` if there is none, or another one, and the schedule none of the operator's."""
+    kernels = dict.fromkeys(step.kernel for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles))
+    match [*kernels]:
+        case [PooledSlices() as kernel]:
+            return kernel
+    raise ScheduleError(
+        f"schedule {schedule.name} is none of the operator's: one kernel, {PooledSlices.kind}, for the samples of all ranks; "
+        f"found {', '.join(kernel.name for kernel in kernels) or 'none'}"
+    )
 
 
 def default_slice_size(sharding: EmbeddingSharding) -> int:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft.runtime.in_turn import Turn, begun
-from weft.schedule.dispatch import LIBRARY_GEMMS
+from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
 _SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # as executors call them
 _ALIGNMENT = 16  # bytes: of addresses and strides, for torch's grouped GEMM
@@ -96,7 +96,7 @@ def multiplied_by_library(
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
     y = _grouped_matmul(_dispatched(tokens, sizes, group, rows, turn), w, sizes, cut=rows < came)
-    return y if turn is None else turn.done(LIBRARY_GEMMS, y)
+    return y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)
 
 
 def gradients(
@@ -171,7 +171,7 @@ def _dispatched(
         return arrived[:rows]
     x = tokens.new_empty(rows, k)
     torch.index_select(arrived, 0, order, out=x[: len(order)])
-    return x if turn is None else turn.done("permute", x)
+    return x if turn is None else turn.done(Permute.kind, x)
 
 
 def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:

@@ -153,7 +153,7 @@ class Marks:
         if self._device.type != "cuda":
             self._times_ns.append(time.monotonic_ns())
             return
-        from weft.runtime.move import Stamps  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.move import Stamps  # needs Triton, which a CPU machine may lack
 
         self._stamps.append(Stamps(self._device, 1))
         self._stamps[-1].launch(0, torch.cuda.current_stream(self._device).cuda_stream)

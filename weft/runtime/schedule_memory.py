@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import DisagreementError
-from weft.runtime.runnable import require_runnable_on_gpus
 from weft.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.text import to_json
@@ -46,8 +45,7 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
-    """Collective, before anything is allocated: `DisagreementError` on every rank if the ranks' schedules differ, `ScheduleError`
-    for what GPUs cannot run."""
+    """Collective, before anything is allocated: `DisagreementError` on every rank if the ranks' schedules differ."""
     mine = (schedule.name, hashlib.sha256(to_json(schedule).encode()).hexdigest())
     for rank, theirs in enumerate(domain.all_gather(mine, what="schedules to run")):
         if theirs != mine:
@@ -55,5 +53,3 @@ def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
                 f"rank {domain.rank} runs schedule {mine[0]} ({mine[1][:8]}) and rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
                 f"call with the same shapes, dtypes and schedule on every rank"
             )
-    if domain.device.type == "cuda":
-        require_runnable_on_gpus(schedule, domain.rank)

@@ -35,6 +35,7 @@ from typing import Literal, TypeAlias
 
 from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, total
+from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
 from weft.schedule.operands import cut, peer
 from weft.schedule.problem import AllToAllMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
@@ -44,8 +45,6 @@ Transport: TypeAlias = Literal["dma", "kernel"]
 Send: TypeAlias = Literal["in_turn", "at_once"]
 """To one peer after the other, which behind a switch brings the first tokens soonest; or to all, over the links of a mesh."""
 _TILE = "t"
-LIBRARY_GEMMS = "library_grouped_matmul"
-"""The kernel of the serial schedule's GEMMs."""
 
 
 @builder(AllToAllMatmul)
@@ -64,10 +63,11 @@ def serial(p: AllToAllMatmul) -> Schedule:
         rows = d.rows(source, expert)
         arrived = unordered.part(rows=(begin + d.first_of_block(source, expert), rows))
         target = ordered.part(rows=(d.first_of_result(source, expert), rows))
-        lane.tiles("permute", _TILE, experts, Copy(arrived, target, "kernel"))
+        lane.tiles(Permute(), _TILE, experts, Copy(arrived, target, "kernel"))
         begin = begin + d.sent(source, RANK)
     of_expert = (d.first_of_result(0, expert), d.rows_of_expert(expert))
-    lane.tiles(LIBRARY_GEMMS, _TILE, experts, d.matmul(of_expert, ordered.part(rows=of_expert), expert))
+    gemm = d.matmul(of_expert, ordered.part(rows=of_expert), expert)
+    lane.tiles(LibraryGroupedMatmul(), _TILE, experts, gemm)
     d.tell(lane)
     return d.schedule()
 
@@ -223,7 +223,11 @@ class _Sending(_Dispatch):
     def multiply(self, distances: list[int], first: int, count: int) -> None:
         """The tokens of the ranks so far back, 0 for the own, for so many experts."""
         expert = Expr(_TILE) + first
-        self.compute.tiles("grouped_matmul", _TILE, count, *(self._segment(d, expert) for d in distances))
+        kernel = GroupedMatmul(
+            self.counts.name, self.tokens.name, self._inbox.name, self.weights.name, self.y.name, self.p.experts, self.p.most,
+            min(-distance % self.world_size for distance in distances), len(distances), first, count,
+        )  # fmt: skip
+        self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert) for d in distances))
 
     def done(self) -> Schedule:
         """What was read and multiplied may be written again. Whoever gets tokens knows that they were sent after the lane had read

@@ -1,7 +1,7 @@
 """Whether lanes that poll may hold all compute units of a rank while what they wait for needs one.
 
 On GPUs most waits are the streams', and hold nothing. But a copy by kernel takes the waits for other ranks next to it into its
-own launch (`weft.runtime.stream_groups`): for those before it all its programs poll, on up to COPY_UNITS compute units, and for
+own launch (`weft.runtime.cuda.groups`): for those before it all its programs poll, on up to COPY_UNITS compute units, and for
 those behind it, and behind its sets, the last program does. The library's collectives poll until all ranks have come. Such a
 launch is open from the end of the step before it on its lane until its waits have ended. A step that computes, copies by
 kernel, or is a collective needs a unit, and gets it if the launches that are open on its rank leave one.

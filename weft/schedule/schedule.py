@@ -24,6 +24,7 @@ from functools import cached_property, lru_cache
 from typing import Any, get_args
 
 from weft.schedule.expr import RANK, Index, Values
+from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import (
     ITEM_BYTES,
     OPS,
@@ -220,7 +221,7 @@ class LaneDraft:
     def reduce(self, out: Region, *parts: Region, accumulate: bool = False) -> LaneDraft:
         return self.then(Reduce(out, parts, accumulate))
 
-    def tiles(self, kernel: str, index: str, extent: Index, *body: Step) -> LaneDraft:
+    def tiles(self, kernel: TileKernel, index: str, extent: Index, *body: Step) -> LaneDraft:
         return self.then(Tiles(kernel, index, extent, body))
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:

@@ -21,16 +21,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from weft.schedule.builders import builder
 from weft.schedule.expr import RANK, Expr, Index, lookup
+from weft.schedule.kernels import PooledBags, PooledSlices, SliceOrder, Unpack
 from weft.schedule.operands import peer, starts
 from weft.schedule.problem import EmbeddingAllToAll
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, Region, Set, Signals, Wait
 
-SliceOrder = Literal["remote_first", "natural"]
 _ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (8, 32), "t"
 
 
@@ -67,7 +66,7 @@ def pooled(p: EmbeddingAllToAll) -> Schedule:
     local = d.of_unit([[sum(u.width for u in units[:i]) for i in range(len(units))] for units in d.units])
     samples = (d.sample, 1)
     lane = d.lane("pool")
-    lane.tiles("embedding_bag", _TILE, d.extent(total), d.pool(0, pooled.part(rows=samples, cols=(local, d.width))))
+    lane.tiles(PooledBags(), _TILE, d.extent(total), d.pool(0, pooled.part(rows=samples, cols=(local, d.width))))
     lane.all_to_all(pooled.part(cols=(0, lookup(widths, RANK))), received.part())
     runs = [
         (starts(widths)[rank] + sum(before.width for before in units[:i]), unit.column, unit.width)
@@ -76,20 +75,20 @@ def pooled(p: EmbeddingAllToAll) -> Schedule:
     source, column, width = (_formula([list(numbers)], RANK, Expr(_TILE)) for numbers in zip(*runs, strict=True))
     rows = (0, lookup(p.batch_sizes, RANK))
     unpack = Copy(received.part(rows=rows, cols=(source, width)), out.part(rows=rows, cols=(column, width)), "kernel")
-    lane.tiles("unpack", _TILE, len(runs), unpack)
+    lane.tiles(Unpack(), _TILE, len(runs), unpack)
     return d.schedule()
 
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def direct(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule:
-    d = _Slices("direct", p, slice_size)
+    d, kernel = _Slices("direct", p, slice_size), PooledSlices("direct", order, slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
     ready, done = (d.signals(name, p.world_size) for name in ("ready", "done"))
     lane = d.begin(ready, order)
     for to in d.targets(order):
         d.wait_for(ready, to)
         place = out.part(rows=(d.sample, 1), cols=(d.column, d.width), at=to)
-        lane.tiles(d.kernel, _TILE, d.extent(lookup(p.batch_sizes, to)), d.pool(d.first_of(to), place))
+        lane.tiles(kernel, _TILE, d.extent(lookup(p.batch_sizes, to)), d.pool(d.first_of(to), place))
     for distance in range(1, p.world_size):
         lane.set(done, RANK, at=peer(p.world_size, distance))
     for distance in range(1, p.world_size):
@@ -100,7 +99,7 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Sched
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
 def put(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule:
     """What is staged has a place for each slice here; a kernel needs as many places as it does tiles at once."""
-    d, world = _Slices("put", p, slice_size), p.world_size
+    d, world, kernel = _Slices("put", p, slice_size), p.world_size, PooledSlices("put", order, slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
     staged = d.buffer("staged", sum(p.batch_sizes), p.columns, p.dtype, "scratch")
     ready, arrived = (d.signals(name, world) for name in ("ready", "arrived"))
@@ -115,9 +114,9 @@ def put(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule
         sending = d.pool(first, stage), Copy(stage, place, "kernel"), Set(arrived.name, RANK, to)
         for body, is_own in ((sending, False), ((d.pool(first, place),), True)):  # own samples are pooled in place
             if isinstance(to, int):
-                lane.tiles(d.kernel, _TILE, d.extent(batch) * d.at_ranks(to, is_own), *body)
+                lane.tiles(kernel, _TILE, d.extent(batch) * d.at_ranks(to, is_own), *body)
             elif is_own == (to is RANK):
-                lane.tiles(d.kernel, _TILE, d.extent(batch), *body)
+                lane.tiles(kernel, _TILE, d.extent(batch), *body)
     for distance in range(1, world):
         source = peer(world, -distance)
         counts = tuple(d.counts[rank - distance] * batch for rank, batch in enumerate(p.batch_sizes))
@@ -136,7 +135,7 @@ class _Slices(Draft):
         super().__init__(name, p.world_size)
         if slice_size < 1:
             raise ValueError(f"slice_size={slice_size} must be at least 1 pooled vector")
-        self.p, self.kernel = p, f"embedding_all_to_all[slice_size={slice_size}]"
+        self.p = p
         self.units = [units_of(slots, slice_size) for slots in p.slots]
         self.counts = tuple(len(units) for units in self.units)
         per_sample = lookup(tuple(max(1, count) for count in self.counts), RANK)

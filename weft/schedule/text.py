@@ -3,7 +3,8 @@
     {"weft_schedule": 1, "name": ..., "world_size": ..., "buffers": [...], "signals": [...], "lanes": [...]}
 
 Every value of `weft.schedule.steps` is an object with its fields by name; a step has the field "step" besides, which says
-what it is; an expression is its text. What is unknown is refused, so that a file never means less than it says.
+what it is, and a tile kernel the field "kernel"; an expression is its text. What is unknown is refused, so that a file never
+means less than it says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.kernels import KERNELS, TileKernel
 from weft.schedule.limits import check_number, check_sizes
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import (
@@ -37,6 +39,7 @@ from weft.words import counted
 VERSION = 1
 WIDTH = 132
 _TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
+_TAGGED: dict[type, tuple[str, dict[str, Any]]] = {Step: ("step", KINDS), TileKernel: ("kernel", KERNELS)}
 _KNOWN: dict[tuple[type, str], Collection[str]] = {(Compute, "op"): OPS, (Buffer, "dtype"): ITEM_BYTES}
 
 
@@ -104,7 +107,7 @@ def _bytes(count: int) -> str:
 def _step_lines(head: str, step: Step, rank: int | None, buffers: dict[str, Buffer]) -> list[str]:
     if not isinstance(step, For | Tiles):
         return [_wrapped(head, str(_shown(step, rank, buffers)))]
-    what = f"tiles of {step.kernel}," if isinstance(step, Tiles) else "for"
+    what = f"tiles of {step.kernel.name}," if isinstance(step, Tiles) else "for"
     lines = [_wrapped(head, f"{what} {step.index} in 0 .. {step.extent} - 1")]
     for inner in step.body:
         lines += _step_lines(" " * len(head) + "  ", inner, rank, buffers)
@@ -150,15 +153,17 @@ def _plain(item: Any) -> Any:
         return [_plain(part) for part in item]
     if is_dataclass(item):
         tag: dict[str, Any] = {"step": item.kind} if isinstance(item, Step) else {}
+        tag |= {"kernel": item.kind} if isinstance(item, TileKernel) else {}
         return tag | {f.name: _plain(getattr(item, f.name)) for f in fields(item)}
     return item
 
 
 def _read(kind: Any, found: Any, where: str) -> Any:
     """A value of type `kind` from what json read; `where` is its place in the file, for messages."""
-    if kind is Step:
-        tag = found.pop("step", None) if isinstance(found, dict) else found
-        return _read(KINDS[_one_of(KINDS, tag, where)], found, where)
+    if kind in _TAGGED:
+        _expect(dict, found, where)
+        word, known = _TAGGED[kind]
+        return _read(known[_one_of(known, found.pop(word, None), where)], found, where)
     if kind == Index:
         kind = Expr if isinstance(found, str) else int
     if kind is Expr:

@@ -64,14 +64,14 @@ class _Fork:
             return [step]
         extent = cast(int, step.extent)
         chosen = _sample(extent, self.most)
-        name = f"{lane.name}/{step.kernel}/{len(self._more)}"
+        name = f"{lane.name}/{step.kernel.name}/{len(self._more)}"
         # As many signals as the longest sample, so that they are declared alike on all ranks.
         begin, end = Signals(_BEGIN + name, 1), Signals(_END + name, self.most)
         self.signals += [begin, end]
         for i, number in enumerate(chosen):
             body = (inner for inner in step.tile(number) if not inner.is_empty)
             steps = (Wait(begin.name), *body, Set(end.name, i, self.rank))
-            self._more.append(Lane(f"{lane.name}, {step.kernel}, {step.index} = {number}", lane.resource, steps))
+            self._more.append(Lane(f"{lane.name}, {step.kernel.name}, {step.index} = {number}", lane.resource, steps))
         if len(chosen) < extent:
             self._leave_out(step, chosen)
         return [Set(begin.name, 0, self.rank), *(Wait(end.name, i) for i in range(len(chosen)))]

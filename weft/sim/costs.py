@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read, Step
+from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel
 from weft.sim.model import Model
 
 Place: TypeAlias = tuple[str, int, int]
@@ -82,21 +84,33 @@ _BLEND = 3.0
 1.9 and 2.0 ms, 2.24 ms were measured on an H200."""
 
 
+@singledispatch
+def rates(kernel: TileKernel, model: Model) -> tuple[float, float]:
+    """What tiles of `kernel` reach in computing and of memory, relative to a kernel of our own."""
+    return 1.0, 1.0
+
+
+@rates.register
+def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> tuple[float, float]:
+    compute, memory = model.library_grouped
+    return compute / model.grouped_efficiency, memory
+
+
 def cost_of_tiles(
     model: Model,
     world: int,
     parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
     read_bytes: int = 0,
-    rates: tuple[float, float] = (1.0, 1.0),
+    of_kernel: tuple[float, float] = (1.0, 1.0),
 ) -> Cost:
     """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
     of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency. The
     kernel takes no less than its longest part alone.
 
     read_bytes: of what matmuls read in this rank's memory, nothing counted more than once: tiles that have an operand in common
-    follow each other, and find it in the cache. rates: of computing and of memory, relative to a kernel of our own.
+    follow each other, and find it in the cache. of_kernel: see `rates`.
     """
-    slower = {"compute": 1 / rates[0], "hbm": 1 / rates[1]}
+    slower = {"compute": 1 / of_kernel[0], "hbm": 1 / of_kernel[1]}
     taken: dict[Place, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
     sent, longest, what = 0, 0.0, "compute"
     for step, operands, times in parts:

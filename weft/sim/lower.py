@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
-from weft.schedule.dispatch import LIBRARY_GEMMS
 from weft.schedule.spans import span_name
-from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles
+from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles, rates
 from weft.sim.fair import Load
 from weft.sim.model import Model
 from weft.sim.numbers import Item, Numbers, Origin, at_rank, regions_of
@@ -177,10 +176,8 @@ class _Lowering:
             (cast(Copy | Compute, step.body[place]), numbers, times) for place, numbers, times in item.tiled[rank].parts
         ]
         priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
-        model = self.model
-        compute, memory = model.library_grouped
-        rates = (compute / model.grouped_efficiency, memory) if step.kernel == LIBRARY_GEMMS else (1.0, 1.0)
-        all_tiles = cost_of_tiles(model, self.world, priced, item.tiled[rank].read_bytes, rates)
+        of_kernel = rates(step.kernel, self.model)
+        all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes, of_kernel)
         load = self._load(all_tiles, rank, symmetric)
         latency_us = 0.0 if item.carried else all_tiles.latency_us
         return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)

@@ -30,6 +30,7 @@ from weft.schedule import (
     Wait,
 )
 from weft.schedule.expr import Held, Values
+from weft.schedule.kernels import TileKernel
 
 Turn: TypeAlias = tuple[tuple[str, int], ...]
 ByRank: TypeAlias = int | np.ndarray
@@ -96,17 +97,17 @@ class Numbers:
         """Of a lane, loops written out."""
         items: list[Item] = []
         kernel: Copy | Tiles | None = None
-        persistent = ""
+        persistent: TileKernel | None = None
         for step, turn, there in self._flat(steps, (), 1):
             if isinstance(step, Set | Wait):  # a persistent kernel sets and waits itself
                 carried = kernel is not None and isinstance(step, Set)
                 kernel = kernel if isinstance(step, Set) else None
             elif isinstance(step, Tiles):
-                carried, kernel, persistent = step.kernel == persistent, step, step.kernel
+                carried, kernel, persistent = step.kernel.continues(persistent), step, step.kernel
             else:
                 copy = step if isinstance(step, Copy) and step.by == "kernel" else None
                 carried = copy is not None and isinstance(kernel, Copy) and copy.src == kernel.src
-                kernel, persistent = copy, ""
+                kernel, persistent = copy, None
             items.append(self._item(step, turn, there, carried))
         return items
 

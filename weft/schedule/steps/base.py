@@ -1,24 +1,27 @@
 """What a kind of step says of itself, once: whoever checks, orders, prices, prints or stores steps goes by that.
 
 A new kind is a frozen dataclass that derives from `Step`, in a file of its own. It has the regions it touches, and numbers or
-expressions, as fields. What runs it is an entry in each executor (`weft.runtime.schedule_cpu_program.bind`); an executor that has
-none refuses it by name. The simulator prices it by the memory that it moves, unless it has an entry in `weft.sim.costs`.
+expressions, as fields. What runs it is an entry in each executor (`weft.runtime.cpu.program.bind`,
+`weft.runtime.cuda.compile.emit`); an executor that has none refuses it by name. The simulator prices it by the memory that it
+moves, unless it has an entry in `weft.sim.costs`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeAlias
 
 from weft.schedule.expr import Expr, Index, Total, Values
+from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import Access, Declared, Region, is_empty
 
 Counters: TypeAlias = Counter[tuple[Index, str, Index]]
 """By (rank that owns the counter, signals' name, index), in numbers."""
 KINDS: dict[str, type[Step]] = {}
 """By the name that files call it by."""
+_PLAIN = (Region, TileKernel)  # values of which nothing matters but their fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +129,16 @@ class Step:
 
 
 def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
-    """A step, region or index in numbers: its variables have these values. With `partly`, others are left."""
+    """A step, region, kernel or index in numbers: its variables have these values. With `partly`, others are left."""
     if isinstance(item, Expr):
         return item.partly(values) if partly else item.evaluate(values)
     if isinstance(item, tuple):
         return tuple(put_in(part, values, partly=partly) for part in item)
     if isinstance(item, Step):
         return item.put_in(values, partly)
-    if isinstance(item, Region):
-        return replace(item, **{name: put_in(getattr(item, name), values, partly=partly) for name in _names_of(Region)})
+    if isinstance(item, _PLAIN):
+        parts = {name: put_in(getattr(item, name), values, partly=partly) for name in _names_of(type(item))}
+        return type(item)(**parts)
     return item
 
 
@@ -154,7 +158,7 @@ def variables_of(item: Any) -> set[str]:
         return item.variables()
     if isinstance(item, tuple):
         return set[str]().union(*map(variables_of, item))
-    if isinstance(item, Step | Region):
+    if isinstance(item, (Step, *_PLAIN)):
         own = item.own_variables if isinstance(item, Step) else frozenset()
         return set[str]().union(*(variables_of(getattr(item, name)) for name in _names_of(type(item)))) - own
     return set()
@@ -166,7 +170,7 @@ def totals_of(item: Any) -> list[Total]:
         return list(item.totals()[1])
     if isinstance(item, tuple):
         return [total for part in item for total in totals_of(part)]
-    if isinstance(item, Step | Region):
+    if isinstance(item, (Step, *_PLAIN)):
         return [total for name in _names_of(type(item)) for total in totals_of(getattr(item, name))]
     return []
 

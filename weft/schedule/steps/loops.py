@@ -11,6 +11,7 @@ from typing import ClassVar, cast
 import numpy as np
 
 from weft.schedule.expr import Expr, Index, Values
+from weft.schedule.kernels import TileKernel
 from weft.schedule.steps.base import Counters, Step, put_in
 from weft.schedule.steps.computing import Compute
 from weft.schedule.steps.copies import Copy
@@ -59,18 +60,26 @@ class Tiles(_Repeated):
     The steps of one tile follow each other; tiles are not ordered. All begin after what comes before on the lane, and the
     lane goes on when all have ended. Bodies copy, compute and set; they do not wait, since nothing says how many tiles run
     at once, and one that waits may keep the one that it waits for from starting.
+
+    kernel: which one, with its parameters, for executors that do all of `body` at once (`weft.schedule.kernels`).
     """
 
     kind: ClassVar[str] = "tiles"
-    kernel: str
+    kernel: TileKernel
     index: str
     extent: Index
     body: tuple[Step, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kernel, TileKernel):
+            raise ValueError(
+                f"tiles of {self.kernel!r}: give the kernel as a value, of those in weft.schedule.kernels or a new one"
+            )
         for step in self.body:
             if not isinstance(step, Copy | Compute | Set):
-                raise ValueError(f"kernel {self.kernel}: tiles copy, compute and set, and {str(step)!r} is none of it")
+                raise ValueError(
+                    f"kernel {self.kernel.name}: tiles copy, compute and set, and {str(step)!r} is none of it"
+                )
 
     def sets(self) -> Counters:
         found: Counters = Counter()
@@ -85,9 +94,8 @@ class Tiles(_Repeated):
         return self.extent == 0
 
     def put_in(self, values: Values, partly: bool) -> Step:
-        return replace(
-            self, extent=put_in(self.extent, values, partly=partly), body=put_in(self.body, values, partly=True)
-        )
+        kernel, extent = (put_in(one, values, partly=partly) for one in (self.kernel, self.extent))
+        return replace(self, kernel=kernel, extent=extent, body=put_in(self.body, values, partly=True))
 
     def tile(self, number: int) -> tuple[Step, ...]:
         """Of tiles in numbers, the body of one."""
@@ -95,10 +103,10 @@ class Tiles(_Repeated):
         return body
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        return self.kernel
+        return self.kernel.name
 
     def __str__(self) -> str:
-        return f"tiles of {self.kernel}, {self.index} in 0..{self.extent}: {_inside(self.body)}"
+        return f"tiles of {self.kernel.name}, {self.index} in 0..{self.extent}: {_inside(self.body)}"
 
 
 def counted(tiles: Tiles, *numbers: Index, values: Values | None = None) -> list[tuple[tuple[int, ...], int]]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from weft import _core
 from weft.kernels import move as device_code
-from weft.runtime.kernel_call import Base, kernel_call, loaded
+from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
 from weft.schedule.steps import COPY_UNITS
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -36,7 +36,7 @@ class Shape:
 class Move:
     """Signals, waits, a copy, signals, and waits again, as one launch; any of them may be missing.
 
-    opens, waits, sets, answers: addresses of words (`weft.runtime.stream_tokens`). targets: addresses of further places for what
+    opens, waits, sets, answers: addresses of words (`weft.runtime.cuda.tokens`). targets: addresses of further places for what
     is copied. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, ends.
     sizes: address of (first row of the source, of the target, rows), which the device knows; `shape.rows` is then the most.
     early: nothing that the launch waits for writes what is copied, so that it is read meanwhile. programs: at most so many.

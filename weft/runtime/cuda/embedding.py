@@ -20,10 +20,10 @@ from weft.caller import warn
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.agreement import refuse
-from weft.runtime.embedding_kernel import EmbeddingKernel, Memory
+from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory
+from weft.runtime.cuda.watch import watch
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
-from weft.runtime.stream_watch import watch
 from weft.sparse import JaggedInput
 from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain, set_up_within

@@ -1,8 +1,8 @@
 """What the host does in every run of a compiled schedule: a list of items, issued in one order.
 
 An item is (kind, what, where): native operations [what, where) of the program; a call of the library on the stream of lane
-`where`; a launch there; or what knows its sizes only then (`weft.runtime.stream_late`). The compiler
-(`weft.runtime.stream_compiler`) records native operations in the program and adds the rest here; what was recorded in between is
+`where`; a launch there; or what knows its sizes only then (`weft.runtime.cuda.sizes`). The compiler
+(`weft.runtime.cuda.compile`) records native operations in the program and adds the rest here; what was recorded in between is
 issued in one call.
 
 `issue` is what a call costs on the host, so it only goes through the list.
@@ -11,17 +11,14 @@ issued in one call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from weft import _core
-from weft.runtime.move import Stamps
-from weft.runtime.stream_regions import Tensors
+from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.move import Stamps
 from weft.timeline import Timeline
-
-if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
 
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
 
@@ -33,17 +30,18 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """Made by `compile_streams`. bases: addresses, as `weft.runtime.stream_regions` numbers them. timed: stamps are to be taken."""
+    """Made by `compile_streams`. bases: addresses, as `weft.runtime.cuda.regions` numbers them. timed: stamps are to be taken."""
 
-    def __init__(self, owner: CudaSchedule, program: _core.StreamProgram, bases: list[int], timed: bool) -> None:
-        self.owner, self.program, self.bases = owner, program, bases
+    def __init__(self, context: Context, program: _core.StreamProgram, bases: list[int], timed: bool) -> None:
+        self.program, self.bases = program, bases
+        self.device, self.side = context.device, context.side
         self.items: list[_Item] = []
         self.calls: list[tuple[int, Callable[[Tensors], None]]] = []  # of the library, for warming up
         self.prepares: list[Callable[[Tensors], None]] = []  # which load kernels
-        self.names = [b.name for b in owner.given]
-        self.streams = [0, *(s.cuda_stream for s in owner.side), owner.monitor.cuda_stream]
+        self.names = [b.name for b in context.given]
+        self.streams = [0, *(s.cuda_stream for s in context.side), context.monitor.cuda_stream]
         self.spans: list[tuple[str, str, int]] = []  # lane, name, bytes sent
-        self.stamps = Stamps(owner.device, 2 * len(owner.order) + 2) if timed else None
+        self.stamps = Stamps(context.device, 2 * len(context.order) + 2) if timed else None
         self.kept: list[Any] = []  # whose memory the program's operations use
         self.joining = (0, 0)  # operations by which a capture has the monitor in it to its end
         self.leaves_main = False  # whether calls go to other streams than the caller's
@@ -82,12 +80,13 @@ class StreamItems:
     # --- running ---
 
     def issue(self, tensors: Tensors, capturing: bool) -> None:
-        owner, bases, streams, program = self.owner, self.bases, self.streams, self.program
+        device, side = self.device, self.side
+        bases, streams, program = self.bases, self.streams, self.program
         for i, name in enumerate(self.names):
             tensor = tensors[name]
             bases[i] = 0 if callable(tensor) else tensor.data_ptr()  # 0: made when its size is known
-        streams[0] = torch._C._cuda_getCurrentRawStream(owner.device.index)
-        main: Any = torch.cuda.current_stream(owner.device) if self.leaves_main else None
+        streams[0] = torch._C._cuda_getCurrentRawStream(device.index)
+        main: Any = torch.cuda.current_stream(device) if self.leaves_main else None
         for kind, what, where in self.items:
             if kind == _NATIVE:
                 program.run(what, where, bases, streams)
@@ -96,7 +95,7 @@ class StreamItems:
                 what(bases, streams[where])
                 continue
             if where:
-                torch.cuda.set_stream(owner.side[where - 1])
+                torch.cuda.set_stream(side[where - 1])
             if kind == _CALL:
                 what(tensors)
             else:
@@ -108,13 +107,13 @@ class StreamItems:
 
     def warm_up(self, tensors: Tensors) -> None:
         """Load what will be launched, and every library call once, on its stream, on whatever the memory holds."""
-        main = torch.cuda.current_stream(self.owner.device)
+        main = torch.cuda.current_stream(self.device)
         for prepare in self.prepares:
             prepare(tensors)
         for where, call in self.calls:
-            with torch.cuda.stream(self.owner.side[where - 1] if where else main):
+            with torch.cuda.stream(self.side[where - 1] if where else main):
                 call(tensors)
-            torch.cuda.synchronize(self.owner.device)
+            torch.cuda.synchronize(self.device)
 
     def read(self, timeline: Timeline, rank: int) -> None:
         """Append what the stamps of the last run say. The device must have finished it."""

@@ -1,6 +1,6 @@
 """From the steps of a rank to what the host issues: native operations, library calls and small kernels, in one order.
 
-Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.stream_tokens`), so that what is
+Signals between ranks are waits and writes of streams, the same in every run (`weft.runtime.cuda.tokens`), so that what is
 issued can as well be captured in a CUDA graph. Copies by kernel carry the signals around them.
 
 Signals within a rank are events, since each lane is a stream. A wait for such a signal of the previous run is no wait: a
@@ -9,31 +9,32 @@ run begins when the one before has ended on its rank.
 What compute lanes set is written by another stream, the monitor: kernels need not wait for a write to a peer, which takes
 microseconds. For the watchdog a run also says in memory that it has begun.
 
-What is no native operation stands between these in one list (`weft.runtime.stream_items`): calls of the library
-(`weft.runtime.stream_calls`), and what knows its sizes only in a run (`weft.runtime.stream_late`). All find memory by
-`weft.runtime.stream_regions`.
+What is no native operation stands between these in one list (`weft.runtime.cuda.issue`): calls of the library
+(`weft.runtime.cuda.calls`), and what knows its sizes only in a run (`weft.runtime.cuda.sizes`). All find memory by
+`weft.runtime.cuda.regions`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import singledispatch
+from typing import Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.kernel_call import Base
-from weft.runtime.move import Move, Shape
-from weft.runtime.stream_calls import collective_call, compute_call
-from weft.runtime.stream_groups import Group, Grouping
-from weft.runtime.stream_items import StreamItems
-from weft.runtime.stream_late import Gemms, HostRead, LateCopy, ReadAhead, Totals, is_late, segments_of
-from weft.runtime.stream_regions import Regions, Tensors
-from weft.runtime.stream_tokens import AWAITED, TOKEN, Key, Token, words_for
-from weft.schedule import Collective, Compute, Copy, Read, Region, Set, Tiles, Wait
+from weft.runtime.cuda.calls import collective_call, compute_call
+from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.groups import Group, Grouping
+from weft.runtime.cuda.issue import StreamItems
+from weft.runtime.cuda.kernel_call import Base
+from weft.runtime.cuda.move import Move, Shape
+from weft.runtime.cuda.regions import Regions
+from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
+from weft.runtime.cuda.tile_kernels import Gemms
+from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
+from weft.schedule import Collective, Compute, Copy, Read, Region, Set, Step, Tiles, Wait
+from weft.schedule.kernels import GroupedMatmul, TileKernel
 from weft.schedule.spans import span_name
-
-if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
 
 Part: TypeAlias = tuple[bool, int, int, int]
 """Of a signal of `_core.StreamProgram`."""
@@ -42,43 +43,46 @@ LATE_PROGRAMS = 16
 wait for."""
 
 
-def compile_streams(owner: CudaSchedule, timed: bool) -> StreamItems:
+def compile_streams(context: Context, timed: bool) -> StreamItems:
     """Nothing may wait on the device meanwhile: kernels are loaded here."""
-    return _Compiler(owner, timed).compile()
+    return Compiler(context, timed).compile()
 
 
-class _Compiler:
-    def __init__(self, owner: CudaSchedule, timed: bool) -> None:
-        self.owner = owner
-        self._regions = regions = Regions(owner)
+class Compiler:
+    """What `emit` and `emit_tiles` work on. program, items: what is issued. sizes: of late copies by kernel, by identity, where the
+    device finds its numbers. ahead: by lane, who reads sizes when GEMMs are issued."""
+
+    def __init__(self, context: Context, timed: bool) -> None:
+        self.context = context
+        self.regions = regions = Regions(context)
         self._place, self._words, self._begun = regions.place, regions.words, regions.begun
         self._events = 0
         self._event_of: dict[Key, int] = {}
-        self._ahead: dict[int, ReadAhead] = {}  # by lane
-        self._sizes: dict[int, int] = {}  # of late copies by kernel, by identity: where the device finds its numbers
-        self._late_lanes = len({lane for lane, step in owner.order if isinstance(step, Copy) and is_late(step)})
-        lanes = len(owner.lanes)
-        resources = {lane.name: lane.resource for lane in owner.schedule.lanes}
-        self._computes = [resources[name] == "compute" for name in owner.lanes]
-        self._tokens = owner.tokens[owner.rank]
-        self._words_of = [words_for(tokens) for tokens in owner.tokens]
-        grouping = Grouping(owner.rank, owner.lanes, owner.order, self._tokens, regions.fixed_pitch)
+        self.ahead: dict[int, ReadAhead] = {}
+        self.sizes: dict[int, int] = {}
+        self._late_lanes = len({lane for lane, step in context.order if isinstance(step, Copy) and is_late(step)})
+        lanes = len(context.lanes)
+        resources = {lane.name: lane.resource for lane in context.schedule.lanes}
+        self._computes = [resources[name] == "compute" for name in context.lanes]
+        self._tokens = context.tokens[context.rank]
+        self._words_of = [words_for(tokens) for tokens in context.tokens]
+        grouping = Grouping(context.rank, context.lanes, context.order, self._tokens, regions.fixed_pitch)
         self._crosses, self._groups = grouping.crosses, grouping.groups()
         # Of each lane: the places of signals that its stream makes, and what it waits for. Launches take their tokens themselves,
         # and compute lanes at once: their sets go aside, where taking would come too late for their own next wait.
-        self._carriers: dict[str, set[int | None]] = {name: set() for name in owner.lanes}
-        self._of_stream: dict[str, list[Token]] = {name: [] for name in owner.lanes}
+        self._carriers: dict[str, set[int | None]] = {name: set() for name in context.lanes}
+        self._of_stream: dict[str, list[Token]] = {name: [] for name in context.lanes}
         for group in self._groups:
             if not (group.moves or self._computes[group.lane]):
-                self._carriers[owner.lanes[group.lane]] |= set(range(group.first, group.last + 1))
-                self._of_stream[owner.lanes[group.lane]] += self._tokens_in(group)
+                self._carriers[context.lanes[group.lane]] |= set(range(group.first, group.last + 1))
+                self._of_stream[context.lanes[group.lane]] += self._tokens_in(group)
         self._has_aside = False
-        self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(owner.order) + 4)
-        self.items = StreamItems(owner, self.program, regions.bases, timed)
+        self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(context.order) + 4)
+        self.items = StreamItems(context, self.program, regions.bases, timed)
         self._monitor = lanes
 
     def compile(self) -> StreamItems:
-        program, lanes = self.program, len(self.owner.lanes)
+        program, lanes = self.program, len(self.context.lanes)
         joints = [self._event() for _ in range(lanes)]
         last = {group.lane: group for group in self._groups}
         waiting = [group for group in self._groups if self._tokens_in(group)]
@@ -90,7 +94,7 @@ class _Compiler:
         if lanes > 1 or monitored:
             self._fork([*range(1, lanes), *([self._monitor] if monitored else [])])
         if monitored:
-            program.signal(self._monitor, [self._note(self.owner.standing_word, 1), (False, self._begun, 0, 1)])
+            program.signal(self._monitor, [self._note(self.context.standing_word, 1), (False, self._begun, 0, 1)])
         for group in self._groups:
             self._emit(group)
             if group.lane and group is last[group.lane]:
@@ -99,7 +103,7 @@ class _Compiler:
             if lane in last:
                 program.wait_event(0, joints[lane])
         if monitored:
-            self._signal_aside(0, [self._note(self.owner.standing_word, 0)])
+            self._signal_aside(0, [self._note(self.context.standing_word, 0)])
         self.items.flush()
         if self._has_aside:
             joint = self._event()
@@ -121,8 +125,8 @@ class _Compiler:
         being taken."""
         if self._computes[group.lane] or group.moves or group.first:
             return False
-        name = self.owner.lanes[group.lane]
-        steps = [step for lane, step in self.owner.order if lane == name]
+        name = self.context.lanes[group.lane]
+        steps = [step for lane, step in self.context.order if lane == name]
 
         def soon(token: Token) -> bool:
             behind = steps[group.last + 1 : token.carrier] if token.carrier in self._carriers[name] else []
@@ -139,39 +143,23 @@ class _Compiler:
         if stamps is not None:
             self.items.stamp(group.lane, 2 * first)
         copies = [step for step in group.steps if isinstance(step, Copy)]
-        step = group.steps[0]
         if group.moves:
             self._launch(group, copies)
-        elif isinstance(step, Copy):
-            self._copy(group.lane, step)
-        elif isinstance(step, Set | Wait):
-            self._signals(group) if self._crosses(step) else self._local(group.lane, step)
-        elif isinstance(step, Compute):
-            self.items.call(group.lane, compute_call(step, self._regions))
-        elif isinstance(step, Collective):
-            self.items.call(group.lane, collective_call(step, self._regions, self.owner))
-        elif isinstance(step, Read):
-            self._read(group.lane, step)
-        elif isinstance(step, Tiles):
-            self._tiles(group.lane, step)
         else:
-            raise ScheduleError(f"streams know no step {step}")
+            emit(group.steps[0], self, group)
         if stamps is not None:
-            rank = self.owner.rank
+            rank = self.context.rank
             crossing = [c for c in copies if {c.src.at, c.dst.at} != {rank} and not is_late(c)]
-            sent = sum(int(c.dst.rows) * self._regions.row_bytes(c.dst) for c in crossing)
+            sent = sum(int(c.dst.rows) * self.regions.row_bytes(c.dst) for c in crossing)
             text = "; ".join(span_name(s, rank) for s in group.steps)
-            self.items.spans.append((self.owner.lanes[group.lane], text, sent))
+            self.items.spans.append((self.context.lanes[group.lane], text, sent))
             self.items.stamp(group.lane, 2 * first + 1)
 
-    def _copy(self, lane: int, step: Copy) -> None:
-        if is_late(step):
-            (dst, _, to_pitch), (src, _, pitch) = self._place(_whole(step.dst)), self._place(_whole(step.src))
-            self.items.late(lane, LateCopy(self.owner, step, (src, pitch), (dst, to_pitch)))
-            return
-        (dst, to, to_pitch), (src, at, pitch) = self._place(step.dst), self._place(step.src)
-        width = self._regions.row_bytes(step.src)
-        self.program.copy(lane, dst, to, to_pitch, src, at, pitch, width, int(step.src.rows))
+    def signal(self, group: Group, step: Set | Wait) -> None:
+        if self._crosses(step):
+            self._signals(group)
+        else:
+            self._local(group.lane, step)
 
     def _local(self, lane: int, step: Set | Wait) -> None:
         key = (step.signal, int(step.index))
@@ -183,13 +171,13 @@ class _Compiler:
 
     def _signals(self, group: Group) -> None:
         """Waits of a stream, or sets, with the tokens that are then taken."""
-        name, parts = self.owner.lanes[group.lane], list[Part]()
+        name, parts = self.context.lanes[group.lane], list[Part]()
         mine = self._tokens_in(group)
         if group is self._telling:
             parts.append((False, self._begun, 0, 1))
         if mine:
             taken = [token for token in mine if token.carrier not in self._carriers[name]]
-            parts += [(True, self._words + self.owner.rank, 8 * token.word, AWAITED) for token in mine]
+            parts += [(True, self._words + self.context.rank, 8 * token.word, AWAITED) for token in mine]
         else:
             places = range(group.first, group.last + 1)
             taken = [t for t in self._of_stream[name] if t.carrier in places]
@@ -214,53 +202,53 @@ class _Compiler:
 
     def _note(self, word: int, number: int) -> Part:
         """The writing of a number into a word of this rank."""
-        return (False, self._words + self.owner.rank, 8 * word, number)
+        return (False, self._words + self.context.rank, 8 * word, number)
 
     def _words_set_by(self, step: Set) -> list[int]:
         return self._words_of[int(step.at)].get((step.signal, int(step.index)), [])
 
     def _tokens_in(self, group: Group) -> list[Token]:
-        name = self.owner.lanes[group.lane]
+        name = self.context.lanes[group.lane]
         found = [self._tokens.get((name, at)) for at in range(group.first, group.last + 1)]
         return [token for token in found if token is not None]
 
     def _launch(self, group: Group, copies: list[Copy]) -> None:
         """One kernel for a group: signals, waits, copies, signals, waits."""
-        owner, words = self.owner, self.owner.words
+        context, words = self.context, self.context.words
         begun = next(i for i, step in enumerate(group.steps) if isinstance(step, Copy))
 
         def own(word: int) -> int:
-            return words.address(owner.rank) + 8 * word
+            return words.address(context.rank) + 8 * word
 
         mine = self._tokens_in(group)
-        before = [self._tokens[owner.lanes[group.lane], at] for at in range(group.first, group.first + begun)
-                  if (owner.lanes[group.lane], at) in self._tokens]  # fmt: skip
+        before = [self._tokens[context.lanes[group.lane], at] for at in range(group.first, group.first + begun)
+                  if (context.lanes[group.lane], at) in self._tokens]  # fmt: skip
         after = mine[len(before) :]
         opens, sets = (
             [words.address(int(s.at)) + 8 * word for s in steps if isinstance(s, Set) for word in self._words_set_by(s)]
             for steps in (group.steps[:begun], group.steps[begun:])
         )
-        standing = own(owner.standing_word)
+        standing = own(context.standing_word)
         begins, passes, ends = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[int, int]]()
         if self._noting:
-            begins = [(standing, 1), (owner.begun_word.data_ptr(), 1)] if group is self._noting[0] else []
+            begins = [(standing, 1), (context.begun_word.data_ptr(), 1)] if group is self._noting[0] else []
             passes = [(standing, 1 + before[-1].passed)] if before else []
             ends = [(standing, 0)] if group is self._noting[1] else []
         signals: dict[str, Any] = {
             "opens": opens, "waits": [own(t.word) for t in before], "sets": sets, "answers": [own(t.word) for t in after],
-            "begins": begins, "passes": passes, "ends": ends, "early": owner.buffers[copies[0].src.buffer].role == "input",
+            "begins": begins, "passes": passes, "ends": ends, "early": context.buffers[copies[0].src.buffer].role == "input",
         }  # fmt: skip
         if is_late(copies[0]):
             self._launch_late(group.lane, copies[0], signals)
             return
         source, target = self._place(copies[0].src), self._place(copies[0].dst)
-        width = self._regions.row_bytes(copies[0].src)
+        width = self.regions.row_bytes(copies[0].src)
         shape = Shape(int(copies[0].src.rows), width, source[2], target[2])
         if source[2] == target[2] == width:  # one long row: a kernel takes each row in blocks of its own
             shape = Shape(1, *(shape.rows * width,) * 3)
         places = [self._place(copy.dst) for copy in copies[1:]]
-        targets = [self._regions.bases[base] + offset for base, offset, _ in places]
-        move = Move(owner.device, shape=shape, targets=targets, **signals)
+        targets = [self.regions.bases[base] + offset for base, offset, _ in places]
+        move = Move(context.device, shape=shape, targets=targets, **signals)
         self.items.kept.append(move)
         if move.record(self.program, group.lane, Base(*source[:2]), Base(*target[:2])):
             return
@@ -272,10 +260,10 @@ class _Compiler:
 
     def _launch_late(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
-        most, width = self.owner.buffers[copy.dst.buffer].rows, self._regions.row_bytes(copy.src)
+        most, width = self.context.buffers[copy.dst.buffer].rows, self.regions.row_bytes(copy.src)
         assert isinstance(most, int)
         move = Move(
-            self.owner.device, shape=Shape(most, width, pitch, to_pitch), sizes=self._sizes[id(copy)],
+            self.context.device, shape=Shape(most, width, pitch, to_pitch), sizes=self.sizes[id(copy)],
             programs=max(1, LATE_PROGRAMS // self._late_lanes), **signals,
         )  # fmt: skip
         name = copy.src.buffer
@@ -285,49 +273,94 @@ class _Compiler:
 
         self.items.late(lane, launch)
 
-    def _read(self, lane: int, step: Read) -> None:
-        """By the device: the numbers of the lane's copies by kernel. Those of the host come with it."""
-        buffer = step.region.buffer
-        if buffer not in self.owner.own:
-            raise ScheduleError(
-                f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first"
-            )
-        if step.by == "host":
-            self.items.late(lane, HostRead(self.owner, buffer))
-        if step.by == "meanwhile":
-            self._ahead[lane] = ReadAhead(self.owner, buffer)
-            self.items.late(lane, self._ahead[lane].begin)
-        name = self.owner.lanes[lane]
-        copies = [s for lane_of, s in self.owner.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
-        copies = [copy for copy in copies if is_late(copy) and id(copy) not in self._sizes]
-        if not copies:
-            return
-        totals = Totals(
-            self.owner.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)]
-        )
-        self._sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
-        self.items.kept.append(totals)
-        if not totals.record(self.program, lane):
-            self.items.launch(lane, lambda bases, stream: totals.launch(stream))
-
-    def _tiles(self, lane: int, step: Tiles) -> None:
-        owner = self.owner
-        segments = segments_of(step, owner.schedule, owner.rank)
-        expected = next(held.expected[owner.rank] for held in owner.schedule.contents if held.buffer == segments.counts)
-        # What is sent by kernel finds room beside all but the last GEMMs.
-        name = owner.lanes[lane]
-        sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in owner.order if at != name)
-        last = [s for at, s in owner.order if at == name and isinstance(s, Tiles)][-1]
-        spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
-        call = Gemms(owner, segments, sum(expected) / max(1, len(expected)), spare)
-        self.items.prepares.append(call.prepare)
-        self.items.late(lane, call)
-        if ahead := self._ahead.get(lane):
-            ahead.gemms.append(call)
-            if step is last:
-                self.items.late(lane, ahead.settle)
-
 
 def _whole(region: Region) -> Region:
     """Where its rows would begin if it were all of its buffer."""
     return replace(region, row=0, rows=0)
+
+
+@singledispatch
+def emit(step: Step, compiler: Compiler, group: Group) -> None:
+    """Has `compiler` issue a step in numbers, the first of `group`. A kind of step is run on GPUs if it is registered
+    (`emit.register`); copies by kernel, and signals beside them, are launches (`Compiler._launch`)."""
+    raise AssertionError(f"{step} was not refused")
+
+
+@singledispatch
+def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -> None:
+    """Has `compiler` issue a step's tiles by the kernel that it names. A kernel is run on GPUs if it is registered."""
+    raise AssertionError(f"{step} was not refused")
+
+
+@emit.register
+def _copy(step: Copy, compiler: Compiler, group: Group) -> None:
+    place, lane = compiler.regions.place, group.lane
+    if is_late(step):
+        (dst, _, to_pitch), (src, _, pitch) = place(_whole(step.dst)), place(_whole(step.src))
+        compiler.items.late(lane, LateCopy(compiler.context, step, (src, pitch), (dst, to_pitch)))
+        return
+    (dst, to, to_pitch), (src, at, pitch) = place(step.dst), place(step.src)
+    width = compiler.regions.row_bytes(step.src)
+    compiler.program.copy(lane, dst, to, to_pitch, src, at, pitch, width, int(step.src.rows))
+
+
+@emit.register
+def _compute(step: Compute, compiler: Compiler, group: Group) -> None:
+    compiler.items.call(group.lane, compute_call(step, compiler.regions))
+
+
+@emit.register
+def _collective(step: Collective, compiler: Compiler, group: Group) -> None:
+    compiler.items.call(group.lane, collective_call(step, compiler.regions, compiler.context))
+
+
+@emit.register(Set)
+@emit.register(Wait)
+def _signal(step: Set | Wait, compiler: Compiler, group: Group) -> None:
+    compiler.signal(group, step)
+
+
+@emit.register
+def _read(step: Read, compiler: Compiler, group: Group) -> None:
+    """By the device: the numbers of the lane's copies by kernel. Those of the host come with it."""
+    context, lane, buffer = compiler.context, group.lane, step.region.buffer
+    if buffer not in context.own:
+        raise ScheduleError(f"{step}: streams read sizes from memory of the schedule's own: copy {buffer} there first")
+    if step.by == "host":
+        compiler.items.late(lane, HostRead(context, buffer))
+    if step.by == "meanwhile":
+        compiler.ahead[lane] = ReadAhead(context, buffer)
+        compiler.items.late(lane, compiler.ahead[lane].begin)
+    name = context.lanes[lane]
+    copies = [s for lane_of, s in context.order if lane_of == name and isinstance(s, Copy) and s.by == "kernel"]
+    copies = [copy for copy in copies if is_late(copy) and id(copy) not in compiler.sizes]
+    if not copies:
+        return
+    totals = Totals(context.own[buffer], [n for copy in copies for n in (copy.src.row, copy.dst.row, copy.src.rows)])
+    compiler.sizes |= {id(copy): totals.address(3 * i) for i, copy in enumerate(copies)}
+    compiler.items.kept.append(totals)
+    if not totals.record(compiler.program, lane):
+        compiler.items.launch(lane, lambda bases, stream: totals.launch(stream))
+
+
+@emit.register
+def _tiles(step: Tiles, compiler: Compiler, group: Group) -> None:
+    emit_tiles(step.kernel, step, compiler, group.lane)
+
+
+@emit_tiles.register
+def _grouped_matmul(kernel: GroupedMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
+    context = compiler.context
+    expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
+    # What is sent by kernel finds room beside all but the last GEMMs.
+    name = context.lanes[lane]
+    sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in context.order if at != name)
+    last = [s for at, s in context.order if at == name and isinstance(s, Tiles)][-1]
+    spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
+    call = Gemms(context, kernel, sum(expected) / max(1, len(expected)), spare)
+    compiler.items.prepares.append(call.prepare)
+    compiler.items.late(lane, call)
+    if ahead := compiler.ahead.get(lane):
+        ahead.gemms.append(call)
+        if step is last:
+            compiler.items.late(lane, ahead.settle)

@@ -1,7 +1,7 @@
 """The steps of one rank bound to the memory of CPU processes: each becomes a call whose arguments are known.
 
 Steps whose sizes a lane reads from a buffer get their numbers when they run, from what the lane has read; tiles are taken one
-after the other.
+after the other, unless there is an entry for their kernel (`run_tiles`).
 
 Steps on the schedule's own buffers are bound once. One that touches a tensor of the caller's is bound anew when that tensor
 lies elsewhere than at the run before. Such views know an address and own nothing: no tensor is kept from run to run, and
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from typing import Any, TypeAlias
@@ -22,9 +22,9 @@ import torch
 
 from weft import _core
 from weft.errors import ScheduleError
+from weft.runtime.cpu.run import Run, Tensors
+from weft.runtime.cpu.sizes import numbered
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.schedule_cpu_late import numbered
-from weft.runtime.schedule_cpu_run import Run, Tensors
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import (
     MATMULS,
@@ -48,6 +48,7 @@ from weft.schedule import (
 )
 from weft.schedule.expr import Held
 from weft.schedule.fits import unread, wrong_collectives, wrong_declarations, wrong_step
+from weft.schedule.kernels import TileKernel
 from weft.schedule.order import sets_per_run
 from weft.schedule.spans import span_name
 from weft.schedule.steps import put_in, variables_of
@@ -128,7 +129,10 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
                 )
             if isinstance(step, Collective) and step.op == "all_to_all":
                 wrong.append("the CPU executor knows no all_to_all: exchange says how many rows go to each rank")
-            for inner in step.inner or (step,):
+            own_kernel = isinstance(step, Tiles) and run_tiles.dispatch(type(step.kernel)) is not run_tiles.dispatch(
+                object
+            )
+            for inner in () if own_kernel else step.inner or (step,):
                 if isinstance(inner, Compute) and inner.op == "embedding_bag":
                     wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
                 in_fp8 = isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8"
@@ -226,10 +230,17 @@ class Program:
             self._make_outputs(known)
             return
         try:
-            for inner in numbered(step, known, self._size_of):
-                self._call(replace(bound, step=inner))()
+            if isinstance(step, Tiles):
+                run_tiles(put_in(step.kernel, known), step, self, known)
+            else:
+                self.run_numbered(step, known, bound.rows)
         except ValueError as error:
             raise ScheduleError(f"schedule {self.run.name}, rank {self._rank}: {error}") from error
+
+    def run_numbered(self, step: Step, known: Mapping[str, Held], rows: tuple[int, ...] = ()) -> None:
+        """What the step does in these numbers; of tiles, one after the other."""
+        for inner in numbered(step, known, self._size_of):
+            bind(inner, self, rows)()
 
     def _size_of(self, place: tuple[str, int]) -> tuple[int, int]:
         found = self._places[place]
@@ -325,6 +336,16 @@ def bind(step: Step, program: Program, rows: tuple[int, ...]) -> Callable[[], ob
     rows: of a collective, how many each rank has.
     """
     raise AssertionError(f"{step} was not refused")
+
+
+@singledispatch
+def run_tiles(kernel: TileKernel, step: Tiles, program: Program, known: Mapping[str, Held]) -> None:
+    """Does the tiles of a step, on the memory of `program`. A kernel that does them in another way than one after the other is
+    registered (`run_tiles.register`), and then nothing is asked of the tiles.
+
+    known: what the lane has read, by buffer; `kernel` has its numbers from there.
+    """
+    program.run_numbered(step, known)
 
 
 @bind.register

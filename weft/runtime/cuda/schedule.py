@@ -1,18 +1,18 @@
 """A schedule on GPUs: lanes are streams, copies are copy engines', and the host only issues.
 
-Compiled once (`weft.runtime.stream_compiler`): copies, signals and the joints between streams are recorded in a
+Compiled once (`weft.runtime.cuda.compile`): copies, signals and the joints between streams are recorded in a
 `_core.StreamProgram`, which issues a run of them in one call; between them come the library's GEMMs and small kernels. The
 first compute lane is the caller's current stream; the others start when it has come to the call, and it goes on when all
 have ended.
 
-Signals between ranks are tokens in words of symmetric memory (`weft.runtime.stream_tokens`): streams wait for them and write
+Signals between ranks are tokens in words of symmetric memory (`weft.runtime.cuda.tokens`): streams wait for them and write
 them, and no compute unit is spent on it. What is issued is the same in every run, so that it may be captured in a CUDA graph
 and replayed; graphs and single calls may alternate, also between ranks.
 
 Order. A write by a stream comes after the copies before it on that stream and makes them visible; a wait keeps back all that
 follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
 
-Deadlines. A stream that waits has none: `weft.runtime.stream_watch` looks whether runs get on. When the group has failed, this
+Deadlines. A stream that waits has none: `weft.runtime.cuda.watch` looks whether runs get on. When the group has failed, this
 rank's words are poisoned, so that its streams go on, and the next call raises.
 
 No result that was made of what never came passes for a valid one: before the streams go on, all bytes of this rank's symmetric
@@ -25,25 +25,25 @@ import contextlib
 import ctypes
 import threading
 import time
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from weft import env
-from weft.errors import DeadlineError, ScheduleError
+from weft.errors import DeadlineError
 from weft.kernels.signals import POISONED, TOKEN
-from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule, layout_of
-from weft.runtime.stream_compiler import compile_streams
-from weft.runtime.stream_items import StreamItems
-from weft.runtime.stream_tokens import missing, tokens_of
-from weft.runtime.stream_watch import watch
+from weft.runtime.cuda.compile import compile_streams
+from weft.runtime.cuda.context import Tensors, allocated
+from weft.runtime.cuda.issue import StreamItems
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.cuda.tokens import missing
+from weft.runtime.cuda.watch import watch
+from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule
 from weft.schedule import Schedule
-from weft.schedule.order import issue_order
 from weft.symm import Domain
 from weft.symm.cuda_driver import fill
 from weft.timeline import Timeline
 
-Tensors: TypeAlias = dict[str, torch.Tensor]
 _SPOIL_S = 2.0  # how long after a failure buffers are kept spoilt
 
 
@@ -56,39 +56,21 @@ class CudaSchedule:
 
     def __init__(self, schedule: Schedule, domain: Domain) -> None:
         agree_on_schedule(schedule, domain)
+        require_runnable_on_gpus(schedule, domain.rank)
         self.schedule, self.domain = schedule, domain
         self.deadline_s = self._usual_deadline_s = env.deadline_s()
         self.rank, self.device = domain.rank, domain.device
-        self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(self.rank, expected=False)}
-        self.given = [b for b in self.buffers.values() if b.role in ("input", "output")]
-        self.order = issue_order(schedule)[self.rank]
-        self.layout = layout_of(schedule)
-        self.tokens = tokens_of(schedule)
-        self.lanes = [lane.name for lane in schedule.lanes]
-        first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
-        if first is None:
-            raise ScheduleError(f"schedule {schedule.name} has no compute lane, which is the caller's stream")
-        self.lanes.insert(0, self.lanes.pop(self.lanes.index(first)))
-        self.region = domain.allocate(self.layout.buffer_bytes, what=f"buffers of schedule {schedule.name}")
-        self._n_words = max(len(tokens) for tokens in self.tokens)
-        self.words = domain.allocate(8 * (self._n_words + 1), what=f"signals of schedule {schedule.name}")
-        self.own = self._own_buffers()
+        self.context = context = allocated(schedule, domain)
+        self._n_words = context.standing_word
         with torch.cuda.device(self.device):
-            self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
-            self.monitor = torch.cuda.Stream(self.device)
             # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
             self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._word_view = self.words.tensor(self.rank, (self._n_words + 1,), torch.int64)
+        self._word_view = context.words.tensor(self.rank, (self._n_words + 1,), torch.int64)
         self._poison = torch.full((self._n_words,), POISONED, dtype=torch.int64, pin_memory=True)
         self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
-        self.begun_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._begun = self.begun_word.numpy()
-        self.known: dict[str, tuple[int, ...]] = {}  # what buffers hold, as far as the host has read it in this run
-        self.made: Tensors = {}  # in this run, outputs that were given as functions
+        self._begun = context.begun_word.numpy()
         self._reads_on_host = schedule.reads_on_host
-        self.caller: torch.cuda.Stream | None = None  # of a run whose sizes the host reads
         self._captured = False
-        self._failure: DeadlineError | None = None
         self._warm: set[tuple[Any, ...]] = set()
         self._programs: dict[bool, StreamItems] = {}
         self._put_first_tokens()
@@ -114,7 +96,8 @@ class CudaSchedule:
 
         With `timeline` it waits for the device and appends what ran when. Raises what befell the group since the last run.
         """
-        self.check()
+        context = self.context
+        context.check()
         if not like_before:
             self._look_at(tensors)
         self.deadline_s = deadline_s or self._usual_deadline_s
@@ -124,10 +107,11 @@ class CudaSchedule:
                 raise ValueError(
                     f"schedule {self.schedule.name} reads sizes on the host, which a captured graph cannot: give max_rows"
                 )
-            self.caller = torch.cuda.current_stream(self.device)
+            run = context.run
+            run.caller = torch.cuda.current_stream(self.device)
             tensors = dict(tensors)  # outputs are put in when their size is known
-            self.known.clear()
-            self.made = {}
+            run.known.clear()
+            run.made = {}
         if not like_before:
             self._warm_up(tensors, capturing)
         self._captured = self._captured or capturing
@@ -142,11 +126,11 @@ class CudaSchedule:
             raise
         if timeline is not None:
             torch.cuda.synchronize(self.device)
-            self.check()
+            context.check()
             program.read(timeline, self.rank)
         elif not capturing:
             self.domain.check()  # what was enqueued after a failure is no result
-        made, self.made = self.made, {}
+        made, context.run.made = context.run.made, {}
         return made
 
     @property
@@ -157,22 +141,19 @@ class CudaSchedule:
     @property
     def nbytes(self) -> int:
         """Of symmetric memory."""
-        return self.layout.buffer_bytes
+        return self.context.layout.buffer_bytes
 
     def check(self) -> None:
         """Raise what was found wrong since the last run. Does not wait."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self.domain.check()
+        self.context.check()
 
     def close(self) -> None:
         """Give memory up. Runs that were enqueued must be done."""
         watch.remove(self)
         self._take_back()
         self._programs.clear()
-        self.own.clear()
-        for region in (self.region, self.words):
+        self.context.own.clear()
+        for region in (self.context.region, self.context.words):
             if self._captured:
                 region.close()  # a graph may be replayed whenever
             else:
@@ -180,21 +161,9 @@ class CudaSchedule:
 
     # --- before a run ---
 
-    def _own_buffers(self) -> Tensors:
-        own = {}
-        for b in self.buffers.values():
-            if b.role == "symmetric":
-                assert isinstance(b.rows, int)
-                offset = self.layout.buffers[b.name]
-                own[b.name] = self.region.tensor(self.rank, (b.rows, b.cols), TORCH_DTYPE[b.dtype], offset)
-            elif b.role == "scratch":
-                assert isinstance(b.rows, int)
-                own[b.name] = torch.empty(b.rows, b.cols, dtype=TORCH_DTYPE[b.dtype], device=self.device)
-        return own
-
     def _look_at(self, tensors: Tensors) -> None:
         """Raise `ValueError` for a tensor that is not what the schedule was made for, before anything is enqueued."""
-        for b in self.given:
+        for b in self.context.given:
             t = tensors.get(b.name)
             if t is None:
                 raise ValueError(f"no tensor for buffer {b.name}: pass one of shape ({b.rows}, {b.cols}), {b.dtype}")
@@ -213,7 +182,7 @@ class CudaSchedule:
 
     def _warm_up(self, tensors: Tensors, capturing: bool) -> None:
         """Load every kernel that a run with such tensors needs: loading one while a stream waits can hang the device."""
-        layout = tuple([t.stride() for b in self.given if not callable(t := tensors[b.name])])
+        layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
         if layout in self._warm:
             return
         if capturing:
@@ -227,36 +196,18 @@ class CudaSchedule:
         program = self._programs.get(timed)
         if program is None:
             torch.cuda.synchronize(self.device)
-            program = self._programs[timed] = compile_streams(self, timed)
+            program = self._programs[timed] = compile_streams(self.context, timed)
         return program
 
     def _put_first_tokens(self) -> None:
         """For the waits of the first run for the run before it."""
-        first = [token.word for token in self.tokens[self.rank].values() if token.previous]
+        first = [token.word for token in self.context.tokens[self.rank].values() if token.previous]
         if first:
             self._word_view[first] = TOKEN
         torch.cuda.synchronize(self.device)
         self.domain.all_gather(None, what="first tokens of a schedule")  # peers put theirs from now on
 
-    def require_inside(self, buffer: str, first: int, count: int, tensors: Tensors) -> None:
-        """End the group if a copy of this run goes beyond its buffer: a part of the run is enqueued, and peers wait for it."""
-        rows = self.buffers[buffer].rows
-        rows = rows if isinstance(rows, int) else tensors[buffer].shape[0]
-        if not 0 <= first <= first + count <= rows:
-            text = (
-                f"rank {self.rank}: rows {first}:+{count} are outside {buffer} of {rows} rows, by the sizes of this run"
-            )
-            self.domain.poison(text)
-            raise ScheduleError(text)
-
     # --- when something goes wrong ---
-
-    @property
-    def standing_word(self) -> int:
-        """The number of the word behind those for tokens. Not 0 while a run stands at waits: 1 + how many it has passed, as far as
-        that is known. Used where no lane begins with waits for the previous run alone, whose tokens are missing while a run goes
-        on."""
-        return self._n_words
 
     def has_begun(self) -> bool:
         begun = bool(self._begun[0])
@@ -271,7 +222,7 @@ class CudaSchedule:
             self._found.copy_(self._word_view, non_blocking=True)
             self._poison_stream.synchronize()
         *words, standing = self._found.tolist()
-        waits = missing(self.tokens[self.rank], words, standing)
+        waits = missing(self.context.tokens[self.rank], words, standing)
         if not waits:
             return
         signals = [f"signal {t.key[0]}[{t.key[1]}] of rank {t.setter} on lane {lane!r}" for lane, t in waits]
@@ -280,7 +231,7 @@ class CudaSchedule:
             f"rank {self.rank} waited {seconds:.3g} s for {' or '.join(signals)} of schedule {self.schedule.name}: it has not come "
             f"in {run}. Have all ranks made the same call?"
         )
-        self._failure = DeadlineError(text)
+        self.context.run.failure = DeadlineError(text)
         self.domain.poison(text)
 
     def _release_waiters(self) -> None:
@@ -293,8 +244,8 @@ class CudaSchedule:
         threading.Thread(target=self._keep_spoiling, name="weft-spoil", daemon=True).start()
 
     def _spoil(self) -> None:
-        if self.layout.buffer_bytes:
-            fill(self.region.address(self.rank), self.layout.buffer_bytes, 0xFF, self._poison_stream)
+        if self.nbytes:
+            fill(self.context.region.address(self.rank), self.nbytes, 0xFF, self._poison_stream)
 
     def _keep_spoiling(self) -> None:
         until = time.monotonic() + _SPOIL_S

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from weft.errors import ScheduleError
-from weft.schedule import Collective, Compute, Copy, Lane, Read, Schedule, Set, Step, Tiles, Wait
+from weft.runtime.cuda.compile import emit, emit_tiles
+from weft.schedule import Collective, Compute, Copy, Lane, Schedule, Step, Tiles
 from weft.schedule.expr import value
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
 
-_ON_GPUS = (Copy, Compute, Collective, Set, Wait, Read, Tiles)
 _COLLECTIVES_ON_GPUS = ("all_gather", "all_to_all", "exchange")
 
 
@@ -24,17 +25,23 @@ def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
 
 
 def _unknown(step: Step, rank: int) -> Iterator[str]:
-    if not isinstance(step, _ON_GPUS):
-        yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {', '.join(one.kind for one in _ON_GPUS)}"
+    if emit.dispatch(type(step)) is emit.dispatch(object):
+        yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
     elif isinstance(step, Collective) and step.op not in _COLLECTIVES_ON_GPUS:
         yield f"the GPU executor knows no {step.op}: it knows {', '.join(_COLLECTIVES_ON_GPUS)}"
     elif isinstance(step, Compute):
         for region in (*step.inputs, step.out):
             if not variables_of(region.at) and value(region.at) != rank:
                 yield f"{describe(region, rank)} is a peer's, and the library's kernels compute in memory of their own GPU: copy it"
+    elif isinstance(step, Tiles) and emit_tiles.dispatch(type(step.kernel)) is emit_tiles.dispatch(object):
+        yield f"the GPU executor has no kernel {step.kernel.name}: it has {_entries(emit_tiles.registry)}"
     for inner in step.inner or (step,):
         if isinstance(inner, Copy) and inner.accumulate:
             yield "the GPU executor's copies do not add: copy, then compute with accumulate=True"
+
+
+def _entries(registry: Mapping[Any, object]) -> str:
+    return ", ".join(kind.kind for kind in registry if kind is not object)
 
 
 def _updated_twice(step: Step, lane: Lane, updated: dict[str, str]) -> Iterator[str]:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weft.runtime.stream_late import is_late
-from weft.runtime.stream_tokens import Place, Token
+from weft.runtime.cuda.sizes import is_late
+from weft.runtime.cuda.tokens import Place, Token
 from weft.schedule import Copy, Region, Set, Step, Wait
 
 

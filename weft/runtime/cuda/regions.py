@@ -9,16 +9,13 @@ but the first stay where they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from weft.runtime.cuda.context import Context, Tensors
 from weft.schedule import ITEM_BYTES, Region
 
-if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
-
-Tensors: TypeAlias = dict[str, torch.Tensor]
 View: TypeAlias = Callable[[Tensors], torch.Tensor]
 """Of a run's tensors, by name, to a region of one of them."""
 
@@ -27,43 +24,43 @@ class Regions:
     """bases: the addresses; 0 for the caller's tensors, until a run says theirs. words, begun: the numbers of the bases of rank 0's
     words and of the watchdog's."""
 
-    def __init__(self, owner: CudaSchedule) -> None:
-        self._owner = owner
-        world = owner.domain.world_size
-        given, own = len(owner.given), [name for name, b in owner.buffers.items() if b.role == "scratch"]
-        self._base = {b.name: i for i, b in enumerate(owner.given)} | {name: given + i for i, name in enumerate(own)}
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        world = context.domain.world_size
+        given, own = len(context.given), [name for name, b in context.buffers.items() if b.role == "scratch"]
+        self._base = {b.name: i for i, b in enumerate(context.given)} | {name: given + i for i, name in enumerate(own)}
         self._symmetric = given + len(own)
         self.words = self._symmetric + world
-        fixed = [owner.own[name].data_ptr() for name in own]
-        fixed += [owner.region.address(r) for r in range(world)] + [owner.words.address(r) for r in range(world)]
+        fixed = [context.own[name].data_ptr() for name in own]
+        fixed += [context.region.address(r) for r in range(world)] + [context.words.address(r) for r in range(world)]
         self.begun = given + len(fixed)
-        self.bases = [0] * given + fixed + [owner.begun_word.data_ptr()]
+        self.bases = [0] * given + fixed + [context.begun_word.data_ptr()]
 
     def place(self, region: Region) -> tuple[int, int, int]:
         """(number of its base address, bytes from there, bytes from row to row)."""
-        buffer, item = self._owner.buffers[region.buffer], self.item_bytes(region)
+        buffer, item = self._context.buffers[region.buffer], self.item_bytes(region)
         offset = (int(region.row) * buffer.cols + int(region.col)) * item
         if buffer.role == "symmetric":
-            offset += self._owner.layout.buffers[buffer.name]
+            offset += self._context.layout.buffers[buffer.name]
             return self._symmetric + int(region.at), offset, buffer.cols * item
         return self._base[buffer.name], offset, buffer.cols * item
 
     def fixed_pitch(self, region: Region) -> int | None:
         """Bytes from row to row, for a region in memory of the schedule's own."""
-        known = region.buffer in self._owner.own
-        return self._owner.buffers[region.buffer].cols * self.item_bytes(region) if known else None
+        known = region.buffer in self._context.own
+        return self._context.buffers[region.buffer].cols * self.item_bytes(region) if known else None
 
     def row_bytes(self, region: Region) -> int:
         return int(region.cols) * self.item_bytes(region)
 
     def item_bytes(self, region: Region) -> int:
-        return ITEM_BYTES[self._owner.buffers[region.buffer].dtype]
+        return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
     def view(self, region: Region) -> View:
-        buffer = self._owner.buffers[region.buffer]
+        buffer = self._context.buffers[region.buffer]
         row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
-        if buffer.name in self._owner.own:
-            fixed = self._owner.own[buffer.name][row : row + rows, col : col + cols]
+        if buffer.name in self._context.own:
+            fixed = self._context.own[buffer.name][row : row + rows, col : col + cols]
             return lambda tensors: fixed
         name = buffer.name
         if (rows, cols) == (buffer.rows, buffer.cols):

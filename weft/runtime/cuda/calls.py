@@ -7,19 +7,17 @@ memory of the library's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, sendable
+from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.regions import Regions
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.runtime.stream_regions import Regions, Tensors
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
-
-if TYPE_CHECKING:
-    from weft.runtime.schedule_cuda import CudaSchedule
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
@@ -46,13 +44,13 @@ def compute_call(step: Compute, regions: Regions) -> Callable[[Tensors], None]:
     return lambda t: void(op(*(x(t) for x in inputs), out=out(t)))
 
 
-def collective_call(step: Collective, regions: Regions, owner: CudaSchedule) -> Callable[[Tensors], None]:
+def collective_call(step: Collective, regions: Regions, context: Context) -> Callable[[Tensors], None]:
     """`ScheduleError` if it is no all-gather."""
     if step.op != "all_gather":
         raise ScheduleError(f"streams cannot run {step}; they know all_gather")
-    src, dst, group = regions.view(step.src), regions.view(step.dst), owner.domain.group
-    nth = _collectives(owner.schedule, owner.rank).index(step)
-    sizes = [int(_collectives(owner.schedule, r)[nth].src.rows) for r in range(owner.domain.world_size)]
+    src, dst, group = regions.view(step.src), regions.view(step.dst), context.domain.group
+    nth = _collectives(context.schedule, context.rank).index(step)
+    sizes = [int(_collectives(context.schedule, r)[nth].src.rows) for r in range(context.domain.world_size)]
     if len(set(sizes)) == 1:
         return lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group))
     return lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))

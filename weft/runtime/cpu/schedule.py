@@ -23,8 +23,8 @@ import torch
 
 from weft import env
 from weft.errors import ScheduleError
-from weft.runtime.schedule_cpu_program import Bound, Checked, Program
-from weft.runtime.schedule_cpu_run import Run, Tensors
+from weft.runtime.cpu.program import Bound, Checked, Program
+from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import Schedule, Set
 from weft.symm import Domain

@@ -1,0 +1,152 @@
+"""A step's kernel, by which GPUs go, and its tiles, by which all others do, say the same: for every candidate, against what each
+kernel is documented to do (`weft.schedule.kernels`), with made-up sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from slow import slow
+from test_schedule_embedding import PROBLEMS
+
+from weft.schedule import (
+    AllToAllMatmul,
+    Compute,
+    Copy,
+    EmbeddingAllToAll,
+    Index,
+    NotApplicableError,
+    Schedule,
+    Set,
+    Step,
+    Tiles,
+    candidates,
+    slices,
+    value,
+)
+from weft.schedule.kernels import GroupedMatmul, PooledSlices
+from weft.schedule.slices import units_of
+from weft.schedule.steps import put_in
+from weft.schedule.text import from_json, to_json
+
+K = 8
+
+
+def tiles_of(schedule: Schedule, rank: int) -> list[Tiles]:
+    return [s for lane in schedule.of_rank(rank, expected=False) for s in lane.steps if isinstance(s, Tiles)]
+
+
+def dispatches(world: int, experts: int, exact: bool) -> Iterator[tuple[str, Schedule]]:
+    p = AllToAllMatmul(world, experts, (12,) * world, 16, K, "bf16", most=20, exact=exact)
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            yield candidate.name, candidate.build()
+
+
+Segment = tuple[str, int, int, str, int, str, int]
+"""y, its row, rows, x, its row, weights, their row"""
+
+
+def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int) -> list[Segment]:
+    """What the docstring of `weft.kernels.grouped_matmul` says."""
+    world, mine = len(counts), rank * kernel.experts
+    found: list[Segment] = []
+    for turn, expert in itertools.product(range(kernel.n_sources), range(kernel.n_experts)):
+        source, expert = (rank + kernel.first_source + turn) % world, kernel.first_expert + expert
+        y = sum(counts[s][mine + e] for s in range(world) for e in range(expert))
+        y += sum(counts[s][mine + expert] for s in range(source))
+        slot = (source - rank - 1) % world * kernel.slot_rows
+        x, block = (kernel.tokens, sum(counts[rank][:mine])) if source == rank else (kernel.inbox, slot)
+        first = block + sum(counts[source][mine : mine + expert])
+        found.append((kernel.y, y, counts[source][mine + expert], x, first, kernel.weights, expert * k))
+    return sorted(found)
+
+
+def by_tiles(step: Tiles, held: dict[str, Any]) -> list[Segment]:
+    found: list[Segment] = []
+    for number in range(value(step.extent)):
+        for gemm in put_in(step.body, {**held, step.index: number}):
+            assert isinstance(gemm, Compute)
+            assert (gemm.op, gemm.accumulate) == ("matmul", False)
+            x, w = gemm.inputs
+            assert x.rows == gemm.out.rows
+            found.append((gemm.out.buffer, gemm.out.row, gemm.out.rows, x.buffer, x.row, w.buffer, w.row))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), slow(4, 3), slow(8, 4)])
+def test_grouped_matmuls(world: int, experts: int, exact: bool) -> None:
+    draw = random.Random(world)
+    counts = [[draw.randint(0, 9) for _ in range(world * experts)] for _ in range(world)]
+    held = {"counts": tuple(itertools.chain(*counts))}
+    for name, schedule in dispatches(world, experts, exact):
+        schedule = from_json(to_json(schedule))
+        for rank in (0, world - 1):
+            done: list[tuple[int, int]] = []
+            for step in tiles_of(schedule, rank):
+                if not isinstance(kernel := step.kernel, GroupedMatmul):
+                    continue
+                assert kernel.counts == "counts"
+                assert by_kernel(kernel, counts, rank, K) == by_tiles(step, held), (name, rank)
+                turns = range(kernel.first_source, kernel.first_source + kernel.n_sources)
+                its = range(kernel.first_expert, kernel.first_expert + kernel.n_experts)
+                done += [(turn % world, expert) for turn in turns for expert in its]
+            everything = [(turn, expert) for turn in range(world) for expert in range(experts)]
+            assert sorted(done) == ([] if name == "serial" else everything), name
+
+
+def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
+    counts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    held = {"counts": tuple(itertools.chain(*counts))}
+    schedule = next(found for name, found in dispatches(3, 2, True) if "rest=each" in name)
+    step = tiles_of(schedule, 1)[1]
+    kernel, (gemm,) = step.kernel, step.body
+    assert isinstance(kernel, GroupedMatmul)
+    assert isinstance(gemm, Compute)
+    assert by_kernel(kernel, counts, 1, K) == by_tiles(step, held)
+    others: tuple[dict[str, Any], ...] = (
+        {"slot_rows": 21}, {"first_source": 1}, {"n_sources": 2}, {"n_experts": 1}, {"first_expert": 1, "n_experts": 1}, {"y": "z"},
+    )  # fmt: skip
+    for other in others:
+        assert by_kernel(replace(kernel, **other), counts, 1, K) != by_tiles(step, held), other
+    elsewhere = replace(step, body=(replace(gemm, out=replace(gemm.out, row=gemm.out.row + 1)),))
+    assert by_kernel(kernel, counts, 1, K) != by_tiles(elsewhere, held)
+
+
+def stored(body: tuple[Step, ...]) -> tuple[Index, Index, Index]:
+    """The rank, the column and the width that a tile's vectors have in the end."""
+    *_, last = (step for step in body if isinstance(step, Copy | Compute))
+    region = last.dst if isinstance(last, Copy) else last.out
+    return region.at, region.col, region.cols
+
+
+@pytest.mark.parametrize("transport", ["direct", "put"])
+@pytest.mark.parametrize("order", ["remote_first", "natural"])
+@pytest.mark.parametrize("p", PROBLEMS)
+def test_pooled_slices(transport: str, order: Any, p: EmbeddingAllToAll) -> None:
+    ranks = range(p.world_size)
+    for slice_size, rank in itertools.product((1, 2, 5), ranks):
+        schedule = from_json(to_json(getattr(slices, transport)(p, slice_size=slice_size, order=order)))
+        tiles = tiles_of(schedule, rank)
+        assert {step.kernel for step in tiles} <= {PooledSlices(transport, order, slice_size)}  # type: ignore[arg-type]
+        wanted, found = [], []
+        for to in (
+            [*(r % p.world_size for r in range(rank + 1, rank + p.world_size)), rank]
+            if order == "remote_first"
+            else ranks
+        ):
+            units = units_of(p.slots[rank], slice_size)
+            wanted += [(to, unit.column, unit.width) for _ in range(p.batch_sizes[to]) for unit in units]
+        for step in tiles:
+            bodies = [step.tile(number) for number in range(value(step.extent))]
+            found += [stored(body) for body in bodies]
+            staged = transport == "put" and value(stored(bodies[0])[0]) != rank
+            kinds = [Compute, Copy, Set] if staged else [Compute]
+            assert all([type(one) for one in body] == kinds for body in bodies)
+        assert found == wanted, (slice_size, rank)

@@ -1,0 +1,171 @@
+"""What the streams of a run do with sizes that only the run knows (`weft.schedule.steps.Read`).
+
+Read by the device: one small kernel adds up every number that the lane's copies need, and these find them in its memory.
+Read by the host: it waits until the buffer's contents have come, with the deadline that the watching thread keeps; then
+copy engines are told sizes as numbers, and outputs are made that have as many rows as came. Read meanwhile: it waits when it
+has issued the GEMMs, with outputs that have room for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from weft import _core
+from weft.kernels import totals as device_code
+from weft.runtime.cuda.context import Context, Tensors
+from weft.runtime.cuda.kernel_call import kernel_call, loaded
+from weft.schedule import Compute, Copy, Expr, Index, Tiles
+from weft.schedule.expr import Total
+from weft.schedule.steps import put_in, variables_of
+
+_BLOCK = 128
+
+
+def is_late(step: Any) -> bool:
+    """Whether a step of a rank has sizes or places that only the run knows."""
+    return isinstance(step, Copy | Compute | Tiles) and bool(variables_of(step))
+
+
+class Totals:
+    """Numbers that the device adds up from what `held` holds."""
+
+    def __init__(self, held: torch.Tensor, indices: Sequence[Index]) -> None:
+        parts = [index.totals() if isinstance(index, Expr) else (index, ()) for index in indices]
+        most = max((len(terms) for _, terms in parts), default=0)
+        rows = [[_term(t) for t in terms] + [(0, 0, 1)] * (most - len(terms)) for _, terms in parts]
+        device = held.device
+        self._terms = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._constants = torch.tensor([constant for constant, _ in parts], dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(len(parts), dtype=torch.int64, device=device)
+        self._compiled = _compiled_totals(device)
+        self._arguments = (held, self._terms, self._constants, self.numbers, most)
+
+    def launch(self, stream: int) -> None:
+        self._compiled[len(self.numbers), 1, 1](*self._arguments, _BLOCK, stream=stream)
+
+    def record(self, program: _core.StreamProgram, stream: int) -> bool:
+        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        call = kernel_call(program, self._compiled, len(self.numbers), self._arguments)
+        if call is not None:
+            program.launch(stream, [(1, call)])
+        return call is not None
+
+    def address(self, number: int) -> int:
+        return self.numbers.data_ptr() + 8 * number
+
+
+def _term(total: Total) -> tuple[int, int, int]:
+    return total.first, max(0, -(-(total.end - total.first) // total.step)), total.step
+
+
+@lru_cache(maxsize=16)
+def _compiled_totals(device: torch.device) -> Any:
+    return loaded(device, device_code.totals_kernel, [torch.int64] * 4 + [1], 1, {"BLOCK": _BLOCK})
+
+
+class HostRead:
+    """The host learns what a buffer holds, once in a run, and makes the outputs whose rows follow from it."""
+
+    def __init__(self, context: Context, buffer: str) -> None:
+        self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
+        self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
+        self._come = torch.cuda.Event()
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        context, run = self.context, self.run
+        if self.buffer in run.known:
+            return
+        self._copy.copy_(self._held, non_blocking=True)
+        self._come.record()
+        self._come.synchronize()  # a wait that never ends is ended by the watching thread
+        context.check()
+        run.known[self.buffer] = tuple(self._copy.flatten().tolist())
+        # The caller's tensors are made on the caller's stream, whichever lane reads: whatever fills them, and whoever has
+        # their memory next, is ordered there.
+        with torch.cuda.stream(run.caller):
+            for i, buffer in enumerate(context.given):
+                make = tensors[buffer.name]
+                if callable(make) and variables_of(buffer.rows) <= run.known.keys():
+                    tensors[buffer.name] = run.made[buffer.name] = made = make(put_in(buffer.rows, run.known))
+                    bases[i] = made.data_ptr()
+
+
+class ReadAhead:
+    """The host learns what a buffer holds when it has issued what depends on that: `begin`, GEMMs, `settle`.
+
+    Outputs are made with room for more rows than came before, and cut. Where that is not enough they are made anew, and the
+    GEMMs issued again: what they read stays until their lane says that it may be written.
+    """
+
+    def __init__(self, context: Context, buffer: str) -> None:
+        self.context, self.run, self.buffer, self._held = context, context.run, buffer, context.own[buffer]
+        self.gemms: list[Callable[[Tensors, list[int]], None]] = []
+        self._copy = torch.zeros(self._held.shape, dtype=torch.int64, pin_memory=True)
+        self._come = torch.cuda.Event()
+        expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == buffer)
+        self._outputs = [(i, b.name, b.rows) for i, b in enumerate(context.given) if variables_of(b.rows) == {buffer}]
+        self._room = {name: _with_room(put_in(rows, {buffer: expected})) for _, name, rows in self._outputs}
+        self._makers: dict[str, Callable[[int], torch.Tensor]] = {}  # of this run
+
+    def begin(self, tensors: Tensors, bases: list[int]) -> None:
+        self._copy.copy_(self._held, non_blocking=True)
+        self._come.record()
+        given: dict[str, Any] = {name: tensors[name] for _, name, _ in self._outputs}
+        self._makers = {name: make for name, make in given.items() if callable(make)}
+        self._make(tensors, bases, self._room)
+
+    def settle(self, tensors: Tensors, bases: list[int]) -> None:
+        context, run = self.context, self.run
+        self._come.synchronize()  # a wait that never ends is ended by the watching thread
+        context.check()
+        run.known[self.buffer] = tuple(self._copy.flatten().tolist())
+        came = {name: put_in(rows, run.known) for _, name, rows in self._outputs if name in self._makers}
+        lacking = {name: rows for name, rows in came.items() if rows > tensors[name].shape[0]}
+        if lacking:
+            self._make(tensors, bases, lacking)
+            for gemms in self.gemms:
+                gemms(tensors, bases)
+        for name, rows in came.items():
+            run.made[name] = tensors[name][:rows]
+            # The same number as long as it will do: the allocator then has a block of that size.
+            if not self._room[name] // 2 <= rows <= self._room[name]:
+                self._room[name] = _with_room(rows)
+        self._makers = {}
+
+    def _make(self, tensors: Tensors, bases: list[int], rows: dict[str, int]) -> None:
+        with torch.cuda.stream(self.run.caller):  # see HostRead
+            for i, name, _ in self._outputs:
+                if name in self._makers and name in rows:
+                    tensors[name] = made = self._makers[name](rows[name])
+                    bases[i] = made.data_ptr()
+
+
+def _with_room(rows: int) -> int:
+    return rows + rows // 8 + 16
+
+
+class LateCopy:
+    """A copy by a copy engine, of a size that the host has read."""
+
+    def __init__(self, context: Context, step: Copy, source: tuple[int, int], target: tuple[int, int]) -> None:
+        """source, target: number of the base address, and bytes from row to row."""
+        self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
+        self.offset = context.layout.buffers.get(step.dst.buffer, 0)
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        known, context, (src, dst) = self.run.known, self.context, (self.step.src, self.step.dst)
+        first, rows, begin = (n.evaluate(known) if isinstance(n, Expr) else n for n in (src.row, src.rows, dst.row))
+        context.require_inside(src.buffer, first, rows, tensors)
+        context.require_inside(dst.buffer, begin, rows, tensors)
+        if not rows:
+            return
+        (source, pitch), (target, to_pitch) = self.source, self.target
+        program = _core.StreamProgram(2, 1, 0)
+        width = int(src.cols) * pitch // context.buffers[src.buffer].cols
+        program.copy(0, 1, self.offset + begin * to_pitch, to_pitch, 0, first * pitch, pitch, width, rows)
+        stream = torch._C._cuda_getCurrentRawStream(context.device.index)
+        program.run(0, 1, [bases[source], bases[target]], [stream])
