@@ -78,6 +78,11 @@ class Chosen:
     """Of the schedules."""
 
     @property
+    def stale(self) -> bool:
+        """Whether there is something better to run calls than this by now."""
+        return any(one.stale for one in self._executors())
+
+    @property
     def was_captured(self) -> bool:
         return any(one.was_captured for one in self._executors())
 
@@ -126,7 +131,7 @@ def choose(
             names = _fastest(p, domain, tensors, deadline_s, serial)
     schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
-    made = {name: executor(schedules[name], domain, p) for name in schedules if name in (names[0], captured)}
+    made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
@@ -169,11 +174,18 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
         verify(schedule)
 
 
-def executor(schedule: Schedule, domain: Domain, p: Problem | None = None) -> Any:
+def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Any:
+    """What runs `schedule`, of the candidate `name` for `p`. Collective. Those of one family that have the same name share memory on
+    GPUs, and ranks compare the first of them only: what makes them is the house's."""
     if domain.device.type == "cuda":
-        from weft.runtime.cuda.schedule import CudaSchedule  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.memory import shared  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.schedule import CudaSchedule
 
-        return CudaSchedule(schedule, domain)
+        family = p if p is None else p.family[0]
+        if p is None or family is p or not name or plan.from_outside(p, named(p, name)):
+            return CudaSchedule(schedule, domain)
+        found = shared((family, name), schedule, domain)
+        return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
     from weft.runtime.cpu.schedule import CpuSchedule
 
     return CpuSchedule(schedule, domain, "" if p is None else f"{p.name} of {p.text}")
