@@ -11,7 +11,7 @@ from matmul_ranks import close
 
 from weft import symm
 from weft.hw import load_machine
-from weft.ops import choosing
+from weft.operator import choosing
 from weft.schedule import AllToAllMatmul
 from weft.sim import model_of
 

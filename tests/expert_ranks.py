@@ -133,7 +133,7 @@ def backward(group: dist.ProcessGroup, experts: int, exact: bool, schedule: str 
 
 def torchs_grouped_gemm(group: dist.ProcessGroup) -> None:
     """The library's way with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
-    from weft.ops import exchanged
+    from weft.runtime import exchanged
 
     original = exchanged._has_grouped_gemm
     exchanged._has_grouped_gemm = lambda x, w: x.numel() > 0 and exchanged._is_aligned(x) and exchanged._is_aligned(w)
@@ -149,7 +149,7 @@ def torchs_grouped_gemm(group: dist.ProcessGroup) -> None:
 def left_out(group: dist.ProcessGroup) -> None:
     """The library's way where more rows come than there is room for, which on GPUs is no error: the first ones are right, and
     their gradients."""
-    from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+    from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
 
     rank, world, experts = group.rank(), group.size(), 2
     splits = traffic("uneven", world, experts, 2)
@@ -170,10 +170,10 @@ def left_out(group: dist.ProcessGroup) -> None:
 def one_gradient(group: dist.ProcessGroup) -> None:
     """Only tokens', only weights': the same as when both are wanted, and with the same memory, as without any."""
     from weft import symm
-    from weft.ops.all_to_all_matmul import _table
+    from weft.operator.calls import prepared_calls
+    from weft.ops.all_to_all_matmul import OPERATOR
 
     symm.domain(group, device()).close()
-    _table._of_group.pop(id(group), None)
     rank, world, experts = group.rank(), group.size(), 2
     splits = traffic("uneven", world, experts, 3)
     tokens, weights = data(splits, experts, 8, 8, torch.float32, 3)
@@ -187,7 +187,7 @@ def one_gradient(group: dist.ProcessGroup) -> None:
     with torch.no_grad():
         again = weft.all_to_all_matmul(x, w, torch.tensor(splits[rank], device=device()), group=group, capacity=60)
     assert torch.equal(again, y)
-    assert len(_table.known(group)) == 1
+    assert sum(not one.stale for one in prepared_calls(OPERATOR, group)) == 1
     assert grads[1][1] is grads[2][0] is None
     torch.testing.assert_close(grads[0][0], grads[1][0])
     torch.testing.assert_close(grads[0][1], grads[2][1])
@@ -237,7 +237,7 @@ def compiled_in_pieces(group: dist.ProcessGroup) -> list[str]:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(7, 8, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)
     for max_rows in (7, None):
-        arguments = (x, w, torch.tensor([5, 2]), group.group_name, max_rows, None, "", 0.0)
+        arguments = (x, w, torch.tensor([5, 2]), max_rows, None, group.group_name, "", 0.0)
         torch.library.opcheck(torch.ops.weft.all_to_all_matmul.default, arguments)
 
 

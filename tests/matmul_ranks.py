@@ -107,7 +107,7 @@ def backward(
 
 def many_sizes(group: dist.ProcessGroup, count: int, most: int = 40, kept: int = 64) -> int:
     """Random M, back to back, two operators of a group taking turns; compared only afterwards. How many threads there are."""
-    from weft.ops import prepared
+    from weft.operator import prepared
 
     prepared.KEPT = kept
     rank, world = group.rank(), group.size()
@@ -128,7 +128,7 @@ def remembers_times(group: dist.ProcessGroup) -> list[str]:
     """The schedules that were timed at the first call of a shape, which others of its description, in another process or after
     the domain has gone, do not time again."""
     from weft import env, symm
-    from weft.ops import choosing
+    from weft.operator import choosing
     from weft.plan import store
 
     x, B = data(group.rank(), (6, 16), torch.float32, 1), data(0, (16, 10), torch.float32, 2)
@@ -154,7 +154,7 @@ def measures_gemms(group: dist.ProcessGroup) -> dict[str, Any]:
     """As on a GPU that there is a model of, whose GEMMs take times that are made up: twice as long on rank 1."""
     from weft import symm
     from weft.hw import load_machine
-    from weft.ops import choosing
+    from weft.operator import choosing
     from weft.plan import gemms
     from weft.sim import model_of
 
@@ -305,7 +305,7 @@ def never_comes(group: dist.ProcessGroup) -> str:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.all_gather_matmul(x, [B], 0, group)
-    arguments = (x, [B], group.group_name, True, "", None, 0.0)
+    arguments = (x, [B], True, None, group.group_name, "", 0.0)
     torch.library.opcheck(torch.ops.weft.all_gather_matmul.default, arguments)
 
 

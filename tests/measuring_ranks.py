@@ -20,8 +20,9 @@ from matmul_ranks import captured, close, data, device, shards_of, told
 import weft
 from weft import env, plan, symm
 from weft.hw import load_machine
-from weft.ops import choosing
-from weft.ops.all_gather_matmul import _table
+from weft.operator import choosing
+from weft.operator.calls import prepared_calls
+from weft.ops.all_gather_matmul import OPERATOR
 from weft.plan import store
 from weft.schedule import AllGatherMatmul, Schedule
 from weft.sim import model_of
@@ -61,7 +62,7 @@ def multiply(group: dist.ProcessGroup, m: int, **options: Any) -> str:
     whole = torch.cat(shards)
     close(y, whole.double() @ B.double(), whole @ B)
     p, pinned = described(group, m), options.get("schedule", weft.plan.pinned())
-    (prepared,) = [one for one in _table.known(group) if one.p == p and one.pinned == pinned]
+    (prepared,) = [one for one in prepared_calls(OPERATOR, group) if one.p == p and one.pinned == pinned]
     return prepared.taken[0]
 
 

@@ -27,7 +27,7 @@ from weft.bench.run import ceilings_for, run_rank
 from weft.bench.schedules import cannot
 from weft.hw import load_machine
 from weft.launch import Pool
-from weft.ops import choosing
+from weft.operator import choosing
 from weft.plan import choose
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates, described
 from weft.sim import model_of

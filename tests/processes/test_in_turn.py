@@ -29,7 +29,7 @@ from pool import assert_deadline, error_of
 import weft
 from weft import symm
 from weft.launch import Pool, RankDiedError
-from weft.ops import gathered
+from weft.runtime import unfused
 
 BAD_RANK = 1
 LONG_S = 30.0
@@ -213,7 +213,7 @@ def from_threads(group: dist.ProcessGroup) -> list[torch.Tensor]:
     others and the library's call."""
     own, w, inside, overtaken = own_group(group), torch.eye(K), threading.Event(), threading.Event()
     call(own, "all_gather_matmul")
-    native = gathered.all_gather_single
+    native = unfused.all_gather_single
 
     def dawdle(*arguments: Any, **options: Any) -> Any:
         if inside.is_set():
@@ -229,7 +229,7 @@ def from_threads(group: dist.ProcessGroup) -> list[torch.Tensor]:
         return weft.all_gather_matmul(x, [w], 0, own, schedule="serial", deadline_s=LONG_S)[1][0]
 
     one(0.0)
-    gathered.all_gather_single = dawdle
+    unfused.all_gather_single = dawdle
     try:
         with ThreadPoolExecutor(1) as other:
             first = other.submit(one, 1.0)
@@ -237,7 +237,7 @@ def from_threads(group: dist.ProcessGroup) -> list[torch.Tensor]:
             second = one(2.0)
         return [first.result(), second]
     finally:
-        gathered.all_gather_single = native
+        unfused.all_gather_single = native
 
 
 def test_threads_do_not_overtake_each_other(pool: Pool) -> None:
@@ -296,7 +296,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
     """Rank 1 comes, and then does not begin the collective: it raises, gets Ctrl-C, or does nothing until the others give up."""
     own = own_group(group)
     call(own, "all_gather_matmul")
-    native = gathered.all_gather_single
+    native = unfused.all_gather_single
 
     def instead(*_: Any, **__: Any) -> None:
         if doing == "raise":
@@ -307,7 +307,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
 
     ignored = signal.getsignal(signal.SIGINT)
     if group.rank() == BAD_RANK:
-        gathered.all_gather_single = instead
+        unfused.all_gather_single = instead
         signal.signal(signal.SIGINT, signal.default_int_handler)
     error = "", ""
     try:
@@ -315,7 +315,7 @@ def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[
     except (Exception, KeyboardInterrupt) as raised:
         error = type(raised).__name__, str(raised)
     finally:
-        gathered.all_gather_single = native
+        unfused.all_gather_single = native
         signal.signal(signal.SIGINT, ignored)
     return error, again(own, "all_gather_matmul")
 
@@ -344,7 +344,7 @@ def killed(group: dist.ProcessGroup, when: str) -> list[tuple[str, str]]:
     if group.rank() == BAD_RANK:
         if when == "before":
             instead()
-        gathered.all_gather_single = instead
+        unfused.all_gather_single = instead
     return [error_of(lambda: call(group, "all_gather_matmul", deadline_s=LONG_S)) for _ in range(2)]
 
 
@@ -406,11 +406,11 @@ def test_timelines_of_experts(pool: Pool) -> None:
 
 def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
     """Which gradients a compiled backward made, and which there are, for several choices of what wants one."""
-    module = importlib.import_module(f"weft.ops.{operator}")
-    native, asked, found = module.gradients, list[list[bool]](), []
+    spec = importlib.import_module(f"weft.ops.{operator}").OPERATOR
+    native, asked, found = spec.gradients, list[list[bool]](), []
 
     def spy(*arguments: Any) -> Any:
-        asked.append(list(arguments[5]))
+        asked.append(list(arguments[4])[:2])
         return native(*arguments)
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -419,7 +419,7 @@ def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[b
         splits = torch.tensor([4] + [0] * (group.size() - 1))
         return weft.all_to_all_matmul(x, w, splits, max_rows=4 * group.size()).sum()  # of the world
 
-    module.gradients = spy
+    spec.gradients = spy
     try:
         for wanting in ([True, False], [False, True], [True, True]):
             x, w = torch.ones(4, K), torch.ones(1, K, N)
@@ -431,7 +431,7 @@ def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[b
             for tensor in (x, w):
                 assert tensor.grad is None or tensor.grad.abs().sum() > 0 or group.rank()
     finally:
-        module.gradients = native
+        del spec.gradients
     assert not asked
     return found
 

@@ -22,7 +22,7 @@ from schedule_cpu_ranks import wait_for_failure
 import weft
 from weft import plan, symm
 from weft.launch import Pool
-from weft.ops import choosing
+from weft.operator import choosing
 from weft.schedule import AllGatherMatmul, Schedule
 
 BAD_RANK = 1

@@ -17,7 +17,7 @@ import weft
 from weft.caller import warn
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.ops import choosing, prepared
+from weft.operator import choosing, prepared
 from weft.plan import choose, store
 
 TABLE = weft.EmbeddingBagConfig(4, 2, "t", ("f",))

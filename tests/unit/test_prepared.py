@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from weft.ops.prepared import KEPT, KEPT_BYTES, WHILE, Table
+from weft.operator.prepared import KEPT, KEPT_BYTES, WHILE, Table
 
 
 class _Group:
@@ -22,7 +20,7 @@ class _Made:
 
 
 def test_shapes_in_use_stay_however_large() -> None:
-    table, group = Table[Any](), _Group()
+    table, group = Table(), _Group()
     large = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(6)]  # type: ignore[arg-type]
     for turn in range(3 * WHILE):
         assert table.find(group, turn % 6) is large[turn % 6]  # type: ignore[arg-type]
@@ -31,7 +29,7 @@ def test_shapes_in_use_stay_however_large() -> None:
 
 
 def test_large_shapes_that_are_not_called_any_more_go_but_for_what_a_graph_holds() -> None:
-    table, group = Table[Any](), _Group()
+    table, group = Table(), _Group()
     old, held = _Made(KEPT_BYTES), _Made(KEPT_BYTES, captured=True)
     last, used = _Made(KEPT_BYTES), _Made()
     for key, one in enumerate((old, held, last, used)):
@@ -44,7 +42,7 @@ def test_large_shapes_that_are_not_called_any_more_go_but_for_what_a_graph_holds
 
 
 def test_of_many_shapes_those_go_that_were_called_longest_ago() -> None:
-    table, group = Table[Any](), _Group()
+    table, group = Table(), _Group()
     made = [table.keep(group, key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
     table.find(group, 0)  # type: ignore[arg-type]
     for key in (KEPT, KEPT + 1):
@@ -55,7 +53,7 @@ def test_of_many_shapes_those_go_that_were_called_longest_ago() -> None:
 
 def test_shapes_that_graphs_hold_leave_room_for_others() -> None:
     """However many there are: a new shape would else push out the one before it, at every turn."""
-    table, group = Table[Any](), _Group()
+    table, group = Table(), _Group()
     for key in range(2 * KEPT):
         table.keep(group, key, _Made(captured=True))  # type: ignore[arg-type]
     others = [table.keep(group, -1 - key, _Made()) for key in range(KEPT)]  # type: ignore[arg-type]
@@ -66,7 +64,7 @@ def test_what_is_dropped_of_a_group_depends_on_its_own_calls_alone() -> None:
     """Ranks that share one group may call others as well."""
     kept = []
     for others in (0, 3 * WHILE):
-        table, group, other = Table[Any](), _Group(), _Group()
+        table, group, other = Table(), _Group(), _Group()
         table.keep(other, 0, _Made())  # type: ignore[arg-type]
         for key in range(3):
             table.keep(group, key, _Made(KEPT_BYTES))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.ops.gpu_gemms import GemmTimer
+from weft.operator.gpu_gemms import GemmTimer
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import AllGatherMatmul, Scaled
 

@@ -22,7 +22,7 @@ from slow import mostly
 
 from weft.errors import ScheduleError
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda.context import Context, rank_schedule
+from weft.runtime.cuda.context import Context, Run, rank_schedule
 from weft.runtime.cuda.groups import Grouping
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, missing, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -95,6 +95,7 @@ def context_of(schedule: Schedule, rank: int) -> Context:
         "words": Memory(),
         "side": streams[1:],
         "monitor": streams[0],
+        "run": Run(),
     }
     return Context(**vars(mine), device=torch.device("cpu"), own=own, begun_word=torch.zeros(1), **instead)
 

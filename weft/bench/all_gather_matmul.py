@@ -22,9 +22,8 @@ from functools import cached_property
 
 import torch
 
-from weft import plan
 from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Call, Mode, Ranks
+from weft.bench.harness import Call, Ranks
 from weft.bench.matmul_operator import MatmulOperator
 from weft.bench.matmul_results import (
     ASYNCTP,
@@ -36,12 +35,11 @@ from weft.bench.matmul_results import (
     MeasuredMatmul,
 )
 from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
-from weft.bench.measure import Arms, Step, Workload, measure_arms
+from weft.bench.measure import Arms, Step, measure_arms
 from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.schedules import (
-    PLANNED_MODES,
     WEFT,
-    Planned,
+    PlannedWorkload,
     cannot,
     check_applicable,
     check_room,
@@ -52,20 +50,18 @@ from weft.bench.schedules import (
 )
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
-from weft.ops import choosing
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import AllGatherMatmul, Compute, Schedule, described
-from weft.sim import Model
 from weft.symm import SymmetricBuffer
 
 _FIXED = (BASELINE, ASYNCTP, WEFT)
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
-class MatmulWorkload(Workload):
+class MatmulWorkload(PlannedWorkload):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
 
     claims = ((WEFT, BASELINE), (WEFT, ASYNCTP))
@@ -75,6 +71,7 @@ class MatmulWorkload(Workload):
         self.name = shape.name
         self.problem = _problem(shape, ranks.world_size, next(name for name, d in DTYPES.items() if d == dtype))
         self.scaled = self.problem.scaled is not None
+        self.spec = (scaled if self.scaled else plain).OPERATOR
         self.dtype = torch.bfloat16 if self.scaled else dtype
         self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
         if shape.symmetric:
@@ -112,33 +109,6 @@ class MatmulWorkload(Workload):
         if name == WEFT and self.choices:
             times = max(roundings(choice.schedule) for choice in self.choices.values())
         return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE], times)
-
-    @cached_property
-    def choices(self) -> dict[Mode, plan.Choice]:
-        """What the planner says of queued and of captured calls; nothing where it does not know the machine, and the operator
-        measures instead. Look at it after the operator's first call, which is timed and should not find the choice made."""
-        model = self._model()
-        if model is None:
-            return {}
-        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
-
-    @cached_property
-    def planned(self) -> dict[Mode, Planned]:
-        model = self._model()
-        return {m: Planned.of(choice, model, self.taken(m)) for m, choice in self.choices.items() if model is not None}
-
-    def taken(self, mode: Mode) -> str:
-        """Which schedule the operator took, where none was pinned; serial if it was not called."""
-        calls = (scaled if self.scaled else plain).prepared_calls(self.ranks.group)
-        found = [call.taken for call in calls if call.pinned is None and call.p == self.problem]
-        return found[-1][mode == "graph"] if found else "serial"
-
-    def twins(self, mode: Mode) -> dict[str, str]:
-        return {WEFT: BASELINE} if self.taken(mode) == "serial" else {}
-
-    def _model(self) -> Model | None:
-        world = self.ranks.world_size
-        return None if world == 1 else choosing.machine_model(self.ranks.device, world)
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""

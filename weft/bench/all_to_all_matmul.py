@@ -57,8 +57,10 @@ from weft.bench.schedules import (
     gemm_limit,
     wanted_schedules,
 )
-from weft.ops.all_to_all_matmul import all_to_all_matmul, prepared_calls
-from weft.ops.exchanged import Sizes, exchange_counts, multiplied_by_library
+from weft.operator.calls import prepared_calls
+from weft.ops.all_to_all_matmul import OPERATOR as SPEC
+from weft.ops.all_to_all_matmul import all_to_all_matmul
+from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
 from weft.words import counted
 
@@ -132,7 +134,7 @@ class DispatchWorkload(Workload):
         """Which schedule the operator took for a variant that pins none; serial if it was not called."""
         group, p = self.ranks.group, self.problem
         like = (p.experts, p.n, p.k, p.dtype, not variant.endswith(BOUNDED))
-        found = [one for one in prepared_calls(group) if one.pinned is None]
+        found = [one for one in prepared_calls(SPEC, group) if one.pinned is None]
         takes = [c.taken for c in found if (c.p.experts, c.p.n, c.p.k, c.p.dtype, c.p.exact) == like]
         return takes[-1][mode == "graph"] if takes else "serial"
 
@@ -165,7 +167,7 @@ class DispatchWorkload(Workload):
 
 
 class Serial:
-    """The library's calls in turn: `weft.ops.exchanged`, which is also the operator's serial schedule."""
+    """The library's calls in turn: `weft.runtime.exchanged`, which is also the operator's serial schedule."""
 
     def __init__(self, work: DispatchWorkload) -> None:
         self.work = work

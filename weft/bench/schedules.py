@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from weft import plan
-from weft.bench.harness import Ranks
+from weft.bench.harness import Mode, Ranks
+from weft.bench.measure import Workload
+from weft.operator import choosing
+from weft.operator.calls import prepared_calls
 from weft.plan.choose import decide
 from weft.plan.predict import least_us, predict
 from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates, named
@@ -167,6 +171,40 @@ class Planned:
         if taken not in times[1]:
             times[1][taken] = predict(named(p, taken).build(), blind, choice.mode, least_us(p, blind)) / 1e3
         return Planned(*times)
+
+
+class PlannedWorkload(Workload):
+    """Of an operator's problem, with what its planner says of it."""
+
+    problem: Any
+    spec: Any
+
+    @cached_property
+    def choices(self) -> dict[Mode, plan.Choice]:
+        """What the planner says of queued and of captured calls; nothing where it does not know the machine, and the operator
+        measures instead. Look at it after the operator's first call, which is timed and should not find the choice made."""
+        model = self._model()
+        if model is None:
+            return {}
+        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
+
+    @cached_property
+    def planned(self) -> dict[Mode, Planned]:
+        model = self._model()
+        return {m: Planned.of(choice, model, self.taken(m)) for m, choice in self.choices.items() if model is not None}
+
+    def taken(self, mode: Mode) -> str:
+        """Which schedule the operator took, where none was pinned; serial if it was not called."""
+        calls = prepared_calls(self.spec, self.ranks.group)
+        found = [call.taken for call in calls if call.pinned is None and call.p == self.problem]
+        return found[-1][mode == "graph"] if found else "serial"
+
+    def twins(self, mode: Mode) -> dict[str, str]:
+        return {WEFT: "serial"} if self.taken(mode) == "serial" else {}
+
+    def _model(self) -> Model | None:
+        world = self.ranks.world_size
+        return None if world == 1 else choosing.machine_model(self.ranks.device, world)
 
 
 def schedule_of(variant: str, taken: str) -> str:

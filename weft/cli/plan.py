@@ -199,7 +199,7 @@ def calibrate(
             f"processes schedules are measured at the first call of each shape"
         )
     from weft.launch import run_ranks
-    from weft.ops.gpu_measure import calibrate_ranks
+    from weft.operator.gpu_measure import calibrate_ranks
 
     saved = run_ranks(
         wanted, calibrate_ranks, tuple(dtype or ["bf16"]), seconds, backend="nccl", timeout_s=seconds + 300

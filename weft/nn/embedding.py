@@ -22,8 +22,8 @@ from weft import env, symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
+from weft.operator.together import together
 from weft.ops.embedding_all_to_all import embedding_all_to_all, release
-from weft.ops.together import together
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.sparse.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged

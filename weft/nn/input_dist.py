@@ -23,7 +23,7 @@ import torch.distributed as dist
 from weft import symm
 from weft.arguments import check_tensor, checked_deadline
 from weft.errors import DisagreementError, RefusedError
-from weft.ops.in_turn import begun, turn_on
+from weft.runtime.in_turn import begun, turn_on
 from weft.sparse.check import missing_feature
 from weft.sparse.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
 from weft.sparse.tables import EmbeddingSharding

@@ -1,8 +1,7 @@
 """weft.all_gather_scaled_matmul: fp8 GEMMs with scales that start before all of their input is there.
 
-The scaled sibling of `weft.all_gather_matmul`, made of the same parts: from one call down, what the caller means is brought into
-one form (`_Call`), then found or made is what was prepared for calls of that form (`_Prepared`), then it runs. Scales of
-rows travel with their rows: each schedule sends them beside the data, under the same signal.
+The scaled sibling of `weft.all_gather_matmul`. Scales of rows travel with their rows: each schedule sends them beside the data,
+under the same signal.
 """
 
 from __future__ import annotations
@@ -12,17 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft import plan
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
-from weft.ops import choosing
-from weft.ops.flattened import UNEVEN, check_weights, flattened, restored, rows_of_one
-from weft.ops.gathered import gathered_by_library
-from weft.ops.prepared import Prepared, Table, check_options, contiguous, group_of, warn_of_copy
-from weft.ops.together import agree, together
-from weft.runtime.opaque import opaque
-from weft.runtime.scaled_matmul import scaled_matmul
+from weft.operator.calls import made, registered
+from weft.operator.flattened import UNEVEN, check_weights, flattened, restored, rows_of_ranks
+from weft.operator.prepared import contiguous, group_of, warn_of_copy
+from weft.operator.spec import Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.schedule.problem import SCALED_MULTIPLE
@@ -84,26 +78,19 @@ def all_gather_scaled_matmul(
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", for data that is not scaled.
     """
-    options = Bs, A_scale, B_scales, gather_dim, group, biases, result_scales, out_dtypes, use_fast_accum
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        if timeline is not None:
-            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        call, gather_dim, deadline_s = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
-        name = group if isinstance(group, str) else group.group_name
-        results = torch.ops.weft.all_gather_scaled_matmul(*call, name, schedule or "", deadline_s or 0.0)
-        results = restored(results, A_shard.shape, gather_dim, rows, group)
-        return (results[0], list(results[1:])) if return_A else (None, list(results))
-    group = group_of(group)
-    with together(_Prepared.operator, group, A_shard, deadline_s):
-        call, gather_dim, deadline_s = _call(A_shard, *options, return_A, rows, deadline_s, timeline)
-        results = _prepared_for(call, group, schedule, deadline_s)(call, deadline_s, timeline)
-        results = restored(results, A_shard.shape, gather_dim, rows, group)
-        return (results[0], list(results[1:])) if return_A else (None, list(results))
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        options = Bs, A_scale, B_scales, gather_dim, biases, result_scales, out_dtypes, use_fast_accum
+        return _call(A_shard, *options, return_A, rows, group)
+
+    results = made(OPERATOR, group, A_shard, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    results = restored(results, A_shard.shape, gather_dim, rows, group)
+    return (results[-1], results[:-1]) if return_A else (None, results)
 
 
 class _Call(NamedTuple):
-    """A call on matrices. scale: of x_shard, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards,
-    if they differ."""
+    """Of matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards, if they
+    differ."""
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
@@ -114,17 +101,16 @@ class _Call(NamedTuple):
     fast: list[bool]
     by_row: bool
     return_x: bool
-    rows: list[int] | None
+    rows: Sequence[int] | None
 
 
 def _call(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], gather_dim: int,
-    group: dist.ProcessGroup | str, biases: Sequence[torch.Tensor | None] | None,
-    result_scales: Sequence[torch.Tensor | None] | None, out_dtypes: Sequence[torch.dtype | None] | None,
-    use_fast_accum: Sequence[bool] | None, return_A: bool, rows: Sequence[int] | None, deadline_s: float | None,
-    timeline: Timeline | None,
-) -> tuple[_Call, int, float | None]:  # fmt: skip
-    """What the caller means, and gather_dim and deadline_s; `ValueError` for what cannot be."""
+    biases: Sequence[torch.Tensor | None] | None, result_scales: Sequence[torch.Tensor | None] | None,
+    out_dtypes: Sequence[torch.dtype | None] | None, use_fast_accum: Sequence[bool] | None, return_A: bool,
+    rows: Sequence[int] | None, group: dist.ProcessGroup | str | None,
+) -> _Call:  # fmt: skip
+    """What the caller means; `ValueError` for what cannot be."""
     check_tensor("A_shard", A_shard)
     check_tensor("A_scale", A_scale)
     check_tensors("Bs", Bs := listed("Bs", Bs))
@@ -133,23 +119,21 @@ def _call(
     for i, bias in enumerate(biases):
         if bias is not None:
             check_tensor(f"biases[{i}]", bias)
-    gather_dim, deadline_s = checked_dimension(A_shard, gather_dim), check_options(deadline_s, timeline)
-    if rows is not None and not torch.compiler.is_compiling():  # a compiled call is checked when it runs
-        rows = checked_rows(rows, A_shard, gather_dim, group_of(group))
-    by_row, scale = _scale_of_rows(A_scale, B_scales, A_shard, gather_dim, rows, group)
+    dim = checked_dimension(A_shard, gather_dim)
+    sizes = rows_of_ranks(rows, A_shard, dim, group)
+    by_row, scale = _scale_of_rows(A_scale, B_scales, A_shard, dim, rows, group)
     dtypes = [torch.bfloat16] * len(Bs) if out_dtypes is None else listed("out_dtypes", out_dtypes)
     out = [_OUT.get(dtype or _FP8, "") for dtype in dtypes]
     fast = [False] * len(Bs) if use_fast_accum is None else listed("use_fast_accum", use_fast_accum)
     _check_rest((A_shard, A_scale, *Bs, *B_scales, *biases), len(Bs), B_scales, biases, result_scales, dtypes, fast)
-    sizes = None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
-    x = flattened(A_shard, gather_dim)
-    call = _Call(x, list(Bs), scale, list(B_scales), list(biases), out, list(fast), by_row, return_A, sizes)
-    return call, gather_dim, deadline_s
+    scales = [_scale_of(B, scale, by_row) for B, scale in zip(Bs, B_scales, strict=True)]
+    x = flattened(A_shard, dim)
+    return _Call(x, list(Bs), scale, scales, list(biases), out, list(fast), by_row, return_A, sizes)
 
 
 def _scale_of_rows(
     A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
-    group: dist.ProcessGroup | str,
+    group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
     """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1])"""
     own = (*A_shard.shape[:-1], 1)
@@ -169,6 +153,13 @@ def _scale_of_rows(
     raise ValueError(
         f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own} or {tuple(whole)}"
     )
+
+
+def _scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """In one form of all that mean the same."""
+    if scale.numel() != 1:
+        return scale
+    return scale.reshape(1, 1).expand(1, B.shape[-1]) if by_row else scale.reshape(1, 1)
 
 
 def _check_rest(
@@ -193,139 +184,78 @@ def _check_rest(
         )
 
 
-class _Prepared(Prepared):
-    operator = "all_gather_scaled_matmul"
-    p: AllGatherMatmul
+class _AllGatherScaledMatmul(Operator[_Call]):
+    name, form, hint = "all_gather_scaled_matmul", _Call, UNEVEN
+    tags = (torch.Tag.needs_fixed_stride_order,)
 
-    @opaque
-    def __call__(self, call: _Call, deadline_s: float | None, timeline: Timeline | None) -> list[torch.Tensor]:
-        """[gathered x if wanted, y...]. Autocast, which would reach what a CPU computes, does not reach in."""
-        if torch.is_autocast_enabled(self.device.type):
-            with torch.autocast(self.device.type, enabled=False):
-                return self(call, deadline_s, timeline)
-        tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}
-        results, layout = [], tuple([B.stride() for B in call.Bs])
+    def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
+        return call if call.rows is None else call._replace(rows=checked_rows(call.rows, call.x, 0, group))
+
+    def key(self, call: _Call) -> Any:
+        return super().key(call), tuple([bias is None or bias.is_contiguous() for bias in call.biases])
+
+    def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmul:
+        x = call.x
+        if x.dtype != _FP8:
+            raise ValueError(f"A_shard is {x.dtype}: use {_FP8}, and weft.all_gather_matmul for other dtypes")
+        check_weights(x, call.Bs)
+        check_flag("return_A", call.return_x)
+        for i, fast in enumerate(call.fast):
+            check_flag(f"use_fast_accum[{i}]", fast)
+        for name, scale in (("A_scale", call.scale), *((f"B_scales[{i}]", s) for i, s in enumerate(call.B_scales))):
+            _check_on(x.device, name, scale, torch.float32)
         for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
+            n = B.shape[1]
+            if not _fits(scale, B, call):
+                wanted = (
+                    f"[1, {n}]"
+                    if call.by_row
+                    else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
+                )
+                raise ValueError(f"B_scales[{i}] has shape {tuple(scale.shape)}: pass {wanted}")
+            if out == "fp8" and call.by_row:
+                raise ValueError(
+                    f"out_dtypes[{i}] is {_FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16"
+                )
+            if bias is not None:
+                if out == "fp32":
+                    raise ValueError(
+                        f"biases[{i}] and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after"
+                    )
+                _check_on(x.device, f"biases[{i}]", bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
+                if bias.shape != (n,) or not bias.is_contiguous():
+                    raise ValueError(
+                        f"biases[{i}] has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]"
+                    )
+        scaled = Scaled(
+            "row" if call.by_row else "tensor",
+            tuple(call.out),
+            tuple(b is not None for b in call.biases),
+            tuple(call.fast),
+        )
+        n_of = tuple(B.shape[1] for B in call.Bs)
+        return AllGatherMatmul(
+            world, tuple(call.rows or (x.shape[0],) * world), n_of, x.shape[1], "fp8", call.return_x, scaled
+        )
+
+    def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
+        tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}
+        for i, (B, scale, bias) in enumerate(zip(call.Bs, call.B_scales, call.biases, strict=True)):
             tensors[f"w{i}"] = _column_major(B, f"Bs[{i}]")
-            tensors[f"w_scale{i}"] = (scale.expand(1, B.shape[1]) if call.by_row else scale.reshape(1, 1)).contiguous()
+            tensors[f"w_scale{i}"] = scale.contiguous()
             if bias is not None:
                 tensors[f"bias{i}"] = bias.view(1, -1)
-            tensors[f"y{i}"] = y = torch.empty(self.p.m, B.shape[1], dtype=TORCH_DTYPE[out], device=self.device)
-            results.append(y)
-        capturing = self.capturing()
-        if self.known_serial(capturing):
-            return self._in_turn(tensors, results, deadline_s, timeline)
+        return tensors
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        x, m = call.x, sum(call.rows) if call.rows else call.x.shape[0] * world
+        tensors = {
+            f"y{i}": x.new_empty(m, B.shape[1], dtype=TORCH_DTYPE[out])
+            for i, (B, out) in enumerate(zip(call.Bs, call.out, strict=True))
+        }
         if call.return_x:
-            tensors["x"] = torch.empty(self.p.m, self.p.k, dtype=_FP8, device=self.device)
-        executor = self.executor(
-            tensors, capturing, deadline_s, lambda: self._in_turn(tensors, results, deadline_s, None)
-        )
-        if executor is None:
-            return self._in_turn(tensors, results, deadline_s, timeline)
-        self.run(executor, tensors, deadline_s, timeline, layout)
-        return [tensors["x"], *results] if call.return_x else results
-
-    def _in_turn(
-        self, tensors: dict[str, torch.Tensor], results: list[torch.Tensor], deadline_s: float | None, timeline: Timeline | None
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """The library's collective, then its GEMMs."""
-        turn = self.turn(deadline_s, timeline)
-        scaled, x, scale = self.p.scaled, tensors["x_shard"], tensors["x_scale"]
-        assert scaled is not None
-        if self.domain is not None:
-            x = gathered_by_library(x, self.p, self.group, turn)
-            if scaled.by == "row":
-                scale = gathered_by_library(scale, self.p, self.group, turn, "all_gather x_scale -> gathered_scale")
-        elif self.p.return_gathered:
-            x = x.clone()
-        for i, y in enumerate(results):
-            w, w_scale, bias = tensors[f"w{i}"], tensors[f"w_scale{i}"], tensors.get(f"bias{i}")
-            scaled_matmul(x, w, scale, w_scale, bias, fast=scaled.fast[i], out=y)
-            if turn is not None:
-                turn.done(f"scaled_matmul{'_fast' * scaled.fast[i]} y{i}", y)
-        if turn is not None:
-            turn.end()
-        return [x, *results] if self.p.return_gathered else results
-
-
-# --- what was prepared ---
-
-_table: Table[_Prepared] = Table()
-
-
-def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
-    """Of each shape that was called on `group`, the oldest first."""
-    return _table.known(group)
-
-
-def _prepared_for(call: _Call, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None) -> _Prepared:
-    """What differs in the key differs in the text that ranks compare: a shape is new on all of them or on none."""
-    pinned, x = plan.pinned(schedule), call.x
-    sizes = None if call.rows is None else checked_rows(call.rows, x, 0, group)
-    scales = [
-        (scale.numel() == 1 or _fits(scale, B, call), scale.dtype, scale.device)
-        for B, scale in zip(call.Bs, call.B_scales, strict=True)
-    ]
-    biases = [None if b is None else (b.shape, b.dtype, b.device, b.is_contiguous()) for b in call.biases]
-    how = (tuple(call.out), tuple(call.fast), call.by_row, call.return_x, sizes, call.scale.dtype, call.scale.device)
-    weights = tuple([(B.shape, B.dtype, B.device) for B in call.Bs])
-    key = (x.shape, x.dtype, x.device, weights, tuple(scales), tuple(biases), how, pinned)
-    prepared = _table.find(group, key)
-    if prepared is not None:
-        return prepared
-
-    def check() -> tuple[str, int]:
-        p = _problem(call, sizes, group)
-        if pinned is not None:
-            choosing.check_name(pinned, p)
-        return f"{p}, {choosing.wanted_schedule(pinned, p)}", 0
-
-    agree(_Prepared.operator, group, x.device, check, deadline_s, UNEVEN)
-    p = _problem(call, sizes, group)
-    return _table.keep(group, key, _Prepared(p, group, x.device, pinned))
-
-
-def _problem(call: _Call, rows: tuple[int, ...] | None, group: dist.ProcessGroup) -> AllGatherMatmul:
-    """The call as a description; raises `ValueError` for what it cannot be."""
-    x = call.x
-    if x.dtype != _FP8:
-        raise ValueError(f"A_shard is {x.dtype}: use {_FP8}, and weft.all_gather_matmul for other dtypes")
-    check_weights(x, call.Bs)
-    check_flag("return_A", call.return_x)
-    for i, fast in enumerate(call.fast):
-        check_flag(f"use_fast_accum[{i}]", fast)
-    for name, scale in (("A_scale", call.scale), *((f"B_scales[{i}]", s) for i, s in enumerate(call.B_scales))):
-        _check_on(x.device, name, scale, torch.float32)
-    for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
-        n = B.shape[1]
-        if not _fits(scale, B, call):
-            wanted = (
-                f"[1, {n}]"
-                if call.by_row
-                else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
-            )
-            raise ValueError(f"B_scales[{i}] has shape {tuple(scale.shape)}: pass {wanted}")
-        if out == "fp8" and call.by_row:
-            raise ValueError(
-                f"out_dtypes[{i}] is {_FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16"
-            )
-        if bias is not None:
-            if out == "fp32":
-                raise ValueError(
-                    f"biases[{i}] and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after"
-                )
-            _check_on(x.device, f"biases[{i}]", bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
-            if bias.shape != (n,) or not bias.is_contiguous():
-                raise ValueError(
-                    f"biases[{i}] has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]"
-                )
-    scaled = Scaled(
-        "row" if call.by_row else "tensor", tuple(call.out), tuple(b is not None for b in call.biases), tuple(call.fast)
-    )
-    n_of = tuple(B.shape[1] for B in call.Bs)
-    return AllGatherMatmul(
-        group.size(), rows or (x.shape[0],) * group.size(), n_of, x.shape[1], "fp8", call.return_x, scaled
-    )
+            tensors["x"] = x.new_empty(m, x.shape[1])
+        return tensors
 
 
 def _fits(B_scale: torch.Tensor, B: torch.Tensor, call: _Call) -> bool:
@@ -345,32 +275,4 @@ def _column_major(B: torch.Tensor, name: str) -> torch.Tensor:
     return B.t().contiguous().t()
 
 
-# --- for torch.compile: an opaque op; the results begin with the gathered x if it is wanted ---
-
-_library = torch.library.Library("weft", "FRAGMENT")
-_library.define(
-    "all_gather_scaled_matmul(Tensor x_shard, Tensor[] Bs, Tensor x_scale, Tensor[] B_scales, Tensor?[] biases, str[] out, "
-    "bool[] fast, bool by_row, bool return_x, int[]? rows, str group, str schedule, float deadline_s) -> Tensor[]",
-    tags=[torch.Tag.needs_fixed_stride_order],
-)
-
-
-@opaque
-def _run(*arguments: Any) -> list[torch.Tensor]:
-    *given, group, schedule, deadline_s = arguments
-    call, group = _Call(*given), group_of(group)
-    with together(_Prepared.operator, group, call.x, deadline_s):
-        return _prepared_for(call, group, schedule or None, deadline_s or None)(call, deadline_s or None, None)
-
-
-def _fake(*arguments: Any) -> list[torch.Tensor]:
-    *given, group, _, _ = arguments
-    call = _Call(*given)
-    m = sum(call.rows) if call.rows else call.x.shape[0] * group_of(group).size()
-    ys = [call.x.new_empty(m, B.shape[1], dtype=TORCH_DTYPE[out]) for B, out in zip(call.Bs, call.out, strict=True)]
-    return [call.x.new_empty(m, call.x.shape[1]), *ys] if call.return_x else ys
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("all_gather_scaled_matmul", _run, _device)
-torch.library.register_fake("weft::all_gather_scaled_matmul", _fake, lib=_library)
+OPERATOR = registered(_AllGatherScaledMatmul())

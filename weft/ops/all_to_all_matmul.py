@@ -1,42 +1,31 @@
 """weft.all_to_all_matmul: mixture of experts - tokens go to the ranks of their experts, whose GEMMs start as they arrive.
 
-From one call down: this file checks the input and finds, or makes, what was prepared for calls of this shape (`_Prepared`);
-`weft.ops.choosing` says which schedule; `weft.runtime.cuda` or `cpu` runs it. The serial schedule is called
-as a user would write it (`weft.ops.exchanged`, where backward is too), so that taking it costs nothing; on CPU ranks agree on it
-first (`weft.ops.in_turn`).
-
 How many tokens go where changes from call to call, and so may the number of tokens: neither is part of a shape. Memory for
-what comes in is made once, for `capacity` tokens a rank.
+what comes in is made once, for `capacity` tokens a rank. Without overlap it is done as `weft.runtime.exchanged` says, where
+backward is too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft import plan
 from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
-from weft.ops import choosing
-from weft.ops.derivatives import once, refused
-from weft.ops.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
-from weft.ops.in_turn import turn_on
-from weft.ops.prepared import Prepared, Table, check_options, contiguous, group_of, strided, warn_of_copy
-from weft.ops.together import agree, together
-from weft.runtime.agreement import refuse
-from weft.runtime.opaque import opaque
+from weft.operator.calls import made, registered
+from weft.operator.prepared import contiguous, strided, warn_of_copy
+from weft.operator.spec import Operator
+from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
 from weft.words import counted
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
-_BACKWARD = "backward of all_to_all_matmul"
-_SPLITS = (torch.int64, torch.int32)
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
 
 
@@ -109,241 +98,159 @@ def all_to_all_matmul(
     (all-to-all before the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
     Collectives", 7.1 and 7.2, where the all-to-all is behind the GEMM.
     """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        deadline_s = _checked(tokens, w_experts, splits, max_rows, capacity, deadline_s, timeline)
-        if timeline is not None:
-            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
-        name = group if isinstance(group, str) else group_of(group).group_name
-        options = name, max_rows, capacity, schedule or "", deadline_s or 0.0
-        y, received = torch.ops.weft.all_to_all_matmul(tokens, w_experts, splits, *options)
-        return (y, received) if return_received else y
-    group = group_of(group)
-    with together(_Prepared.operator, group, tokens, deadline_s):
-        deadline_s = _checked(tokens, w_experts, splits, max_rows, capacity, deadline_s, timeline)
-        found = _prepared_for(tokens, w_experts, splits, group, max_rows is None, capacity, schedule, deadline_s)
-        prepared, differentiated = found
-        if differentiated:
-            y, received = _Function.apply(prepared, max_rows, deadline_s, timeline, splits, tokens, w_experts)
-        else:
-            y, received, _ = prepared(tokens, w_experts, splits, max_rows, deadline_s, timeline)
-        return (y, received) if return_received else y
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
+            check_tensor(name, tensor)
+        for name, count in (("max_rows", max_rows), ("capacity", capacity)):
+            if not (
+                count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
+            ):
+                raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
+        return _Call(tokens, w_experts, splits, max_rows, capacity)
+
+    y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    return (y, received) if return_received else y
 
 
-def _checked(
-    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, capacity: int | None,
-    deadline_s: float | None, timeline: Timeline | None,
-) -> float | None:  # fmt: skip
-    """The deadline; `ValueError` for what cannot be."""
-    check_tensor("tokens", tokens)
-    check_tensor("w_experts", w)
-    check_tensor("splits", splits)
-    for name, count in (("max_rows", max_rows), ("capacity", capacity)):
-        if not (
-            count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
-        ):
-            raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
-    return check_options(deadline_s, timeline)
+class _Call(NamedTuple):
+    tokens: torch.Tensor
+    w: torch.Tensor
+    splits: torch.Tensor
+    max_rows: int | None
+    capacity: int | None
 
 
-class _Prepared(Prepared):
-    operator = "all_to_all_matmul"
+class _AllToAllMatmul(Operator[_Call]):
+    name, form = "all_to_all_matmul", _Call
+    gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
 
-    def __init__(self, p: AllToAllMatmul, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
-        super().__init__(p, group, device, pinned)
-        # Which gradients ranks have agreed to want: of tokens, of w_experts.
-        self.agreed: set[tuple[bool, bool]] = set()
+    def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
+        splits = call.splits.to(torch.int64) if call.splits.dtype == torch.int32 else call.splits
+        return call if splits is call.splits and splits.is_contiguous() else call._replace(splits=splits.contiguous())
 
-    @opaque
-    def __call__(
-        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
-        timeline: Timeline | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Sizes]:  # fmt: skip
-        """(y, received, how many rows went where)."""
-        if torch.is_autocast_enabled(self.device.type):
-            with torch.autocast(self.device.type, enabled=False):
-                return self(tokens, w, splits, max_rows, deadline_s, timeline)
-        if refusal := _wrong_values(tokens, splits):
-            raise ValueError(refusal)
-        tokens, splits = contiguous(tokens, "tokens"), splits.to(torch.int64).contiguous()
-        capturing = self.capturing()
-        if self.known_serial(capturing):
-            y, sizes = self._in_turn(tokens, w, splits, max_rows, deadline_s, timeline)
-        else:
-            y, sizes = self._scheduled(tokens, w, splits, max_rows, capturing, deadline_s, timeline)
-        if max_rows is not None and self.device.type == "cpu":
-            self._require_room(sizes, max_rows)
-        return y, sizes.received, sizes
+    # --- what is asked for ---
 
-    def _scheduled(
-        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, capturing: bool,
-        deadline_s: float | None, timeline: Timeline | None,
-    ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
-        p, on_cpu = self.p, self.device.type == "cpu"
-        assert self.domain is not None
-        if tokens.shape[0] > p.most:
-            # On GPUs hosts do not meet, and peers would wait for these tokens until their deadline.
-            refuse(
-                self.domain,
-                f"tokens has {counted(tokens.shape[0], 'row')}, and memory was made for capacity={p.most}: pass the "
-                "largest number of tokens that any call has as capacity, on every rank",
-                deadline_s=deadline_s,
-            )
+    def size(self, call: _Call) -> int:
+        return call.tokens.shape[0]
 
-        def make_y(rows: int) -> torch.Tensor:
-            # Rows for which there is no room are still written here: peers do not wait for one that gives up.
-            return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), p.n)
+    def key(self, call: _Call) -> Hashable:
+        tokens, w, splits, max_rows, capacity = call
+        likes = (w.shape, w.dtype, w.device, splits.shape, splits.dtype, splits.device)
+        return tokens.shape[1:], tokens.dtype, tokens.device, likes, max_rows is None, capacity
 
-        received = splits.new_empty(p.world_size, p.experts)
-        y: Any = make_y if max_rows is None or on_cpu else make_y(max_rows)
-        tensors = {"tokens": tokens, "splits": splits.view(1, -1), "w": self._weights(w), "received": received, "y": y}
-        executor = self._executor(tensors, w, capturing, deadline_s)
-        if executor is None:
-            return self._in_turn(tokens, w, splits, max_rows, deadline_s, timeline)
-        made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
-        return made.get("y", y), Sizes(splits, received)
-
-    def _executor(
-        self, tensors: dict[str, torch.Tensor], w: torch.Tensor, capturing: bool, deadline_s: float | None
-    ) -> Any:
-        """Chosen on tokens of the description's number, as many for each expert: the first call may have hardly any."""
-        if self._chosen is not None or capturing or self.pinned not in (None, plan.AUTOTUNE):
-            return self.executor(tensors, capturing, deadline_s)
-        p, device = self.p, self.device
-        assert self.domain is not None
-        splits = torch.tensor([p.splits[self.domain.rank]], device=device)
-        tokens = tensors["tokens"].new_zeros(p.rows[self.domain.rank], p.k)
-
-        def make_y(rows: int) -> torch.Tensor:
-            return tokens.new_empty(rows, p.n)
-
-        arriving = sum(row[self.domain.rank * p.experts + e] for row in p.splits for e in range(p.experts))
-        y: Any = make_y if p.exact or device.type == "cpu" else make_y(arriving)
-        even = {
-            **tensors,
-            "tokens": tokens,
-            "splits": splits,
-            "y": y,
-            "received": torch.empty_like(tensors["received"]),
-        }
-        rows = None if p.exact else arriving
-        return self.executor(
-            even, capturing, deadline_s, lambda: self._in_turn(tokens, w, splits.view(-1), rows, deadline_s, None)
-        )
-
-    def _in_turn(
-        self, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, max_rows: int | None, deadline_s: float | None,
-        timeline: Timeline | None,
-    ) -> tuple[torch.Tensor, Sizes]:  # fmt: skip
-        """The library's collectives, then its GEMMs."""
-        turn = self.turn(deadline_s, timeline)
-        sizes = Sizes(splits, exchange_counts(splits, self.group, turn))
-        y = multiplied_by_library(tokens, w, sizes, self.group, max_rows, turn)
-        if turn is not None:
-            turn.end()
-        return y, sizes
-
-    def _weights(self, w: torch.Tensor) -> torch.Tensor:
-        """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
-        if self.device.type != "cpu":
-            return strided(w, "w_experts")
-        if not w.is_contiguous():
-            warn_of_copy("w_experts", w, "and on CPU an expert's rows must follow each other; pass a contiguous one")
-        return w.contiguous().flatten(0, 1)
-
-    def _require_room(self, sizes: Sizes, max_rows: int) -> None:
-        came = sum(sizes.host.came)
-        if came > max_rows:
-            raise TooManyRowsError(
-                f"{counted(came, 'row')} came to rank {self.group.rank()}, from the ranks {sizes.host.came}, and "
-                f"max_rows={max_rows}: pass at least {came}, or None for as many as come"
-            )
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, prepared: _Prepared, max_rows: int | None, deadline_s: float | None, timeline: Timeline | None,
-        splits: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        y, received, sizes = prepared(tokens, w, splits, max_rows, deadline_s, timeline)
-        sizes.fetch()  # so that backward finds them on the host
-        ctx.prepared, ctx.sizes, ctx.tokens_like = prepared, sizes, (tokens.shape, tokens.dtype)
-        ctx.deadline_s = deadline_s
-        # Of tokens the gradient of weights is made; of received, which the caller has too, so that changing it is noticed.
-        ctx.save_for_backward(tokens if ctx.needs_input_grad[6] else None, w, received)
-        ctx.mark_non_differentiable(received)
-        return y, received
-
-    @staticmethod
-    @once(_Prepared.operator)
-    def backward(ctx: Any, saved: Sequence[torch.Tensor], grad_y: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        tokens, w = saved[:2]
-        wanted = ctx.needs_input_grad[5:]
-        if tokens is None:
-            shape, dtype = ctx.tokens_like
-            tokens = grad_y.new_empty(shape, dtype=dtype)
-        prepared = ctx.prepared
-        with together(_BACKWARD, prepared.group, w, ctx.deadline_s):
-            turn = prepared.turn(ctx.deadline_s)
-            grads = gradients(tokens.contiguous(), w, ctx.sizes, prepared.group, grad_y, wanted, turn)
-            return None, None, None, None, None, *grads
-
-
-# --- what was prepared ---
-
-_table: Table[_Prepared] = Table()
-
-
-def prepared_calls(group: dist.ProcessGroup) -> list[_Prepared]:
-    """Of each shape that was called on `group`, the oldest first."""
-    return _table.known(group)
-
-
-def _prepared_for(
-    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: dist.ProcessGroup, exact: bool, capacity: int | None,
-    schedule: str | None, deadline_s: float | None,
-) -> tuple[_Prepared, bool]:  # fmt: skip
-    """And whether the call is differentiated. What is prepared does not depend on it, but all ranks must do it.
-
-    What differs in the key differs in the text that ranks compare: a shape is new on all of them or on none."""
-    pinned = plan.pinned(schedule)
-    wanted = (False, False)
-    if torch.is_grad_enabled():
-        wanted = (tokens.requires_grad, w.requires_grad)
-    likes = (w.shape, w.dtype, w.device, splits.shape, splits.dtype in _SPLITS, splits.device)
-    key = (tokens.shape[1:], tokens.dtype, tokens.device, likes, exact, capacity, pinned)
-    prepared = _table.find(group, key)
-    if prepared is not None and wanted in prepared.agreed:
-        return prepared, any(wanted)
-    world, k = group.size(), tokens.shape[-1] if tokens.dim() else 0
-
-    def describe(most: int) -> AllToAllMatmul:
-        return AllToAllMatmul(world, w.shape[0], (most,) * world, w.shape[2], k, _DTYPES[tokens.dtype], most, exact)
-
-    def check() -> tuple[str, int]:
+    def said(self, call: _Call, world: int) -> str:
+        tokens, w, splits, max_rows, capacity = call
         _check_shapes(tokens, w, splits, world)
-        if refusal := _wrong_values(tokens, splits):
-            raise ValueError(refusal)
+        _check_values(tokens, splits)
         if capacity is not None and capacity < max(1, tokens.shape[0]):
             raise ValueError(
                 f"capacity={capacity} must be at least 1, and at least the {counted(tokens.shape[0], 'row')} of tokens: "
                 "pass the largest number of tokens that any rank has in any call"
             )
-        p = describe(_LEAST_CAPACITY)
-        if pinned is not None:
-            choosing.check_name(pinned, p)
-        text = (
-            f"tokens [T, {k}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows {'not ' * exact}given, capacity {capacity}, "
-            f"{choosing.wanted_schedule(pinned, p)}, gradients wanted of (tokens, w_experts): {wanted}"
+        return (
+            f"tokens [T, {tokens.shape[-1]}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows "
+            f"{'not ' * (max_rows is None)}given, capacity {capacity}"
         )
-        return text, tokens.shape[0]
 
-    most = max(agree(_Prepared.operator, group, tokens.device, check, deadline_s))
-    if prepared is None:
-        p = describe(_rounded_up(most) if capacity is None else capacity)
-        prepared = _table.keep(group, key, _Prepared(p, group, tokens.device, pinned))
-    prepared.agreed.add(wanted)
-    return prepared, any(wanted)
+    def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
+        """Of `capacity` tokens on each rank, if it was given."""
+        tokens, w = call.tokens, call.w
+        most = _rounded_up(most) if call.capacity is None else call.capacity
+        exact = call.max_rows is None
+        return AllToAllMatmul(
+            world, w.shape[0], (most,) * world, w.shape[2], tokens.shape[-1], _DTYPES[tokens.dtype], most, exact
+        )
+
+    # --- memory ---
+
+    def inputs(self, p: AllToAllMatmul, call: _Call) -> dict[str, Any]:
+        _check_values(call.tokens, call.splits)
+        tokens = contiguous(call.tokens, "tokens")
+        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": _weights(call.w)}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        tokens, w, splits, max_rows, _ = call
+
+        def make_y(rows: int) -> torch.Tensor:
+            # Rows for which there is no room are still written here: peers do not wait for one that gives up.
+            return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), w.shape[2])
+
+        y: Any = make_y if max_rows is None or tokens.device.type == "cpu" else make_y(max_rows)
+        return {"y": y, "received": splits.new_empty(world, w.shape[0])}
+
+    def fake(self, call: _Call, world: int) -> list[torch.Tensor]:
+        rows = torch.library.get_ctx().new_dynamic_size() if call.max_rows is None else call.max_rows
+        received = call.splits.new_empty(world, call.w.shape[0], dtype=torch.int64)
+        return [call.tokens.new_empty(rows, call.w.shape[2]), received]
+
+    def does_not_fit(self, p: AllToAllMatmul, call: _Call) -> str:
+        if call.tokens.shape[0] <= p.most:
+            return ""
+        return (
+            f"tokens has {counted(call.tokens.shape[0], 'row')}, and memory was made for capacity={p.most}: pass the largest "
+            "number of tokens that any call has as capacity, on every rank"
+        )
+
+    def to_choose_with(self, p: AllToAllMatmul, rank: int, call: _Call) -> _Call:
+        """Tokens of the description's number, as many for each expert: the first call may have hardly any."""
+        splits = torch.tensor(p.splits[rank], device=call.splits.device)
+        arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
+        tokens = call.tokens.new_zeros(p.rows[rank], p.k)
+        return _Call(tokens, call.w, splits, None if p.exact else arriving, call.capacity)
+
+    def finished(self, call: _Call, results: Sequence[torch.Tensor], rank: int) -> None:
+        if call.max_rows is None:
+            return
+        came = results[1].sum(1).tolist()
+        if sum(came) > call.max_rows:
+            raise TooManyRowsError(
+                f"{counted(sum(came), 'row')} came to rank {rank}, from the ranks {came}, and max_rows={call.max_rows}: pass at "
+                f"least {sum(came)}, or None for as many as come"
+            )
+
+    # --- gradients ---
+
+    def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Of tokens the gradient of weights is made; of received, which the caller has too, so that changing it is noticed."""
+        return [call.tokens if wanted[1] else None, call.w, call.splits, results[1]]
+
+    def beside(self, saved: Sequence[torch.Tensor | None]) -> Sizes:
+        """So that backward finds them on the host."""
+        _, _, splits, received = saved
+        assert splits is not None
+        assert received is not None
+        sizes = Sizes(splits.to(torch.int64), received)
+        sizes.fetch()
+        return sizes
+
+    def gradients(
+        self, p: AllToAllMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
+        wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        tokens, w, *_ = saved
+        if tokens is None:
+            tokens = w.new_empty(sum(beside.host.sent), p.k)
+        return [*gradients(tokens.contiguous(), w, beside, group, grads[0], wanted, turn), None]
+
+    # --- the way without overlap ---
+
+    def unfused(
+        self, p: AllToAllMatmul, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+    ) -> list[torch.Tensor]:
+        tokens = contiguous(call.tokens, "tokens")
+        sizes = Sizes(call.splits, exchange_counts(call.splits, group, turn))
+        w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
+        return [multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn), sizes.received]
+
+
+def _weights(w: torch.Tensor) -> torch.Tensor:
+    """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
+    if w.device.type != "cpu":
+        return strided(w, "w_experts")
+    if not w.is_contiguous():
+        warn_of_copy("w_experts", w, "and on CPU an expert's rows must follow each other; pass a contiguous one")
+    return w.contiguous().flatten(0, 1)
 
 
 def _rounded_up(rows: int) -> int:
@@ -370,7 +277,7 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         )
     if w.dtype != tokens.dtype:
         raise ValueError(f"w_experts is {w.dtype} and tokens {tokens.dtype}: use one dtype")
-    if splits.dtype not in _SPLITS:
+    if splits.dtype != torch.int64:
         raise ValueError(f"splits is {splits.dtype}: use torch.int64")
     if splits.shape != (world * w.shape[0],):
         raise ValueError(
@@ -379,89 +286,18 @@ def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, w
         )
 
 
-def _wrong_values(tokens: torch.Tensor, splits: torch.Tensor) -> str:
-    """Why these splits will not do for these tokens, if the host can tell without a wait."""
+def _check_values(tokens: torch.Tensor, splits: torch.Tensor) -> None:
+    """Raises `ValueError` for splits that will not do for these tokens, if the host can tell without a wait."""
     if splits.device.type != "cpu":
-        return ""
+        return
     numbers = splits.tolist()  # whose sum does not wrap around
     least, total = min(numbers), sum(numbers)
     if least < 0:
-        return f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative"
+        raise ValueError(f"splits has {least} at {numbers.index(least)}: numbers of tokens must not be negative")
     if total != tokens.shape[0]:
-        return f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass how many are for each expert"
-    return ""
+        raise ValueError(
+            f"splits add up to {total} and tokens has {counted(tokens.shape[0], 'row')}: pass how many are for each expert"
+        )
 
 
-# --- for torch.compile: opaque ops ---
-
-_library = torch.library.Library("weft", "FRAGMENT")
-_INPUTS = "Tensor tokens, Tensor w_experts, Tensor splits"
-_library.define(
-    f"all_to_all_matmul({_INPUTS}, str group, SymInt? max_rows, int? capacity, str schedule, float deadline_s) -> (Tensor, Tensor)"
-)
-_library.define(
-    f"all_to_all_matmul_backward(Tensor grad_y, {_INPUTS}, Tensor received, str group, float deadline_s, bool[] wanted) -> Tensor[]"
-)
-
-
-@opaque
-def _run(
-    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
-    schedule: str, deadline_s: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    exact, joined = max_rows is None, group_of(group)
-    with together(_Prepared.operator, joined, tokens, deadline_s):
-        prepared, _ = _prepared_for(tokens, w, splits, joined, exact, capacity, schedule or None, deadline_s or None)
-        y, received, _ = prepared(tokens, w, splits, max_rows, deadline_s or None, None)
-        return y, received
-
-
-def _fake(
-    tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, group: str, max_rows: int | None, capacity: int | None,
-    schedule: str, deadline_s: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    rows = torch.library.get_ctx().new_dynamic_size() if max_rows is None else max_rows
-    received = splits.new_empty(splits.shape[0] // w.shape[0], w.shape[0], dtype=torch.int64)
-    return tokens.new_empty(rows, w.shape[2]), received
-
-
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    tokens, w, splits, ctx.group, *_, ctx.deadline_s = inputs
-    ctx.save_for_backward(tokens, w, splits, output[1])
-
-
-def _backward(ctx: Any, grad_y: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    wanted = list(ctx.needs_input_grad[:2])
-    options = ctx.group, ctx.deadline_s, wanted
-    made = iter(torch.ops.weft.all_to_all_matmul_backward(grad_y, *ctx.saved_tensors, *options))
-    return (*(next(made) if want else None for want in wanted), None, None, None, None, None, None)
-
-
-@opaque
-def _run_backward(
-    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group_name: str,
-    deadline_s: float, wanted: list[bool],
-) -> list[torch.Tensor]:  # fmt: skip
-    """Those that are wanted, of tokens and of w_experts."""
-    group = group_of(group_name)
-    with together(_BACKWARD, group, tokens, deadline_s):
-        sizes = Sizes(splits.to(torch.int64), received)
-        turn = turn_on(group, tokens.device, _BACKWARD, deadline_s or None)
-        found = gradients(tokens.contiguous(), w, sizes, group, grad_y, wanted, turn)
-        return [grad for grad in found if grad is not None]
-
-
-def _fake_backward(
-    grad_y: torch.Tensor, tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, received: torch.Tensor, group: str,
-    deadline_s: float, wanted: list[bool],
-) -> list[torch.Tensor]:  # fmt: skip
-    return [t.new_empty(t.shape) for t, want in zip((tokens, w), wanted, strict=True) if want]
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_to_all_matmul", _run, _key)
-    _library.impl("all_to_all_matmul_backward", _run_backward, _key)
-torch.library.register_fake("weft::all_to_all_matmul", _fake, lib=_library)
-torch.library.register_fake("weft::all_to_all_matmul_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("weft::all_to_all_matmul", _backward, setup_context=_set_up, lib=_library)
-torch.library.register_autograd("weft::all_to_all_matmul_backward", refused(_Prepared.operator), lib=_library)
+OPERATOR = registered(_AllToAllMatmul())

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from weft import symm
 from weft.arguments import checked_deadline
 from weft.errors import DisagreementError, RefusedError, WeftError
-from weft.ops.together import agree, together
+from weft.operator.together import agree, together
 from weft.runtime.agreement import agree_on_new
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, kernel_of

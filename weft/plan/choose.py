@@ -68,11 +68,13 @@ def choose(
     mode: Mode = "queued",
     pinned: str | None = None,
     measured: Mapping[str, float] | None = None,
+    among: frozenset[str] | None = None,
 ) -> Choice:
     """How to do `problem` on `model`; remembered for this very model.
 
     pinned: take the candidate of this name; by default the one that `weft.plan.use` names. "autotune" names none.
     measured: microseconds by candidate, serial among them: then the choice is between these.
+    among: names of the candidates that are looked at; by default all.
 
     Warns (`NoOverlapWarning`), once in a process, when serial is taken though there are others. `ValueError` for a mode or
     name that is not known; `NotApplicableError`, which is one too, if the pinned one cannot do this.
@@ -80,11 +82,11 @@ def choose(
     pinned = pinned or pin.pinned()
     pinned = None if pinned == pin.AUTOTUNE else pinned
     times = tuple(measured.items()) if measured else ()
-    key = (problem, id(model), mode, pinned, times, builders_of(type(problem)))
+    key = (problem, id(model), mode, pinned, times, among, builders_of(type(problem)))
     found = _choices.get(key)
     if found is not None:
         return found[1]
-    choice = decide(problem, model, mode=mode, pinned=pinned, measured=measured)
+    choice = decide(problem, model, mode=mode, pinned=pinned, measured=measured, among=among)
     if len(_choices) >= _KEPT:
         _choices.pop(next(iter(_choices)), None)
     _choices[key] = model, choice  # holding the model keeps its id from being given to another
@@ -101,6 +103,7 @@ def decide(
     mode: Mode,
     pinned: str | None = None,
     measured: Mapping[str, float] | None = None,
+    among: frozenset[str] | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Choice:
     """As `choose`, without memory, warning, or a look at `weft.plan.use`."""
@@ -113,7 +116,7 @@ def decide(
         return _pinned_choice(problem, model, mode, named(problem, pinned), measured)
     if measured and "serial" not in measured:
         raise ValueError(f"measured={dict(measured)}: measure serial too, it is what the others are compared with")
-    rows, schedules = predicted_rows(problem, model, mode, frozenset(measured) | {"serial"}, progress)
+    rows, schedules = predicted_rows(problem, model, mode, frozenset(measured) | {"serial"}, progress, among)
     rows = [replace(row, measured_us=measured.get(row.candidate.name)) for row in rows]
     chosen, reason = _best(rows, mode, bool(measured))
     if mode == "graph" and chosen.reads_on_host:

@@ -19,7 +19,7 @@ from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
 from weft.plan.predict import AT_LEAST, Mode, Progress, Row
-from weft.schedule import AllToAllMatmul, described
+from weft.schedule import described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
 
@@ -191,11 +191,8 @@ def explanation(
     problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded)
     if not problem.has_work:
         raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to multiply; each must be at least 1")
-    if mode == "graph" and isinstance(problem, AllToAllMatmul) and problem.exact:
-        raise ValueError(
-            f"mode='graph': no graph can capture {op} that returns exactly the rows that arrive, since the host reads how many; "
-            f"plan it with --bounded (in Python bounded=True), and call it with max_rows"
-        )
+    if mode == "graph" and problem.not_captured:
+        raise ValueError(f"mode='graph': {problem.not_captured}")
     measured = known_times(problem, machine.name, mode)
     choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
     here = frozenset(gemms.measured_here(machine.name))

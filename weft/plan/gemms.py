@@ -1,9 +1,11 @@
 """GEMMs that were measured in this process: which ones a choice rests on, for how long each is timed, what is known of them.
 
 The model's time of a GEMM that was not measured is a formula's, corrected by its neighbours on a grid, and between the grid's
-points up to 30% off. So the first call of a shape on GPUs times the shape's own GEMMs, the whole ones and the pieces of the
-schedules that are predicted to be fast (`wanted`, `measure`), all ranks agree on the slowest rank's times (`learn`), and the
-choice is made by a model that knows them (`informed`), as is that of all later shapes of the machine. What was measured may
+points up to 30% off. So the first call with weights of a shape on GPUs times their GEMMs, of the call's rows, of half of them, of a
+quarter ... (`ladder`, `measure`). All ranks agree on the slowest rank's times (`learn`), and the choices for all sizes with such
+weights are made by a model that knows them (`informed`).
+
+On demand ("autotune") the pieces of the schedules that are predicted to be fast are timed too (`wanted`). What was measured may
 make others the fast ones, by times that only were predicted: so there is a second round.
 
 What a time means: a GPU that has rested runs at a higher clock until its power limit ends that, some 10 to 20 ms later, and
@@ -36,10 +38,22 @@ _MOST_CALLS = 50
 _SCHEDULES = 6  # whose GEMMs are measured: the fastest by prediction that have GEMMs of their own
 _WITHIN = 1.5  # of the fastest prediction: what is slower will not win by what GEMMs are mispredicted
 _MOST = 12
+_LEAST_ROWS = 64  # of a ladder: below, a GEMM reads its weights and does little else
 
 _times: dict[str, dict[MatmulShape, float]] = {}
 _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}
 """Of a machine and its ranks, the last model, what was known of GEMMs, and the model with that."""
+
+
+def ladder(problem: Problem) -> tuple[MatmulShape, ...]:
+    """The whole GEMMs of `problem`, and the same of half the rows, a quarter ...: what the times of all sizes of its family rest
+    on. None where kernels of our own do the work."""
+    found: dict[MatmulShape, None] = {}
+    for m, n, k, dtype in library_gemms(problem):
+        while m >= _LEAST_ROWS or not found:
+            found[m, n, k, dtype] = None
+            m //= 2
+    return tuple(found)
 
 
 def wanted(problem: Problem, model: Model) -> tuple[MatmulShape, ...]:

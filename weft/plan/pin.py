@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 AUTOTUNE = "autotune"
-"""In place of a schedule's name: measure at the first call of a shape (`weft.ops.choosing`), and remember."""
+"""In place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and remember."""
 
 _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 

@@ -162,10 +162,16 @@ def library_gemms(problem: Problem) -> tuple[MatmulShape, ...]:
 
 
 def predicted_rows(
-    problem: Problem, model: Model, mode: Mode, needed: frozenset[str], progress: Progress
+    problem: Problem,
+    model: Model,
+    mode: Mode,
+    needed: frozenset[str],
+    progress: Progress,
+    among: frozenset[str] | None = None,
 ) -> tuple[list[Row], dict[str, Schedule]]:
-    """A row for each candidate, and the schedules by name. needed: those that are simulated in any case."""
-    built = _built(problem, progress, needed)
+    """A row for each candidate, of all or of those `among` which it is, and the schedules by name. needed: those that are
+    simulated in any case."""
+    built = _built(problem, progress, needed, among)
     schedules = {one.row.candidate.name: one.schedule for one in built if one.schedule is not None}
     if not problem.has_work:
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
@@ -180,9 +186,12 @@ def predicted_rows(
 _kept: dict[tuple, list[_Built]] = {}
 
 
-def _built(problem: Problem, progress: Progress, needed: frozenset[str] = frozenset()) -> list[_Built]:
-    """All candidates, and `needed` others; those with the same schedule after the first one without it."""
-    known = candidates(problem)
+def _built(
+    problem: Problem, progress: Progress, needed: frozenset[str] = frozenset(), among: frozenset[str] | None = None
+) -> list[_Built]:
+    """All candidates, or those `among` which they are, and `needed` others; those with the same schedule after the first one
+    without it."""
+    known = [candidate for candidate in candidates(problem) if among is None or candidate.name in among]
     known += [named(problem, name) for name in sorted(needed - {candidate.name for candidate in known})]
     key = (problem, builders_of(type(problem)), tuple(candidate.name for candidate in known))
     if (kept := _kept.get(key)) is not None:

@@ -10,7 +10,7 @@ shared memory, microseconds. So nothing is computed, sent or counted until it is
 All calls of a group go through one meeting, whichever operator makes them, and so the ranks' calls are compared by position:
 the n-th of one rank meets the n-th of every other one.
 
-On GPUs hosts do not meet, which would cost more than the call: see `weft.ops.together`.
+On GPUs hosts do not meet, which would cost more than the call: see `weft.operator.together`.
 """
 
 from __future__ import annotations

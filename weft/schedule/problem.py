@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
@@ -14,29 +15,59 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem(ABC):
+class Problem:
     """What the planner asks of an operator's description, beside its builders. One of them is `serial`: the library's calls,
     one after the other, which is what the others are compared with and what says how large the whole operations are."""
 
     world_size: int
+    name: ClassVar[str]
+    """The operator's."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" in cls.__dict__:
+            PROBLEMS[cls.name] = cls
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:
+        """With even sizes, as plans and benchmarks name them; options of an operator's own follow as keywords."""
+        given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
+        if {field.name for field in fields(cls)} != given.keys():
+            raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
+        return cls(**given)
 
     @property
-    @abstractmethod
-    def name(self) -> str: ...
-
-    @property
-    @abstractmethod
     def text(self) -> str:
         """Sizes, for a line of text."""
+        sizes = (f"{field.name}={getattr(self, field.name)}" for field in fields(self) if field.name != "world_size")
+        return f"{', '.join(sizes)}, {counted(self.world_size, 'rank')}"
 
     @property
-    @abstractmethod
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether anything is to be computed."""
+        return True
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """(what is alike in problems that differ in one size only, that size): choices are made for a few sizes of each family
+        (`weft.plan.nearby`). Here every problem is a family of its own."""
+        return self, 0.0
+
+    def resized(self, size: float) -> Problem:
+        """The one of this family that is nearest to a size."""
+        return self
+
+    @property
+    def not_captured(self) -> str:
+        """Why no CUDA graph can capture it, whatever the schedule; empty if one may."""
+        return ""
 
     def worth_running(self, candidate: Candidate) -> bool:
         """Whether to try it where no model says how fast it is: each one that is run costs a first call some milliseconds."""
         return True
 
+
+PROBLEMS: dict[str, type[Problem]] = {}
+"""By the operator's name."""
 
 SCALED_MULTIPLE = 16
 """Of k and n: what the libraries' fp8 GEMMs take."""
@@ -91,6 +122,7 @@ class AllGatherMatmul(Problem):
     based Finer-Grain Compute Communication Overlap", II-B.
     """
 
+    name: ClassVar[str] = "all_gather_matmul"
     world_size: int
     rows: tuple[int, ...]
     n: tuple[int, ...]
@@ -121,9 +153,24 @@ class AllGatherMatmul(Problem):
             raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}")
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmul:
+        p = cls.even(m, n, k, ranks, dtype)
+        return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
+
     @property
     def m(self) -> int:
         return sum(self.rows)
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of M. Uneven shards are planned as they are."""
+        if len(set(self.rows)) > 1:
+            return self, 0.0
+        return replace(self, rows=(1,) * self.world_size), float(self.rows[0])
+
+    def resized(self, size: float) -> AllGatherMatmul:
+        return self if len(set(self.rows)) > 1 else replace(self, rows=(max(1, round(size)),) * self.world_size)
 
     @property
     def flops(self) -> float:
@@ -132,10 +179,6 @@ class AllGatherMatmul(Problem):
     @property
     def largest_shard_bytes(self) -> int:
         return max(self.rows) * self.k * ITEM_BYTES[self.dtype]
-
-    @property
-    def name(self) -> str:
-        return "all_gather_matmul"
 
     @property
     def text(self) -> str:
@@ -219,6 +262,7 @@ class AllToAllMatmul(Problem):
     Overlap", II-B.
     """
 
+    name: ClassVar[str] = "all_to_all_matmul"
     world_size: int
     experts: int
     rows: tuple[int, ...]
@@ -268,9 +312,27 @@ class AllToAllMatmul(Problem):
         """`rows` tokens on each rank, as many for each of `experts` of a rank."""
         return AllToAllMatmul(world_size, experts, (rows,) * world_size, n, k, dtype, most=rows)
 
+    @classmethod
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *, experts: int | None = None, bounded: bool = False
+    ) -> AllToAllMatmul:
+        """m: tokens of each rank. experts: of all ranks. bounded: with `max_rows`."""
+        if experts is None or experts < 1 or ranks < 1 or experts % ranks:
+            above = max(1, -(-(experts or 1) // max(1, ranks))) * ranks
+            raise ValueError(
+                f"experts={experts} must be a positive multiple of ranks={ranks}: {cls.name} has so many, on all ranks "
+                f"together; use {above}"
+            )
+        return replace(cls.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
+
     @property
-    def name(self) -> str:
-        return "all_to_all_matmul"
+    def not_captured(self) -> str:
+        if not self.exact:
+            return ""
+        return (
+            f"no graph can capture {self.name} that returns exactly the rows that arrive, since the host reads how many; plan it "
+            "with --bounded (in Python bounded=True), and call it with max_rows"
+        )
 
     @property
     def text(self) -> str:
@@ -289,29 +351,16 @@ class AllToAllMatmul(Problem):
         return given.get("chunks", 1) <= 4 and given.get("send", "in_turn") == "in_turn"
 
 
-def described(
-    op: str,
-    *,
-    m: int,
-    n: int,
-    k: int,
-    ranks: int,
-    dtype: str = "bf16",
-    experts: int | None = None,
-    bounded: bool = False,
-) -> Problem:
-    """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go."""
-    if op not in (known := ("all_gather_matmul", "all_to_all_matmul")):
-        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(known)}")
-    if op == "all_gather_matmul":
-        if experts is not None or bounded:
-            raise ValueError(f"experts={experts}, bounded={bounded}: {op} has none of it, all_to_all_matmul has")
-        p = AllGatherMatmul.even(m, n, k, ranks, dtype)
-        return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
-    if experts is None or experts < 1 or ranks < 1 or experts % ranks:
-        above = max(1, -(-(experts or 1) // max(1, ranks))) * ranks
-        raise ValueError(
-            f"experts={experts} must be a positive multiple of ranks={ranks}: all_to_all_matmul has so many, on all ranks "
-            f"together; use {above}"
+def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
+    """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go. options:
+    of its `Problem.sized`; one that is None or False is as not given."""
+    if op not in PROBLEMS:
+        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(PROBLEMS)}")
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    if unknown := given.keys() - inspect.signature(PROBLEMS[op].sized).parameters.keys():
+        said = ", ".join(f"{name}={given[name]!r}" for name in sorted(unknown))
+        having = ", ".join(
+            name for name, one in PROBLEMS.items() if unknown <= inspect.signature(one.sized).parameters.keys()
         )
-    return replace(AllToAllMatmul.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
+        raise ValueError(f"{said}: {op} has none of it{having and f', {having} has'}")
+    return PROBLEMS[op].sized(m, n, k, ranks, dtype, **given)

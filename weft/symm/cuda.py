@@ -145,6 +145,10 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
     wanted = _rounded(nbytes)
     place = smallest_place([free for _, free in asked], wanted)
     if place is None:
+        # Slabs that are free on all ranks are no use to a region that finds no room in them.
+        idle = [n for n, slab in enumerate(slabs) if all(free[n] == [(0, slab.nbytes)] for _, free in asked)]
+        for number in reversed(idle):
+            del slabs[number]
         size = max(wanted, _SLAB_BYTES)
         slab, offset = _Slab(domain, size if domain.world_size == 1 else rounded(size, domain.device)), 0
         slabs.append(slab)

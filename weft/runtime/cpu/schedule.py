@@ -122,6 +122,10 @@ class CpuSchedule:
         return False
 
     @property
+    def stale(self) -> bool:
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Of symmetric memory on a GPU."""
         return 0

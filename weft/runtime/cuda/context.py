@@ -14,7 +14,7 @@ import torch
 from weft.errors import DeadlineError, ScheduleError
 from weft.runtime.cuda.tokens import Place, Token, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
-from weft.schedule import Buffer, Schedule, Step, value
+from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
 from weft.schedule.order import issue_order
 from weft.symm import Domain, Region
 
@@ -43,16 +43,36 @@ class RankSchedule:
         return max(len(tokens) for tokens in self.tokens)
 
 
-def rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
-    """`ScheduleError` if streams cannot run it."""
+def rank_schedule(schedule: Schedule, rank: int, like: RankSchedule | None = None) -> RankSchedule:
+    """`ScheduleError` if streams cannot run it. like: of a schedule of the same kind: where it differs in sizes only, its order and
+    its tokens hold here too, and are not found out again."""
     buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank, expected=False)}
     given = [b for b in buffers.values() if b.role in ("input", "output")]
-    order, layout, tokens = issue_order(schedule)[rank], layout_of(schedule), tokens_of(schedule)
+    layout, order = layout_of(schedule), None if like is None else _same_order(schedule, rank, like.order)
+    tokens = like.tokens if like is not None and order is not None else tokens_of(schedule)
+    order = order or issue_order(schedule)[rank]
     first = next((lane.name for lane in schedule.lanes if lane.resource == "compute"), None)
     if first is None:
         raise ScheduleError(f"schedule {schedule.name} has no compute lane, which is the caller's stream")
     lanes = [first, *(lane.name for lane in schedule.lanes if lane.name != first)]
     return RankSchedule(schedule, rank, buffers, given, order, layout, tokens, lanes)
+
+
+def _same_order(schedule: Schedule, rank: int, order: list[tuple[str, Step]]) -> list[tuple[str, Step]] | None:
+    """The steps of `schedule` in the order of those of another one, if they are of the same kinds and its signals the same."""
+    left = {lane.name: lane.steps for lane in schedule.of_rank(rank, expected=False)}
+    if sum(map(len, left.values())) != len(order):
+        return None
+    found, at = list[tuple[str, Step]](), dict.fromkeys(left, 0)
+    for lane, other in order:
+        if at.get(lane, 0) >= len(left.get(lane, ())):
+            return None
+        step = left[lane][at[lane]]
+        if type(step) is not type(other) or (isinstance(step, Set | Wait) and step != other):
+            return None
+        found.append((lane, step))
+        at[lane] += 1
+    return found
 
 
 @dataclass(slots=True)
@@ -79,7 +99,7 @@ class Context(RankSchedule):
     side: list[torch.cuda.Stream]
     monitor: torch.cuda.Stream
     begun_word: torch.Tensor
-    run: Run = field(default_factory=Run)
+    run: Run
 
     def check(self) -> None:
         """Raise what was found wrong since the last run. Does not wait."""
@@ -101,11 +121,7 @@ class Context(RankSchedule):
             raise ScheduleError(text)
 
 
-def allocated(schedule: Schedule, domain: Domain) -> Context:
-    """The context of `schedule` on this rank of `domain`. Collective."""
-    mine, device = rank_schedule(schedule, domain.rank), domain.device
-    region = domain.allocate(mine.layout.buffer_bytes, what=f"buffers of schedule {schedule.name}")
-    words = domain.allocate(8 * (mine.standing_word + 1), what=f"signals of schedule {schedule.name}")
+def own_buffers(mine: RankSchedule, region: Region, device: torch.device) -> Tensors:
     own = {}
     for b in mine.buffers.values():
         if b.role == "symmetric":
@@ -113,9 +129,4 @@ def allocated(schedule: Schedule, domain: Domain) -> Context:
             own[b.name] = region.tensor(mine.rank, shape, TORCH_DTYPE[b.dtype], mine.layout.buffers[b.name])
         elif b.role == "scratch":
             own[b.name] = torch.empty(value(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype], device=device)
-    with torch.cuda.device(device):
-        side = [torch.cuda.Stream(device, priority=-1) for _ in mine.lanes[1:]]
-        monitor = torch.cuda.Stream(device)
-    begun_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    return Context(**vars(mine), domain=domain, device=device, region=region, words=words, own=own, side=side,
-                   monitor=monitor, begun_word=begun_word)  # fmt: skip
+    return own

@@ -13,7 +13,7 @@ Order. A write by a stream comes after the copies before it on that stream and m
 follows it on its stream. That is the release and acquire that `Set` and `Wait` promise.
 
 Deadlines. A stream that waits has none: `weft.runtime.cuda.watch` looks whether runs get on. When the group has failed, this
-rank's words are poisoned, so that its streams go on, and the next call raises.
+rank's words are poisoned (`weft.runtime.cuda.memory`), so that its streams go on, and the next call raises.
 
 No result that was made of what never came passes for a valid one: before the streams go on, all bytes of this rank's symmetric
 buffers become 0xFF, which is NaN as a floating-point number of any type and -1 as a count. It costs a call nothing.
@@ -21,62 +21,47 @@ buffers become 0xFF, which is NaN as a floating-point number of any type and -1 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import threading
-import time
 from typing import Any
 
 import torch
 
 from weft import env
-from weft.errors import DeadlineError
-from weft.kernels.signals import POISONED, TOKEN
 from weft.runtime.cuda.compile import compile_streams
-from weft.runtime.cuda.context import Tensors, allocated
+from weft.runtime.cuda.context import RankSchedule, Tensors, rank_schedule
 from weft.runtime.cuda.issue import StreamItems
+from weft.runtime.cuda.memory import Memory
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
-from weft.runtime.cuda.tokens import missing
-from weft.runtime.cuda.watch import watch
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule
 from weft.schedule import Schedule
 from weft.symm import Domain
-from weft.symm.cuda_driver import fill
 from weft.timeline import Timeline
-
-_SPOIL_S = 2.0  # how long after a failure buffers are kept spoilt
 
 
 class CudaSchedule:
-    """`schedule` on this rank of `domain`. Making it is collective: ranks compare schedules and allocate memory.
+    """`schedule` on this rank of `domain`. Making it is collective, ranks compare schedules and allocate memory, unless it is given
+    memory that it shares with others (`weft.runtime.cuda.memory`), and `mine`, the schedule as this rank has it.
 
     Memory: the schedule's symmetric and scratch buffers, and 8 bytes a wait. Raises `DisagreementError` if the ranks'
     schedules differ, `ScheduleError` if streams cannot run it, `OutOfSharedMemoryError`.
     """
 
-    def __init__(self, schedule: Schedule, domain: Domain) -> None:
-        agree_on_schedule(schedule, domain)
-        require_runnable_on_gpus(schedule, domain.rank)
-        self.schedule, self.domain = schedule, domain
-        self.deadline_s = self._usual_deadline_s = env.deadline_s()
-        self.rank, self.device = domain.rank, domain.device
-        self.context = context = allocated(schedule, domain)
-        self._n_words = context.standing_word
-        with torch.cuda.device(self.device):
-            # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
-            self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
-        self._word_view = context.words.tensor(self.rank, (self._n_words + 1,), torch.int64)
-        self._poison = torch.full((self._n_words,), POISONED, dtype=torch.int64, pin_memory=True)
-        self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
-        self._begun = context.begun_word.numpy()
+    def __init__(
+        self, schedule: Schedule, domain: Domain, memory: Memory | None = None, mine: RankSchedule | None = None
+    ) -> None:
+        if memory is None:
+            agree_on_schedule(schedule, domain)
+            require_runnable_on_gpus(schedule, domain.rank)
+        mine = mine or rank_schedule(schedule, domain.rank)
+        self.memory = memory = memory or Memory(mine, domain)
+        memory.users.add(id(self))
+        self.schedule, self.domain, self.rank, self.device = schedule, domain, domain.rank, domain.device
+        self.context = memory.context(mine)
+        self._usual_deadline_s = env.deadline_s()
         self._reads_on_host = schedule.reads_on_host
         self._captured = False
         self._warm: set[tuple[Any, ...]] = set()
         self._programs: dict[bool, StreamItems] = {}
-        self._put_first_tokens()
-        self._take_back = domain.on_failure(self._release_waiters)
         domain._holders.add(self)
-        watch.add(self)
 
     def run(
         self,
@@ -100,7 +85,6 @@ class CudaSchedule:
         context.check()
         if not like_before:
             self._look_at(tensors)
-        self.deadline_s = deadline_s or self._usual_deadline_s
         capturing = torch.cuda.is_current_stream_capturing()
         if self.schedule.contents:
             if capturing and self._reads_on_host:
@@ -117,6 +101,7 @@ class CudaSchedule:
         self._captured = self._captured or capturing
         program = self._program(timeline is not None)
         try:
+            self.memory.enter(self, self.schedule.name, deadline_s or self._usual_deadline_s, capturing)
             program.issue(tensors, capturing)
         except BaseException as error:
             if (
@@ -139,9 +124,14 @@ class CudaSchedule:
         return self._captured
 
     @property
+    def stale(self) -> bool:
+        """Whether its memory has been outgrown: a new one has room in the larger one."""
+        return self.memory.outgrown and not self._captured
+
+    @property
     def nbytes(self) -> int:
-        """Of symmetric memory."""
-        return self.context.layout.buffer_bytes
+        """Of symmetric memory: its part of what it shares."""
+        return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
         """Raise what was found wrong since the last run. Does not wait."""
@@ -149,15 +139,9 @@ class CudaSchedule:
 
     def close(self) -> None:
         """Give memory up. Runs that were enqueued must be done."""
-        watch.remove(self)
-        self._take_back()
         self._programs.clear()
         self.context.own.clear()
-        for region in (self.context.region, self.context.words):
-            if self._captured:
-                region.close()  # a graph may be replayed whenever
-            else:
-                region.give_back()
+        self.memory.leave(self)
 
     # --- before a run ---
 
@@ -198,64 +182,3 @@ class CudaSchedule:
             torch.cuda.synchronize(self.device)
             program = self._programs[timed] = compile_streams(self.context, timed)
         return program
-
-    def _put_first_tokens(self) -> None:
-        """For the waits of the first run for the run before it."""
-        first = [token.word for token in self.context.tokens[self.rank].values() if token.previous]
-        if first:
-            self._word_view[first] = TOKEN
-        torch.cuda.synchronize(self.device)
-        self.domain.all_gather(None, what="first tokens of a schedule")  # peers put theirs from now on
-
-    # --- when something goes wrong ---
-
-    def has_begun(self) -> bool:
-        begun = bool(self._begun[0])
-        if begun:
-            self._begun[0] = 0
-        return begun
-
-    def standing_still(self, seconds: float) -> None:
-        """On the watching thread: if the run still waits for a peer, name what for, and end it."""
-        _not_hindered_by_captures()
-        with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
-            self._found.copy_(self._word_view, non_blocking=True)
-            self._poison_stream.synchronize()
-        *words, standing = self._found.tolist()
-        waits = missing(self.context.tokens[self.rank], words, standing)
-        if not waits:
-            return
-        signals = [f"signal {t.key[0]}[{t.key[1]}] of rank {t.setter} on lane {lane!r}" for lane, t in waits]
-        run = "the run before" if waits[0][1].previous else "this run"
-        text = (
-            f"rank {self.rank} waited {seconds:.3g} s for {' or '.join(signals)} of schedule {self.schedule.name}: it has not come "
-            f"in {run}. Have all ranks made the same call?"
-        )
-        self.context.run.failure = DeadlineError(text)
-        self.domain.poison(text)
-
-    def _release_waiters(self) -> None:
-        """On the watchdog thread: spoil what GEMMs read of peers, then end every wait of this rank's streams. Copies of peers that
-        wait too may still come behind that, until their streams are done: so it is done again, for as long as this device is
-        busy with what was enqueued."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
-            self._spoil()
-            self._word_view[: self._n_words].copy_(self._poison, non_blocking=True)
-        threading.Thread(target=self._keep_spoiling, name="weft-spoil", daemon=True).start()
-
-    def _spoil(self) -> None:
-        if self.nbytes:
-            fill(self.context.region.address(self.rank), self.nbytes, 0xFF, self._poison_stream)
-
-    def _keep_spoiling(self) -> None:
-        until = time.monotonic() + _SPOIL_S
-        with contextlib.suppress(Exception), torch.cuda.device(self.device):  # the region may be closed meanwhile
-            while time.monotonic() < until:
-                self._spoil()
-                time.sleep(0.002)
-
-
-def _not_hindered_by_captures() -> None:
-    """Let this thread synchronize its own stream while another captures; it would spoil the capture otherwise."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft.ops.prepared import group_of
+from weft.arguments import checked_rows
+from weft.operator.prepared import group_of
 
 UNEVEN = "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks"
 
@@ -39,18 +41,30 @@ def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
     return rows
 
 
+def rows_of_ranks(
+    rows: Sequence[int] | None, A_shard: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | str | None
+) -> list[int] | None:
+    """Of the matrices of all ranks, if they differ. Those of a call that is traced are checked when it runs."""
+    if rows is None:
+        return None
+    if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()):
+        rows = checked_rows(rows, A_shard, gather_dim, group_of(group))
+    return None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
+
+
 def flattened(x: torch.Tensor, gather_dim: int) -> torch.Tensor:
     return x if gather_dim == 0 and x.dim() == 2 else x.movedim(gather_dim, 0).flatten(0, -2)
 
 
 def restored(
-    results: Sequence[torch.Tensor],
+    results: list[torch.Tensor],
     shape: Sequence[int],
     gather_dim: int,
     rows: Sequence[int] | None,
-    group: dist.ProcessGroup | str,
-) -> Sequence[torch.Tensor]:
+    group: dist.ProcessGroup | str | None,
+) -> list[torch.Tensor]:
     """[gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them. shape: of a shard."""
+    gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:
         return results
     others = [size for d, size in enumerate(shape[:-1]) if d != gather_dim]

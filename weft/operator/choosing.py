@@ -1,9 +1,9 @@
 """Which schedule a call takes: pinned, planned on a known machine, or measured: on an unknown one, or on demand ("autotune").
 
-On a known GPU the plan rests on the shape's own GEMMs, which are timed first (`weft.plan.gemms`); that is the only device work
-of planning, at most some 60 ms of it, at the first call of a shape. On demand whole schedules are timed as well, and remembered
-times are what a plan rests on from then on, with or without the demand. All ranks must take the same schedule: a pinned name is
-the same everywhere, a plan is the first rank's, measured times are the slowest rank's.
+On a known GPU the choice rests on the machine's model. The first call with weights of a shape times their GEMMs
+(`weft.plan.gemms`), some 60 ms of device time; another number of rows costs milliseconds then (`weft.plan.nearby`). On demand whole
+schedules are timed as well, and remembered times are what a plan rests on from then on, with or without the demand. All ranks must
+take the same schedule: a pinned name is the same everywhere, a plan is the first rank's, measured times are the slowest rank's.
 
 What is timed on demand on a known machine is `queued` calls: several in a row, on a GPU behind a sleep of the device that
 lets the host get ahead. That is what the planner predicts, so that the two can be told beside each other, and it serves graphs
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,6 +78,11 @@ class Chosen:
     """Of the schedules."""
 
     @property
+    def stale(self) -> bool:
+        """Whether there is something better to run calls than this by now."""
+        return any(one.stale for one in self._executors())
+
+    @property
     def was_captured(self) -> bool:
         return any(one.was_captured for one in self._executors())
 
@@ -112,20 +118,20 @@ def choose(
     if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
     else:
-        _measure_gemms(p, domain, tensors, deadline_s)
+        _measure_gemms(p, domain, tensors, deadline_s) if pinned is not None else _measure_ladder(
+            p, domain, tensors, deadline_s
+        )
         model = machine_model(domain.device, p.world_size)
         if pinned is not None:
             _tune(p, domain, tensors, model, deadline_s, serial)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
-        mine = None
-        if model is not None:
-            mine = tuple(planned(p, model, domain.device, mode, pinned).candidate.name for mode in _MODES)
+        mine = None if model is None else _planned_names(p, model, domain.device, pinned)
         names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         if names is None:
             names = _fastest(p, domain, tensors, deadline_s, serial)
     schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
-    made = {name: executor(schedules[name], domain, p) for name in schedules if name in (names[0], captured)}
+    made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
@@ -135,6 +141,19 @@ def choose(
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
     """What a call takes that pins nothing, and `weft.plan.explain` shows: by remembered times of this machine if there are any."""
     return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
+
+
+def _planned_names(p: Problem, model: Model, device: torch.device, pinned: str | None) -> tuple[str, ...]:
+    """For calls, and for calls in graphs: by remembered times of this very problem, if there are any; else by the model, for the
+    sizes around it."""
+    known = any(plan.known_times(p, device_name(device), mode) for mode in _MODES)
+    if pinned is None and not known and p.has_work:
+        names = plan.names_near(p, model, _MODES, _calibrated_model(device, p.world_size))
+        with contextlib.suppress(NotApplicableError):  # what goes for sizes around it mostly does for this one
+            for name in names:
+                named(p, name).build()
+            return names
+    return tuple(planned(p, model, device, mode, pinned).candidate.name for mode in _MODES)
 
 
 def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
@@ -155,11 +174,18 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
         verify(schedule)
 
 
-def executor(schedule: Schedule, domain: Domain, p: Problem | None = None) -> Any:
+def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Any:
+    """What runs `schedule`, of the candidate `name` for `p`. Collective. Those of one family that have the same name share memory on
+    GPUs, and ranks compare the first of them only: what makes them is the house's."""
     if domain.device.type == "cuda":
-        from weft.runtime.cuda.schedule import CudaSchedule  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.memory import shared  # needs Triton, which a CPU machine may lack
+        from weft.runtime.cuda.schedule import CudaSchedule
 
-        return CudaSchedule(schedule, domain)
+        family = p if p is None else p.family[0]
+        if p is None or family is p or not name or plan.from_outside(p, named(p, name)):
+            return CudaSchedule(schedule, domain)
+        found = shared((family, name), schedule, domain)
+        return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
     from weft.runtime.cpu.schedule import CpuSchedule
 
     return CpuSchedule(schedule, domain, "" if p is None else f"{p.name} of {p.text}")
@@ -184,7 +210,7 @@ def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
 
 
 def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
-    from weft.ops.gpu_gemms import GemmTimer
+    from weft.operator.gpu_gemms import GemmTimer
 
     return GemmTimer(p, tensors)
 
@@ -212,6 +238,35 @@ def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: flo
                     found, left_us = gemms.measure(missing, model, timer, left_us)
                     mine |= found
         gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
+
+
+_timed: weakref.WeakKeyDictionary[Domain, dict[Any, float]] = weakref.WeakKeyDictionary()
+"""Of each family of problems on a group up to which size its GEMMs were timed: the same on all ranks."""
+
+
+def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
+    """Time the GEMMs of these weights, where they are new, or so many rows. Collective."""
+    (family, size), timed = p.family, _timed.setdefault(domain, {})
+    if (
+        domain.device.type not in _TIMERS
+        or not 0 < size > 2 * timed.get(family, 0.0)
+        or not (wanted := gemms.ladder(p))
+    ):
+        return
+    timed[family] = size
+    model, machine, mine = (
+        machine_model(domain.device, p.world_size),
+        device_name(domain.device),
+        dict[MatmulShape, float](),
+    )
+    if model is not None:
+        known = gemms.measured_here(machine)
+        mine = {shape: known[shape] for shape in wanted if shape in known}
+        if missing := [shape for shape in wanted if shape not in known]:
+            # Without memory for it this rank has no times, and then nobody has: the call itself may need less.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                mine |= gemms.measure(missing, model, _TIMERS[domain.device.type](p, tensors))[0]
+    gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
 
 
 def device_name(device: torch.device) -> str:

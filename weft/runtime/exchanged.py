@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.ops.in_turn import Turn, begun
+from weft.runtime.in_turn import Turn, begun
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
 _SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # as executors call them
@@ -109,9 +109,6 @@ def gradients(
     turn: Turn | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of tokens and of w, as far as they are wanted: by the same ones on all ranks."""
-    if torch.is_autocast_enabled(tokens.device.type):
-        with torch.autocast(tokens.device.type, enabled=False):
-            return gradients(tokens, w, sizes, group, grad_y, wanted, turn)
     world, came = group.size(), sum(sizes.host.came)
     missing = came - grad_y.shape[0]  # rows that found no room in y
     grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))

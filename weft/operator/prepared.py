@@ -1,6 +1,6 @@
 """What an operator prepares at the first call of a shape, and what is kept of it.
 
-First calls are collective: ranks compare what they call before anybody computes or makes anything (`weft.ops.together`). Later
+First calls are collective: ranks compare what they call before anybody computes or makes anything (`weft.operator.together`). Later
 calls of a known shape find what was prepared by a key.
 """
 
@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from weft import env, symm
+from weft import env, plan, symm
 from weft.arguments import checked_deadline
 from weft.caller import warn
 from weft.errors import WeftError
-from weft.ops import choosing
-from weft.ops.in_turn import Marks, Turn, Turns
-from weft.schedule import NotApplicableError
+from weft.operator import choosing
+from weft.operator.spec import Operator
+from weft.runtime.agreement import refuse
+from weft.runtime.in_turn import Marks, Turn, Turns
+from weft.runtime.opaque import opaque
+from weft.runtime.unfused import Unfused
+from weft.schedule import NotApplicableError, named
 from weft.symm import Domain
 from weft.timeline import Timeline
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
 WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
-
-T = TypeVar("T")
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
@@ -74,18 +76,76 @@ def _whole(domain: Domain, what: str) -> Iterator[None]:
 class Prepared:
     """Everything about calls of one shape on one group: made at the first, found by the others."""
 
-    operator: str
-
-    def __init__(self, p: Any, group: dist.ProcessGroup, device: torch.device, pinned: str | None) -> None:
-        self.p, self.device, self.pinned = p, device, pinned
+    def __init__(
+        self, op: Operator[Any], p: Any, group: dist.ProcessGroup, device: torch.device, pinned: str | None
+    ) -> None:
+        self.op, self.p, self.device, self.pinned = op, p, device, pinned
+        self.agreed: set[tuple[bool, ...]] = set()  # which gradients ranks have agreed to want
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
-            self._turns = Turns(f"{self.operator}, {p}", self.domain)
+            self._turns = Turns(f"{op.name}, {p}", self.domain)
+        self._serial = named(p, "serial").build()
+        self._results = [b.name for b in self._serial.buffers if b.role == "output"]
+        self._unfused: Unfused | None = None
         self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
         self.called_at = 0  # by the operator's calls, when this was used last
+
+    @opaque
+    def __call__(self, call: Any, deadline_s: float | None, timeline: Timeline | None) -> list[torch.Tensor]:
+        """In the order of the output buffers. Autocast, which would reach some schedules only, does not reach in."""
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return self(call, deadline_s, timeline)
+        op, inputs, capturing = self.op, self.op.inputs(self.p, call), self.capturing()
+        results = (
+            None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
+        )
+        if results is None:
+            results = self._in_turn(call, inputs, deadline_s, timeline)
+        if self.device.type == "cpu":
+            op.finished(call, results, self.rank)
+        return results
+
+    def _in_turn(
+        self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor]:
+        """The library's calls, one after the other."""
+        turn = None if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
+        results = self.op.unfused(self.p, call, self.group, turn)
+        if results is None:
+            if self._unfused is None:
+                self._unfused = Unfused(self._serial, self.rank)
+            made = self._unfused.run(inputs, turn, self.group)
+            results = [made[name] for name in self._results]
+        if turn is not None:
+            turn.end()
+        return results
+
+    def _scheduled(
+        self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
+    ) -> list[torch.Tensor] | None:
+        """None: no schedule is as fast as the library's calls."""
+        assert self.domain is not None
+        if trouble := self.op.does_not_fit(self.p, call):
+            # On GPUs hosts do not meet, and peers would wait for this rank's part until their deadline.
+            refuse(self.domain, trouble, deadline_s=deadline_s)
+        outputs = self.op.outputs(call, self.p.world_size)
+        tensors = {**inputs, **outputs}
+        executor = self.executor(call, tensors, capturing, deadline_s)
+        if executor is None:
+            return None
+        if self.device.type == "cpu":
+            made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
+        else:
+            # On GPUs, where a call may be over in tens of microseconds, tensors are looked at in the first call of each layout:
+            # of all that may differ between those of two calls, but for where they lie.
+            layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
+            made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=layout in self._ran)
+            self._ran.add(layout)
+        return [made.get(name, outputs[name]) for name in self._results]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -93,6 +153,10 @@ class Prepared:
         if group is None:
             raise WeftError("the process group of this call is gone: backward needs it as forward did")
         return group
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.domain is None else self.domain.rank
 
     @property
     def stale(self) -> bool:
@@ -140,66 +204,49 @@ class Prepared:
         """What the library's calls go through, if anything is to be added to them."""
         if self._turns is None and timeline is None:
             return None
-        rank = 0 if self.domain is None else self.domain.rank
-        return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, self.device))
+        return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
 
-    def executor(
-        self,
-        tensors: dict[str, Any],
-        capturing: bool,
-        deadline_s: float | None,
-        serial: Callable[[], object] | None = None,
-    ) -> Any:
-        """What runs this call; None: the library's calls do, as `serial` does. Collective at the first call, which chooses, and
-        for that computes with `tensors`."""
+    def executor(self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None) -> Any:
+        """What runs this call; None: the library's calls do. Collective at the first call, which chooses, and for that computes
+        with a call's `tensors`."""
+        if self._chosen is not None and not capturing and self._chosen.stale:
+            self.close()
         if self._chosen is None:
             if capturing:
-                raise ValueError(f"call {self.operator} once with these shapes before capturing it in a CUDA graph")
-            assert self.domain is not None
+                raise ValueError(f"call {self.op.name} once with these shapes before capturing it in a CUDA graph")
+            domain, op, p = self.domain, self.op, self.p
+            assert domain is not None
+            typical = call
+            if self.pinned in (None, plan.AUTOTUNE):
+                typical = op.to_choose_with(p, domain.rank, call)
+            if typical is not call:
+                tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
             # Ranks compile and measure meanwhile, and not all for the same time.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
-            with _whole(self.domain, f"choosing a schedule of {self.operator}"), symm.set_up_within(patience_s):
+            with _whole(domain, f"choosing a schedule of {op.name}"), symm.set_up_within(patience_s):
                 self._chosen = choosing.choose(
-                    self.p, self.domain, tensors, self.pinned, deadline_s=deadline_s, serial=serial
-                )
+                    p, domain, tensors, self.pinned, deadline_s=deadline_s,
+                    serial=lambda: self._in_turn(typical, tensors, deadline_s, None),
+                )  # fmt: skip
         return self._chosen.captured if capturing else self._chosen.usual
 
-    def run(
-        self,
-        executor: Any,
-        tensors: dict[str, Any],
-        deadline_s: float | None,
-        timeline: Timeline | None,
-        layout: Hashable,
-    ) -> None:
-        """A run of what `executor` gave. layout: all that may differ between the tensors of two calls, but for where they lie: on
-        GPUs, where a call may be over in tens of microseconds, they are looked at in the first call of each."""
-        if self.device.type == "cpu":
-            executor.run(tensors, deadline_s=deadline_s, timeline=timeline)
-            return
-        executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=(id(executor), layout) in self._ran)
-        self._ran.add((id(executor), layout))
 
-
-P = TypeVar("P", bound=Prepared)
-
-
-class _OfGroup(Generic[P]):
+class _OfGroup:
     """Calls are counted by group, since ranks that share one may call others as well, and must drop the same of it."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, P] = {}
+        self.known: dict[Hashable, Prepared] = {}
         self.calls = 0
 
 
-class Table(Generic[P]):
+class Table:
     """What an operator has prepared, by group and by key."""
 
     def __init__(self) -> None:
         # By identity while the group lives: every call looks here, and a weak dictionary takes microseconds.
-        self._of_group: dict[int, _OfGroup[P]] = {}
+        self._of_group: dict[int, _OfGroup] = {}
 
-    def find(self, group: dist.ProcessGroup, key: Hashable) -> P | None:
+    def find(self, group: dist.ProcessGroup, key: Hashable) -> Prepared | None:
         here = self._of_group.get(id(group))
         prepared = None if here is None else here.known.get(key)
         if here is None or prepared is None or prepared.stale:
@@ -207,12 +254,12 @@ class Table(Generic[P]):
         here.calls = prepared.called_at = here.calls + 1
         return prepared
 
-    def known(self, group: dist.ProcessGroup) -> list[P]:
+    def known(self, group: dist.ProcessGroup) -> list[Prepared]:
         """The oldest first."""
         here = self._of_group.get(id(group))
         return [] if here is None else list(here.known.values())
 
-    def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: P) -> P:
+    def keep(self, group: dist.ProcessGroup, key: Hashable, prepared: Prepared) -> Prepared:
         here = self._of_group.get(id(group))
         if here is None:
             here = self._of_group[id(group)] = _OfGroup()
@@ -253,7 +300,8 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
     """Matrices as GEMMs take them."""
-    if not is_scattered(w):
+    (rows, cols), (row, col) = w.shape[-2:], w.stride()[-2:]
+    if (col == 1 and row >= cols) or (row == 1 and col >= rows) or not is_scattered(w):
         return w
     warn_of_copy(name, w, SCATTERED)
     return w.contiguous()

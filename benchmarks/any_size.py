@@ -1,0 +1,129 @@
+"""What a call costs whose number of rows is new: first calls of all_gather_matmul with random M, and the memory that they take.
+
+    python benchmarks/any_size.py [--ranks 2] [--device cuda] [--calls 1000] [--json FILE]
+
+After `--warm` calls of random M, `--calls` more, each followed by a synchronisation. A call whose M was not called before is a first
+call. Every result is compared with the product in float64 of a few of its rows and columns. Then M is called again, for what a steady
+call takes. One JSON object is appended to FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bench.records import append, environment
+from weft.launch import run_ranks
+
+
+def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
+    group, choose = dist.group.WORLD, random.Random(given.seed)
+    assert group is not None
+    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    w = (
+        torch.randn(given.n, given.k, device=device, generator=torch.Generator(device).manual_seed(5)).to(dtype).t()
+        * given.k**-0.5
+    )
+    x = torch.randn(
+        given.most // world + 1, given.k, device=device, generator=torch.Generator(device).manual_seed(6)
+    ).to(dtype)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def call(m: int) -> tuple[float, float]:
+        """(milliseconds with, and without the synchronisation behind it)"""
+        shard = x[: m // world]
+        synchronize()
+        dist.barrier(group)
+        synchronize()
+        start = time.perf_counter()
+        _, (y,) = weft.all_gather_matmul(shard, [w], 0, group, return_A=False)
+        host = time.perf_counter() - start
+        synchronize()
+        took = time.perf_counter() - start
+        rows = torch.randint(m // world, (4,)) + m // world * torch.randint(world, (4,))
+        exact = x[(rows % (m // world)).to(device)].double() @ w[:, :16].double()
+        error = float((y[rows.to(device), :16].double() - exact).abs().max())
+        assert error < 0.05, f"M={m}: off by {error}"
+        return 1e3 * took, 1e3 * host
+
+    def draw() -> int:
+        return world * choose.randrange(1, given.most // world + 1)
+
+    seen, warm = set[int](), []
+    for _ in range(given.warm):
+        seen.add(m := draw())
+        warm.append(call(m)[0])
+    before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    firsts, all_m = list[tuple[float, float, int]](), []
+    for _ in range(given.calls):
+        m = draw()
+        took, host = call(m)
+        if m not in seen:
+            firsts.append((took, host, m))
+        seen.add(m)
+        all_m.append(m)
+    steady = [call(m) for m in all_m[-32:] for _ in range(2)][1::2]
+    memory: dict[str, Any] = {}
+    if device.type == "cuda":
+        from weft.symm.cuda import slab_bytes
+
+        domain = weft.symm.domain(group, device)
+        memory = {
+            "symmetric_bytes": slab_bytes(domain), "largest_needs": max(seen) * given.k * dtype.itemsize,
+            "taken_since_warm_up": before - torch.cuda.mem_get_info(device)[0],
+        }  # fmt: skip
+    slowest: list[Any] = [None] * world
+    dist.all_gather_object(slowest, [(took, host) for took, host, _ in firsts])
+    worst = [
+        (max(of[i][0] for of in slowest), max(of[i][1] for of in slowest), firsts[i][2]) for i in range(len(firsts))
+    ]
+    times = sorted(took for took, _, _ in worst)
+    return {
+        "op": "any_size", "ranks": world, "n": given.n, "k": given.k, "most": given.most, "seed": given.seed,
+        "first_calls": len(worst),
+        "first_ms": {"p50": statistics.median(times), "p99": times[int(0.99 * len(times))], "max": times[-1]},
+        "first_host_ms": {"p50": statistics.median(h for _, h, _ in worst), "max": max(h for _, h, _ in worst)},
+        "slowest_firsts": [[round(took, 2), m] for took, _, m in sorted(worst, reverse=True)[:8]],
+        "warm_ms": [round(one, 2) for one in warm],
+        "steady_ms_p50": statistics.median(took for took, _ in steady),
+        "steady_host_ms_p50": statistics.median(h for _, h in steady),
+        **memory, **environment(given.device).as_fields(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--warm", type=int, default=20)
+    parser.add_argument("--most", type=int, default=32768)
+    parser.add_argument("--n", type=int, default=4096)
+    parser.add_argument("--k", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    backend = "nccl" if given.device == "cuda" else "gloo"
+    found = run_ranks(given.ranks, measure, given, backend=backend, timeout_s=900.0)[0]
+    print(json.dumps(found, indent=1))
+    if given.json is not None:
+        append(given.json, [found])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Calls of operators, made from their specs: in eager mode, under torch.compile, and their gradients in both.
+
+From one call down: the public function (`weft.ops`) brings its arguments into one form; `made` finds, or makes, what was
+prepared for calls of that shape (`weft.operator.prepared`), which runs the schedule that was chosen (`weft.operator.choosing`)
+or the library's calls, one after the other (`weft.runtime.unfused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from weft import plan
+from weft.operator import choosing
+from weft.operator.derivatives import once, refused
+from weft.operator.prepared import Prepared, Table, check_options, group_of
+from weft.operator.spec import Operator
+from weft.operator.together import agree, together
+from weft.runtime.opaque import opaque
+from weft.timeline import Timeline
+
+O = TypeVar("O", bound=Operator[Any])  # noqa: E741
+
+_library = torch.library.Library("weft", "FRAGMENT")
+OPERATORS: dict[str, Operator[Any]] = {}
+"""All that can be called, by name."""
+_tables: dict[str, Table] = {}
+_compiled: dict[str, Any] = {}
+
+
+def made(
+    op: Operator[Any],
+    group: dist.ProcessGroup | str | None,
+    like: Any,
+    form: Callable[[dist.ProcessGroup | str | None], Any],
+    *,
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> list[torch.Tensor]:
+    """The results of a call, in the order of the output buffers. like: a tensor, where the call takes place. form: makes the
+    call's one form of its arguments; what it raises is told to the other ranks."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        call, deadline_s = form(group), check_options(deadline_s, timeline)
+        if timeline is not None:
+            raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
+        name = group if isinstance(group, str) else group_of(group).group_name
+        results: list[torch.Tensor] = _compiled[op.name](*call, name, schedule or "", deadline_s or 0.0)
+        return results
+    group = group_of(group)
+    with together(op.name, group, like, deadline_s):
+        call = form(group)
+        return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
+
+
+def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared]:
+    """Of each shape that was called on `group`, the oldest first."""
+    return _tables[op.name].known(group)
+
+
+def _called(
+    op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
+    timeline: Timeline | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    call, wanted = op.checked(call, group), op.wanted(call)
+    prepared = _prepared_for(op, call, group, schedule, deadline_s, wanted)
+    if True in wanted:
+        return list(_Function.apply(prepared, call, deadline_s, timeline, *op.tensors(call)))
+    return prepared(call, deadline_s, timeline)
+
+
+def _prepared_for(
+    op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
+    wanted: tuple[bool, ...],
+) -> Prepared:  # fmt: skip
+    """What is prepared does not depend on which gradients are wanted, but all ranks must want the same."""
+    pinned, table = plan.pinned(schedule), _tables[op.name]
+    key = (op.key(call), pinned)
+    prepared = table.find(group, key)
+    if prepared is not None and wanted in prepared.agreed:
+        return prepared
+    world = group.size()
+
+    def check() -> tuple[str, int]:
+        size, said = op.size(call), op.said(call, world)
+        p = op.problem(call, world, size)
+        if pinned is not None:
+            choosing.check_name(pinned, p)
+        parts = said, choosing.wanted_schedule(pinned, p), op.described(wanted)
+        return ", ".join(part for part in parts if part), size
+
+    device = next(t.device for t in op.tensors(call) if t is not None)
+    most = max(agree(op.name, group, device, check, deadline_s, op.hint))
+    if prepared is None:
+        prepared = table.keep(group, key, Prepared(op, op.problem(call, world, most), group, device, pinned))
+    prepared.agreed.add(wanted)
+    return prepared
+
+
+# --- gradients in eager mode ---
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, prepared: Prepared, call: Any, deadline_s: float | None, timeline: Timeline | None, *_: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        results, op = prepared(call, deadline_s, timeline), prepared.op
+        ctx.prepared, ctx.deadline_s = prepared, deadline_s
+        saved = op.saved(call, results, ctx.needs_input_grad[4:])
+        ctx.beside = op.beside(saved)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return _backward_of[ctx.prepared.op.name](ctx, *grads)
+
+
+_backward_of: dict[str, Callable[..., tuple[Any, ...]]] = {}
+
+
+def _backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
+    prepared, wanted = ctx.prepared, ctx.needs_input_grad[4:]
+    found = _gradients(prepared, saved, list(grads), wanted, ctx.deadline_s, ctx.beside)
+    return (None, None, None, None, *found)
+
+
+def _gradients(
+    prepared: Prepared, saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool],
+    deadline_s: float | None, beside: Any,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Autocast, which would reach some of the library's calls only, does not reach in."""
+    op, group, device = prepared.op, prepared.group, prepared.device
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            return _gradients(prepared, saved, grads, wanted, deadline_s, beside)
+    with together(f"backward of {op.name}", group, lambda: device, deadline_s):
+        return op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
+
+
+# --- for torch.compile: operators that it does not look into ---
+
+
+def registered(op: O) -> O:
+    """`op`, which can be called from now on."""
+    OPERATORS[op.name], _tables[op.name] = op, Table()
+    _backward_of[op.name] = once(op.name)(_backward)
+    fields, options = op.fields, "str group, str schedule, float deadline_s"
+    _library.define(f"{op.name}({fields}, {options}) -> Tensor[]", tags=op.tags)
+    names = [op.name]
+
+    @opaque
+    def run(*arguments: Any) -> list[torch.Tensor]:
+        *given, name, schedule, deadline_s = arguments
+        call, group = op.form(*given), group_of(name)
+        with together(op.name, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
+            call = op.checked(call, group)
+            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
+            return prepared(call, deadline_s or None, None)
+
+    def fake(*arguments: Any) -> list[torch.Tensor]:
+        *given, name, _, _ = arguments
+        return op.fake(op.form(*given), group_of(name).size())
+
+    _implement(op.name, run, fake)
+    if op.gradients_of:
+        _define_backward(op, fields, options)
+        names.append(f"{op.name}_backward")
+    _compiled[op.name] = getattr(torch.ops.weft, op.name)
+    return op
+
+
+def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"weft::{name}", fake, lib=_library)
+
+
+def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
+    name = f"{op.name}_backward"
+    _library.define(f"{name}(Tensor?[] saved, Tensor[] grads, {fields}, {options}, bool[] wanted) -> Tensor[]")
+
+    @opaque
+    def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+        """Those that are wanted."""
+        *given, group_name, schedule, deadline_s, wanted = arguments
+        group = group_of(group_name)
+        call = op.checked(op.form(*given), group)
+        prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
+        found = _gradients(prepared, saved, list(grads), wanted, deadline_s or None, op.beside(saved))
+        return [grad.contiguous() for grad in found if grad is not None]
+
+    def fake(saved: Any, grads: Any, *arguments: Any) -> list[torch.Tensor]:
+        *given, _, _, _, wanted = arguments
+        tensors = op.tensors(op.form(*given))
+        return [t.new_empty(t.shape) for t, want in zip(tensors, wanted, strict=True) if want and t is not None]
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        *given, group, schedule, deadline_s = inputs
+        call = op.form(*given)
+        tensors = op.tensors(call)
+        saved = op.saved(call, output, [t is not None and t.requires_grad for t in tensors])
+        ctx.count, ctx.rest = len(saved), (group, schedule, deadline_s)
+        ctx.plain = [None if kind.startswith("Tensor") else value for kind, value in zip(op.kinds, call, strict=True)]
+        ctx.lengths = [len(value) if kind.endswith("[]") else 0 for kind, value in zip(op.kinds, call, strict=True)]
+        ctx.save_for_backward(*saved, *tensors)
+
+    def backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+        both = ctx.saved_tensors
+        saved, left = list(both[: ctx.count]), iter(both[ctx.count :])
+        call: list[Any] = []
+        for kind, value, length in zip(op.kinds, ctx.plain, ctx.lengths, strict=True):
+            if kind.startswith("Tensor"):
+                call.append([next(left) for _ in range(length)] if kind.endswith("[]") else next(left))
+            else:
+                call.append(value)
+        wanted = op.flat(ctx.needs_input_grad)
+        made = iter(getattr(torch.ops.weft, name)(saved, list(grads), *call, *ctx.rest, wanted))
+        flat = iter([next(made) if want else None for want in wanted])
+        of_fields: list[Any] = []
+        for kind, length in zip(op.kinds, ctx.lengths, strict=True):
+            if kind.startswith("Tensor"):
+                of_fields.append([next(flat) for _ in range(length)] if kind.endswith("[]") else next(flat))
+            else:
+                of_fields.append(None)
+        return (*of_fields, None, None, None)
+
+    _implement(name, run, fake)
+    torch.library.register_autograd(f"weft::{op.name}", backward, setup_context=set_up, lib=_library)
+    torch.library.register_autograd(f"weft::{name}", refused(op.name), lib=_library)

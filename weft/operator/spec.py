@@ -1,0 +1,191 @@
+"""What an operator is: its calls in one form, what is checked of them, its problem, its buffers, its gradients.
+
+Everything else is made from that, the same for all operators: what ranks compare, what is kept of a shape, the choice of a
+schedule, the way without overlap, autograd in eager mode and under torch.compile, plans and benchmarks.
+
+An operator is a class with one instance, in the file of its public function (`weft.ops`), which brings its arguments into a
+call's one form and hands it to `weft.operator.calls.made`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_type_hints
+
+import torch
+import torch.distributed as dist
+
+from weft.runtime.in_turn import Turn
+from weft.schedule import Problem
+
+C = TypeVar("C", bound=tuple[Any, ...])
+Tensors: TypeAlias = dict[str, Any]
+"""By buffer of the problem; for an output whose rows only the run knows, a function from their number to a tensor."""
+
+_SCHEMA: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[torch.Tensor]: "Tensor[]",
+    list[torch.Tensor | None]: "Tensor?[]",
+    int: "SymInt",
+    int | None: "SymInt?",
+    list[int]: "int[]",
+    list[int] | None: "int[]?",
+    Sequence[int] | None: "int[]?",
+    float: "float",
+    bool: "bool",
+    list[bool]: "bool[]",
+    str: "str",
+    list[str]: "str[]",
+}
+_ONE, _SEVERAL = ("Tensor", "Tensor?"), ("Tensor[]", "Tensor?[]")
+
+
+class Operator(ABC, Generic[C]):
+    """Of all that may be overridden, what has no default must be."""
+
+    name: ClassVar[str]
+    form: ClassVar[type[tuple[Any, ...]]]
+    """Of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and texts (`_SCHEMA` has the types)."""
+    gradients_of: ClassVar[Mapping[str, str]] = {}
+    """The fields that can be differentiated, and what callers know them by."""
+    hint: ClassVar[str] = ""
+    """What may help where ranks describe different calls."""
+    tags: ClassVar[tuple[torch.Tag, ...]] = ()
+    """Of the operator that torch.compile sees."""
+
+    # --- what is asked for ---
+
+    @abstractmethod
+    def problem(self, call: C, world: int, most: int) -> Problem:
+        """The call as a description; raises `ValueError` for what it cannot be. most: the largest `size` of all ranks."""
+
+    def size(self, call: C) -> int:
+        """A number in which calls of one description may differ between ranks, and of which all know the largest."""
+        return 0
+
+    def said(self, call: C, world: int) -> str:
+        """What must be alike on all ranks; raises as `problem`."""
+        return str(self.problem(call, world, self.size(call)))
+
+    def key(self, call: C) -> Hashable:
+        """Of calls of one description. What differs here differs in `said`, so that a shape is new on all ranks or on none."""
+        return tuple([_likeness(kind, value) for kind, value in zip(self.kinds, call, strict=True)])
+
+    def checked(self, call: C, group: dist.ProcessGroup) -> C:
+        """Before anything else, in every call. A compiled call, which no public function has seen, is checked here alone."""
+        return call
+
+    # --- memory ---
+
+    def inputs(self, p: Any, call: C) -> Tensors:
+        """The input buffers, as executors take them: here the call's fields, where they are matrices of the buffers' names."""
+        return call._asdict()  # type: ignore[attr-defined, no-any-return]
+
+    @abstractmethod
+    def outputs(self, call: C, world: int) -> Tensors:
+        """New memory for the output buffers, in their order."""
+
+    def fake(self, call: C, world: int) -> list[torch.Tensor]:
+        """What the results of a call that is traced look like."""
+        return list(self.outputs(call, world).values())
+
+    def does_not_fit(self, p: Any, call: C) -> str:
+        """Why this call cannot be made with memory of `p`; empty if it can. Not asked where nothing overlaps."""
+        return ""
+
+    def to_choose_with(self, p: Any, rank: int, call: C) -> C:
+        """The call by which a schedule is chosen, where the first one is not typical."""
+        return call
+
+    def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
+        """Raises what only the results show. On CPU, where they are there."""
+
+    # --- gradients ---
+
+    def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """What `gradients` needs: here the call's tensors. wanted: for each of these, in their order."""
+        return self.tensors(call)
+
+    def beside(self, saved: Sequence[torch.Tensor | None]) -> Any:
+        """What else backward needs that can be begun right behind the call."""
+
+    def gradients(
+        self, p: Any, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor], wanted: Sequence[bool],
+        turn: Turn | None, beside: Any,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """For each tensor of the call, those that are wanted, by the same ones on all ranks; sums over ranks, not means. grads: of
+        the results."""
+        raise NotImplementedError
+
+    # --- the way without overlap, where the steps of the serial schedule do not say it ---
+
+    def unfused(self, p: Any, call: C, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor] | None:
+        """The results by the library's calls; None: as `weft.runtime.unfused` runs the serial schedule."""
+        return None
+
+    # --- benchmarks ---
+
+    def drawn(self, p: Any, rank: int, generator: torch.Generator) -> C:
+        """A call of `p` on random numbers, on the generator's device."""
+        raise NotImplementedError
+
+    def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
+        """The results of a rank in float64, from the calls of all ranks."""
+        raise NotImplementedError
+
+    # --- made from these ---
+
+    def __init__(self) -> None:
+        hints = get_type_hints(self.form)
+        self.kinds = tuple(_SCHEMA[hints[field]] for field in self.form._fields)  # type: ignore[attr-defined]
+        self.differentiable = tuple(self.form._fields.index(field) for field in self.gradients_of)  # type: ignore[attr-defined]
+        self._none = (False,) * len(self.differentiable)
+
+    @property
+    def fields(self) -> str:
+        """The call's, as torch's schemas write them."""
+        return ", ".join(f"{kind} {name}" for kind, name in zip(self.kinds, self.form._fields, strict=True))  # type: ignore[attr-defined]
+
+    def tensors(self, call: C) -> list[torch.Tensor | None]:
+        """One after the other."""
+        found: list[torch.Tensor | None] = []
+        for kind, value in zip(self.kinds, call, strict=True):
+            if kind in _ONE:
+                found.append(value)
+            elif kind in _SEVERAL:
+                found += value
+        return found
+
+    def wanted(self, call: C) -> tuple[bool, ...]:
+        """Of the fields that can be differentiated, those whose gradients are."""
+        if not self._none or not torch.is_grad_enabled():
+            return self._none
+        return tuple([_wants(call[i]) for i in self.differentiable])
+
+    def flat(self, flags: Sequence[Any]) -> list[bool]:
+        """Flags of fields, of a list one for each, as flags of `tensors`."""
+        found: list[bool] = []
+        for kind, flag in zip(self.kinds, flags, strict=False):
+            if kind in _ONE:
+                found.append(flag)
+            elif kind in _SEVERAL:
+                found += flag
+        return found
+
+    def described(self, wanted: tuple[bool, ...]) -> str:
+        """In the text that ranks compare."""
+        return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
+
+
+def _likeness(kind: str, value: Any) -> Hashable:
+    if kind in _ONE:
+        return None if value is None else (value.shape, value.dtype, value.device)
+    if kind in _SEVERAL:
+        return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in value])
+    return tuple(value) if type(value) is list else value
+
+
+def _wants(value: Any) -> bool:
+    return any(t.requires_grad for t in value) if isinstance(value, list) else value.requires_grad

@@ -1,0 +1,57 @@
+"""Choices for any size at once: a new M of known weights costs a look into a table, or a few simulations, and no measurement.
+
+Sizes of a family of problems (`Problem.family`) are taken together by half octaves, and the choice is made for the middle one of
+each, whatever the size that is called first. The first of a family is planned among all candidates; the others among the few that
+were the fastest there, and those that are worth a try anywhere (`Problem.worth_running`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from weft.plan.choose import choose
+from weft.plan.predict import Mode
+from weft.schedule import Problem, builders_of, candidates
+from weft.sim import Model
+
+CONTENDERS = 3
+"""The fastest at one size, in each mode, that may be the fastest at another one."""
+_PER_OCTAVE = 2
+_MOST_FAMILIES = 256
+
+
+@dataclass
+class _Family:
+    base: Model  # holding it keeps its id from being given to another
+    contenders: frozenset[str]
+    names: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """By half octave, of each mode."""
+
+
+_families: dict[Hashable, _Family] = {}
+
+
+def names_near(problem: Problem, model: Model, modes: tuple[Mode, ...], base: Model | None = None) -> tuple[str, ...]:
+    """The schedule to take for `problem` in each of these modes. base: what `model` was before it knew GEMMs that this process has
+    timed: choices that were made stay when it gets to know others."""
+    (family, size), base = problem.family, base or model
+    key = (family, id(base), modes, builders_of(type(problem)))
+    octave = round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
+    typical = problem.resized(2 ** (octave / _PER_OCTAVE))
+    known = _families.get(key)
+    if known is None:
+        choices = [choose(typical, model, mode=mode) for mode in modes]
+        near = {choice.candidate.name for choice in choices}
+        near |= {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
+        near |= {candidate.name for candidate in candidates(problem) if problem.worth_running(candidate)}
+        if len(_families) >= _MOST_FAMILIES:
+            _families.pop(next(iter(_families)))
+        known = _families[key] = _Family(base, frozenset(near))
+        known.names[octave] = tuple(choice.candidate.name for choice in choices)
+    names = known.names.get(octave)
+    if names is None:
+        found = (choose(typical, model, mode=mode, among=known.contenders) for mode in modes)
+        names = known.names[octave] = tuple(choice.candidate.name for choice in found)
+    return names

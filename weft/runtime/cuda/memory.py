@@ -1,0 +1,223 @@
+"""What executors on GPUs work with: symmetric memory, words for tokens, streams; and what is done with them when the group fails.
+
+Executors of schedules that differ in sizes only share one `Memory` (`shared`), as large as the largest of them needs: their signals
+are the same, so that the tokens that one run leaves are those that the next one finds, whichever of them it is. Their runs, and
+replays of graphs that have captured some, follow each other in one order on all ranks.
+
+Where a run places its rows differently than the one before, more has to be known than the tokens of that one say. Such a token says
+that a rank has read what its setter sent it; but the next run's rows may lie where other ranks' rows lay. With two ranks there are
+no others. With more, every rank says before a run that it has ended those before, and waits until all have (`Memory.enter`): at a
+change of sizes, and always once a graph has captured a run, since nobody tells when that is replayed. Schedules that wait for no
+token of the run before need none of it.
+
+When a larger one is needed, executors in the smaller one go on; they are made anew in the larger one at their next call, if no
+graph has captured them. The last that leaves closes the smaller one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Hashable
+
+import torch
+
+from weft import _core, env
+from weft.errors import DeadlineError
+from weft.kernels.signals import POISONED, TOKEN
+from weft.runtime.cuda.context import Context, RankSchedule, Run, own_buffers, rank_schedule
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.cuda.tokens import AWAITED, missing
+from weft.runtime.cuda.watch import watch
+from weft.runtime.schedule_memory import agree_on_schedule
+from weft.schedule import Schedule
+from weft.symm import Domain
+from weft.symm.cuda_driver import fill
+
+_SPOIL_S = 2.0  # how long after a failure buffers are kept spoilt
+
+
+class Memory:
+    """For executors of schedules like `mine`. Making it is collective. `OutOfSharedMemoryError`."""
+
+    def __init__(self, mine: RankSchedule, domain: Domain) -> None:
+        self.domain, self.rank, self.device = domain, domain.rank, domain.device
+        self.name, self.tokens, self.lanes = mine.schedule.name, mine.tokens, mine.lanes
+        self.nbytes, self._n_words = mine.layout.buffer_bytes, mine.standing_word
+        self.deadline_s = env.deadline_s()
+        self.run = Run()
+        self.users: set[int] = set()  # executors, by identity
+        self.captured = self.outgrown = False
+        self._last: object | None = None  # whose run was the last
+        self._closed = False
+        self.region = domain.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
+        n_all = (
+            self._n_words + 2 + domain.world_size
+        )  # tokens; the standing word; at a change of executors: its own one, and a word a peer
+        self.words = domain.allocate(8 * n_all, what=f"signals of schedule {self.name}")
+        with torch.cuda.device(self.device):
+            self.side = [torch.cuda.Stream(self.device, priority=-1) for _ in self.lanes[1:]]
+            self.monitor = torch.cuda.Stream(self.device)
+            # What the watchdog needs is made now: it may not load or allocate anything while streams wait.
+            self._poison_stream = torch.cuda.Stream(self.device, priority=-1)
+        self._word_view = self.words.tensor(self.rank, (n_all,), torch.int64)
+        self._poison = torch.full((n_all,), POISONED, dtype=torch.int64, pin_memory=True)
+        self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
+        self.begun_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._begun = self.begun_word.numpy()
+        first = [token.word for token in self.tokens[self.rank].values() if token.previous]
+        self._fence = self._fenced() if first and domain.world_size > 2 else None
+        if first:  # for the waits of the first run for the run before it
+            self._word_view[first] = TOKEN
+        torch.cuda.synchronize(self.device)
+        domain.all_gather(None, what="first tokens of a schedule")  # peers put theirs from now on
+        self._take_back = domain.on_failure(self._release_waiters)
+        domain._holders.add(self)
+        watch.add(self)
+
+    def context(self, mine: RankSchedule) -> Context:
+        own = own_buffers(mine, self.region, self.device)
+        return Context(**vars(mine), domain=self.domain, device=self.device, region=self.region, words=self.words, own=own,
+                       side=self.side, monitor=self.monitor, begun_word=self.begun_word, run=self.run)  # fmt: skip
+
+    def serves(self, mine: RankSchedule) -> bool:
+        """Whether `mine` differs from those here in sizes only."""
+        return not self._closed and self.tokens == mine.tokens and self.lanes == mine.lanes
+
+    def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
+        """Before a run of `executor` is issued on the current stream."""
+        self.deadline_s, self.captured = deadline_s, self.captured or capturing
+        if self._fence is not None and (self.captured or self._last not in (None, executor)):
+            program, bases = self._fence
+            program.run(0, len(program), bases, [torch._C._cuda_getCurrentRawStream(self.device.index)])
+        self._last, self.name = executor, schedule_name
+
+    def leave(self, executor: object) -> None:
+        """An executor is closed; the last one closes the memory."""
+        self.users.discard(id(executor))
+        self._last = None if self._last is executor else self._last
+        if not self.users:
+            self.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        kinds = _shared.get(self.domain, {})  # which may not keep the domain
+        for kind in [kind for kind, (memory, _) in kinds.items() if memory is self]:
+            del kinds[kind]
+        watch.remove(self)
+        self._take_back()
+        for region in (self.region, self.words):
+            if self.captured:
+                region.close()  # a graph may be replayed whenever
+            else:
+                region.give_back()
+
+    def _fenced(self) -> tuple[_core.StreamProgram, list[int]]:
+        """Tells peers that this rank's runs have ended, and waits until theirs have."""
+        world, rank, first = self.domain.world_size, self.rank, self._n_words + 2
+        bases = [*(self.words.address(r) for r in range(world)), self.begun_word.data_ptr()]
+        program, others = _core.StreamProgram(world + 1, 1, 0), [r for r in range(world) if r != rank]
+        standing = 8 * (self._n_words + 1)
+        program.signal(
+            0,
+            [(False, rank, standing, 1), (False, world, 0, 1)]
+            + [(False, r, 8 * (first + rank), TOKEN) for r in others],
+        )
+        program.signal(0, [(True, rank, 8 * (first + r), AWAITED) for r in others])
+        program.signal(0, [(False, rank, 8 * (first + r), 0) for r in others] + [(False, rank, standing, 0)])
+        return program, bases
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # --- when something goes wrong ---
+
+    def has_begun(self) -> bool:
+        begun = bool(self._begun[0])
+        if begun:
+            self._begun[0] = 0
+        return begun
+
+    def standing_still(self, seconds: float) -> None:
+        """On the watching thread: if the run still waits for a peer, name what for, and end it."""
+        _not_hindered_by_captures()
+        with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
+            self._found.copy_(self._word_view, non_blocking=True)
+            self._poison_stream.synchronize()
+        found = self._found.tolist()
+        words, standing, changing, fences = (
+            found[: self._n_words],
+            *found[self._n_words : self._n_words + 2],
+            found[self._n_words + 2 :],
+        )
+        if changing:
+            late = [r for r, word in enumerate(fences) if r != self.rank and not word]
+            waited, run = f"ranks {late} to end their runs", "the runs before"
+        elif waits := missing(self.tokens[self.rank], words, standing):
+            waited = " or ".join(
+                f"signal {t.key[0]}[{t.key[1]}] of rank {t.setter} on lane {lane!r}" for lane, t in waits
+            )
+            run = "the run before" if waits[0][1].previous else "this run"
+        else:
+            return
+        text = (
+            f"rank {self.rank} waited {seconds:.3g} s for {waited} of schedule {self.name}: it has not come in {run}. Have all "
+            "ranks made the same call?"
+        )
+        self.run.failure = DeadlineError(text)
+        self.domain.poison(text)
+
+    def _release_waiters(self) -> None:
+        """On the watchdog thread: spoil what GEMMs read of peers, then end every wait of this rank's streams. Copies of peers that
+        wait too may still come behind that, until their streams are done: so it is done again, for as long as this device is
+        busy with what was enqueued."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._poison_stream):
+            self._spoil()
+            for part in (slice(self._n_words), slice(self._n_words + 2, None)):
+                self._word_view[part].copy_(self._poison[part], non_blocking=True)
+        threading.Thread(target=self._keep_spoiling, name="weft-spoil", daemon=True).start()
+
+    def _spoil(self) -> None:
+        if self.nbytes:
+            fill(self.region.address(self.rank), self.nbytes, 0xFF, self._poison_stream)
+
+    def _keep_spoiling(self) -> None:
+        until = time.monotonic() + _SPOIL_S
+        with contextlib.suppress(Exception), torch.cuda.device(self.device):  # the region may be closed meanwhile
+            while time.monotonic() < until:
+                self._spoil()
+                time.sleep(0.002)
+
+
+_shared: weakref.WeakKeyDictionary[Domain, dict[Hashable, tuple[Memory, RankSchedule]]] = weakref.WeakKeyDictionary()
+
+
+def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Memory, RankSchedule] | None:
+    """Memory for `schedule` and all others of its kind, which differ in sizes only, and the schedule as this rank has it; None if
+    it differs in more. Collective where memory has to be made, or made larger, which is also when ranks compare schedules."""
+    kinds = _shared.setdefault(domain, {})
+    known = kinds.get(kind)
+    mine = rank_schedule(schedule, domain.rank, None if known is None else known[1])
+    if known is not None and not known[0].closed:
+        memory = known[0]
+        if not memory.serves(mine):
+            return None
+        if mine.layout.buffer_bytes <= memory.nbytes:
+            return memory, mine
+        memory.outgrown = True
+    agree_on_schedule(schedule, domain)
+    require_runnable_on_gpus(schedule, domain.rank)
+    kinds[kind] = made = Memory(mine, domain), mine
+    return made
+
+
+def _not_hindered_by_captures() -> None:
+    """Let this thread synchronize its own stream while another captures; it would spoil the capture otherwise."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -1,0 +1,226 @@
+"""The serial schedule as a user would write it: torch's collectives and GEMMs, one after the other, on the caller's stream or
+thread.
+
+Nothing is kept or prepared for it on the device, and no symmetric memory: a call costs what the library's calls cost. Steps
+become calls when this is made, and a step makes the buffer that it writes. On CPU ranks meet before every collective
+(`weft.runtime.in_turn`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import ScheduleError
+from weft.runtime.collectives import all_gather_single, reduce_scatter_single, sendable
+from weft.runtime.in_turn import Turn
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Schedule, Step
+from weft.schedule.spans import span_name
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Call: TypeAlias = Callable[[Tensors, "Turn | None", dist.ProcessGroup], None]
+_STRAIGHT = Turn(None, None)  # to torch
+
+
+class Unfused:
+    """`schedule`, which has one lane, on `rank`. `ScheduleError` for a step that has no entry in `bind`, or writes a part of a
+    buffer."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.buffers = {buffer.name: buffer for buffer in schedule.buffers_of_rank(rank)}
+        (lane,) = schedule.of_rank(rank)
+        self._calls = [bind(step, self) for step in lane.steps]
+        made = {access.region.buffer for step in lane.steps for access in step.accesses() if access.writes}
+        self._empty = [b for b in self.buffers.values() if b.role == "output" and b.name not in made]
+
+    def run(self, inputs: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> Tensors:
+        """All buffers. turn: what collectives go through and steps are told to, if not straight to torch."""
+        tensors = dict(inputs)
+        for call in self._calls:
+            call(tensors, turn, group)
+        for buffer in self._empty:
+            like = next(iter(inputs.values()))
+            tensors[buffer.name] = like.new_empty(int(buffer.rows), buffer.cols, dtype=TORCH_DTYPE[buffer.dtype])
+        return tensors
+
+    # --- what steps are bound to ---
+
+    def name_of(self, step: Step) -> str:
+        return span_name(step, self.rank)
+
+    def made(self, region: Region) -> str:
+        """The buffer that a step writes."""
+        buffer = self.buffers[region.buffer]
+        if (region.row, region.rows, region.col, region.cols, region.at) != (0, buffer.rows, 0, buffer.cols, self.rank):
+            raise ScheduleError(
+                f"schedule {self.schedule.name}: without overlap whole buffers are written, not {region}"
+            )
+        return region.buffer
+
+    def view(self, region: Region) -> Callable[[Tensors], torch.Tensor]:
+        name, buffer = region.buffer, self.buffers[region.buffer]
+        (row, rows), (col, cols) = ((int(a), int(n)) for a, n in ((region.row, region.rows), (region.col, region.cols)))
+        if (row, rows, col, cols) == (0, buffer.rows, 0, buffer.cols):
+            return lambda t: t[name]
+        return lambda t: t[name].narrow(0, row, rows).narrow(1, col, cols)
+
+    def rows_of_ranks(self, step: Collective, of: Callable[[Collective], Region]) -> list[int]:
+        """Of the region of this collective that `of` gives, on each rank."""
+        world = range(self.schedule.world_size)
+        of_ranks = [[s for s in self.schedule.of_rank(r)[0].steps if isinstance(s, Collective)] for r in world]
+        number = of_ranks[self.rank].index(step)
+        return [int(of(steps[number]).rows) for steps in of_ranks]
+
+
+@singledispatch
+def bind(step: Step, here: Unfused) -> Call:
+    """What a step of this kind does by torch."""
+    raise ScheduleError(
+        f"schedule {here.schedule.name}: steps of kind {step.kind!r} cannot be done by the library: {step}"
+    )
+
+
+@bind.register
+def _collective(step: Collective, here: Unfused) -> Call:
+    if step.op not in _COLLECTIVES:
+        raise ScheduleError(
+            f"schedule {here.schedule.name}: no way to do {step} by the library; it does {', '.join(_COLLECTIVES)}"
+        )
+    src, dst, name, role = (
+        here.view(step.src),
+        here.made(step.dst),
+        here.name_of(step),
+        here.buffers[step.dst.buffer].role,
+    )
+    if here.schedule.world_size == 1:  # nobody to send to
+
+        def alone(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+            t[dst] = src(t).clone() if role == "output" else src(t)
+
+        return alone
+    rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
+    together = _COLLECTIVES[step.op]
+
+    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+        t[dst] = together(src(t), rows, here.rank, group, turn, name)
+
+    return call
+
+
+@bind.register
+def _compute(step: Compute, here: Unfused) -> Call:
+    out, inputs, name = here.made(step.out), [here.view(region) for region in step.inputs], here.name_of(step)
+    dtype = TORCH_DTYPE[here.buffers[out].dtype]
+
+    def done(t: Tensors, turn: Turn | None, result: torch.Tensor) -> None:
+        t[out] = result if turn is None else turn.done(name, result)
+
+    if step.op == "matmul":
+        a, b = inputs
+        if step.accumulate:
+            return lambda t, turn, group: done(t, turn, torch.addmm(t[out], a(t), b(t)))
+        return lambda t, turn, group: done(t, turn, torch.mm(a(t), b(t)))
+    if step.op in SCALED_MATMULS:
+        fast = step.op == "scaled_matmul_fast"
+
+        def scaled(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+            operands = [x(t) for x in inputs]
+            y = torch.empty(operands[0].shape[0], operands[1].shape[1], dtype=dtype, device=operands[0].device)
+            scaled_matmul(*operands, fast=fast, out=y)
+            done(t, turn, y)
+
+        return scaled
+    if step.op not in _ELEMENTWISE or step.accumulate:
+        raise ScheduleError(f"schedule {here.schedule.name}: no way to do {step} by the library")
+    op = _ELEMENTWISE[step.op]
+    return lambda t, turn, group: done(t, turn, op(*(x(t) for x in inputs)))
+
+
+@bind.register
+def _copy(step: Copy, here: Unfused) -> Call:
+    src, dst = here.view(step.src), here.made(step.dst)
+
+    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+        t[dst] = src(t).clone()
+
+    return call
+
+
+@bind.register
+def _reduce(step: Reduce, here: Unfused) -> Call:
+    out, parts = here.made(step.out), [here.view(part) for part in step.parts]
+
+    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+        total = parts[0](t).float()
+        for part in parts[1:]:
+            total = total + part(t)
+        t[out] = total.to(parts[0](t).dtype)
+
+    return call
+
+
+_ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add, "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+}  # fmt: skip
+
+
+# --- collectives: of this rank's matrix `x`; rows: of all ranks ---
+
+
+def all_gather(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
+) -> torch.Tensor:
+    """[sum(rows), columns]: those of all ranks, below each other."""
+    gathered, even = x.new_empty(sum(rows), x.shape[1]), rows.count(rows[0]) == len(rows)
+    whole, part = sendable(gathered), sendable(x)
+    if turn is None and even:
+        all_gather_single(whole, part, group=group)
+        return gathered
+    turn = turn or _STRAIGHT
+    if even:
+        turn.run(name, all_gather_single, whole, part, group=group)
+    elif x.device.type == "cuda":
+        turn.run(name, dist.all_gather, list(whole.split(rows)), part, group=group)
+    else:  # gloo gathers equal parts only
+        padded = part.new_zeros(max(rows), x.shape[1])
+        padded[: x.shape[0]] = part
+        parts = [torch.empty_like(padded) for _ in rows]
+        turn.run(name, dist.all_gather, parts, padded, group=group)
+        torch.cat([one[:n] for one, n in zip(parts, rows, strict=True)], out=whole)
+    return turn.done(name, gathered, (len(rows) - 1) * x.nbytes)
+
+
+def reduce_scatter(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
+) -> torch.Tensor:
+    """[rows[rank], columns]: this rank's rows of the sum over all ranks."""
+    turn = turn or _STRAIGHT
+    if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
+        mine = x.new_empty(rows[rank], x.shape[1])
+        turn.run(name, reduce_scatter_single, mine, x, group=group)
+    else:  # which not every library has for parts of other sizes, or for the CPU
+        total = x.clone()
+        turn.run(name, dist.all_reduce, total, group=group)
+        mine = total.split(rows)[rank].clone()
+    return turn.done(name, mine, x.nbytes - mine.nbytes)
+
+
+def all_reduce(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
+) -> torch.Tensor:
+    """The sum over all ranks."""
+    turn, total = turn or _STRAIGHT, x.clone()
+    turn.run(name, dist.all_reduce, total, group=group)
+    return turn.done(name, total, 2 * (x.nbytes - x.nbytes // len(rows)))
+
+
+_COLLECTIVES: dict[str, Callable[..., torch.Tensor]] = {
+    "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce,
+}  # fmt: skip
