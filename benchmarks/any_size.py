@@ -2,15 +2,17 @@
 
     python benchmarks/any_size.py [--ranks 2] [--device cuda] [--calls 1000] [--json FILE]
 
-After `--warm` calls of random M, `--calls` more, each followed by a synchronisation. A call whose M was not called before is a first
-call. Every result is compared with the product in float64 of a few of its rows and columns. Then M is called again, for what a steady
-call takes. One JSON object is appended to FILE.
+After `--warm` calls of random M, `--calls` more, each followed by a synchronisation. A call whose M was not called before is a
+first call. Every result is compared with the product in float64 of a few of its rows and columns. Then M is called again, for what
+a steady call takes. One JSON object is appended to FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import random
 import statistics
 import time
@@ -70,6 +72,9 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         warm.append(call(m)[0])
     before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     firsts, all_m = list[tuple[float, float, int]](), []
+    profile = cProfile.Profile() if given.profile and rank == 0 else None
+    if profile:
+        profile.enable()
     for _ in range(given.calls):
         m = draw()
         took, host = call(m)
@@ -77,6 +82,9 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
             firsts.append((took, host, m))
         seen.add(m)
         all_m.append(m)
+    if profile:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
     steady = [call(m) for m in all_m[-32:] for _ in range(2)][1::2]
     memory: dict[str, Any] = {}
     if device.type == "cuda":
@@ -116,6 +124,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4096)
     parser.add_argument("--k", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="Print where rank 0's host was during the calls.")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     backend = "nccl" if given.device == "cuda" else "gloo"

@@ -42,6 +42,30 @@ def test_a_refusal_that_comes_during_the_call_is_seen_at_its_end() -> None:
     assert here.refused() == here.end() == "rank 1: bad"
 
 
+def test_a_rank_that_refused_knows_when_no_peer_can_make_the_call_any_more() -> None:
+    """A peer that has not come to it answers at once; one that is at it, when it refuses it too; one that has made it, never."""
+    for peer in ("behind", "at it, heard first", "at it, refused first", "done"):
+        here, there = GroupCalls(), GroupCalls()
+        there.begin()
+        if peer != "behind":
+            here.begin()
+        if peer == "done":
+            here.end()
+        if peer == "at it, refused first":
+            there.heard(here.refuse("rank 0: bad", 1))
+        message = there.refuse("rank 1: bad", 1)
+        assert there.unanswered == (0 if peer == "at it, refused first" else 1)
+        here.heard(message)
+        answer = here.answer(message)
+        assert (answer is None) == (peer != "behind")
+        if answer is not None:
+            there.answered(answer)
+        if peer == "at it, heard first":
+            there.heard(here.refuse("rank 0: bad", 1))
+        assert there.unanswered == here.unanswered + (1 if peer == "done" else 0)
+        assert here.unanswered == 0
+
+
 def test_compared_calls_that_are_the_same_say_nothing() -> None:
     said: list[str] = []
     one, other = CallLog(0, 2, said.append), CallLog(1, 2, said.append)

@@ -126,9 +126,11 @@ def choose(
             _tune(p, domain, tensors, model, deadline_s, serial)
         # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
         mine = None if model is None else _planned_names(p, model, domain.device, pinned)
-        names = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+        said = domain.all_gather((mine, domain.idle_memory()), what=f"choices for {p}", deadline_s=deadline_s)
+        names = said[0][0]
+        domain.trim([idle for _, idle in said])
         if names is None:
-            names = _fastest(p, domain, tensors, deadline_s, serial)
+            names = _fastest_near(p, domain, tensors, deadline_s, serial)
     schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
@@ -175,8 +177,8 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
 
 
 def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Any:
-    """What runs `schedule`, of the candidate `name` for `p`. Collective. Those of one family that have the same name share memory on
-    GPUs, and ranks compare the first of them only: what makes them is the house's."""
+    """What runs `schedule`, of the candidate `name` for `p`. Collective. Those of one family that have the same name share memory
+    on GPUs, and ranks compare the first of them only: what makes them is the house's."""
     if domain.device.type == "cuda":
         from weft.runtime.cuda.memory import shared  # needs Triton, which a CPU machine may lack
         from weft.runtime.cuda.schedule import CudaSchedule
@@ -215,6 +217,14 @@ def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:
     return GemmTimer(p, tensors)
 
 
+def _prepare_gpu(device: torch.device) -> None:
+    from weft.runtime.cuda.move import prepare
+
+    prepare(device)
+
+
+_PREPARES: dict[str, Callable[[torch.device], None]] = {"cuda": _prepare_gpu}
+"""By type of device, what compiles what schedules for sizes to come may need."""
 _TIMERS: dict[str, Callable[[Problem, Tensors], gemms.Timer]] = {"cuda": _gpu_timer}
 """By type of device, where GEMMs are timed."""
 
@@ -254,6 +264,7 @@ def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: fl
     ):
         return
     timed[family] = size
+    _PREPARES.get(domain.device.type, lambda device: None)(domain.device)
     model, machine, mine = (
         machine_model(domain.device, p.world_size),
         device_name(domain.device),
@@ -294,6 +305,28 @@ def _tune(
     if names is not None:
         schedules = {name: _built(p, named(p, name), domain) for name in names}
         _measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
+
+
+_found: weakref.WeakKeyDictionary[Domain, dict[Any, tuple[str, str]]] = weakref.WeakKeyDictionary()
+"""Of a group, what was the fastest for a family of problems, by half octaves of their size: measured together, so alike on all
+ranks."""
+
+
+def _fastest_near(
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
+) -> tuple[str, str]:
+    """`_fastest`, of this size or one nearby."""
+    found = _found.setdefault(domain, {})
+    key = (p.family[0], plan.octave(p), plan.candidates_from_outside(p) != [])
+    names = found.get(key)
+    try:
+        for name in names or ():
+            named(p, name).build()
+    except NotApplicableError:
+        names = None
+    if names is None:
+        names = found[key] = _fastest(p, domain, tensors, deadline_s, serial)
+    return names
 
 
 def _fastest(

@@ -7,7 +7,8 @@ wrong results on every rank, and no error. What becomes of an error that leaves 
 - Ctrl-C at any time, and whatever comes once this rank has said to its peers that it takes part: it ends the group, with its cause.
 - Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). The others raise `RefusedError`, and the group lives on.
 - Any other, on GPUs, where hosts do not meet: bad input is told over the sockets (`weft.symm.calls`). A peer that has not come to
-  this call yet, or refuses it too, raises as well, and the group lives on; one that has made it ends the group. What is not about
+  this call yet, or refuses it too, raises as well, and the group lives on; one that has made it ends the group. This rank's next
+  call waits until it knows which. What is not about
   input (no memory) ends it at once.
 
 At the first call of a shape hosts meet on GPUs too, and then compare how many calls each has made. `WEFT_CHECK_CALLS=1` has every
@@ -57,6 +58,8 @@ class together:
     def _begin(self) -> None:
         self._said = 0
         calls = calls_of(self._group, symm.require_member)
+        if calls.unanswered and (domain := symm.open_domain(self._group, "cuda")) is not None:
+            domain.await_answers()
         if refused := calls.begin():
             raise RefusedError(refused)
         self._said = said_on(self._group)

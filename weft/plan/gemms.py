@@ -38,7 +38,7 @@ _MOST_CALLS = 50
 _SCHEDULES = 6  # whose GEMMs are measured: the fastest by prediction that have GEMMs of their own
 _WITHIN = 1.5  # of the fastest prediction: what is slower will not win by what GEMMs are mispredicted
 _MOST = 12
-_LEAST_ROWS = 64  # of a ladder: below, a GEMM reads its weights and does little else
+_LEAST_ROWS = 32  # of a ladder: below, a GEMM reads its weights and does little else
 
 _times: dict[str, dict[MatmulShape, float]] = {}
 _informed: dict[tuple[str, int], tuple[Model, Mapping[MatmulShape, float], Model]] = {}

@@ -33,13 +33,19 @@ class _Family:
 _families: dict[Hashable, _Family] = {}
 
 
+def octave(problem: Problem) -> int:
+    """The half octave of its size in its family."""
+    size = problem.family[1]
+    return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
+
+
 def names_near(problem: Problem, model: Model, modes: tuple[Mode, ...], base: Model | None = None) -> tuple[str, ...]:
     """The schedule to take for `problem` in each of these modes. base: what `model` was before it knew GEMMs that this process has
     timed: choices that were made stay when it gets to know others."""
-    (family, size), base = problem.family, base or model
+    family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
-    octave = round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
-    typical = problem.resized(2 ** (octave / _PER_OCTAVE))
+    here = octave(problem)
+    typical = problem.resized(2 ** (here / _PER_OCTAVE))
     known = _families.get(key)
     if known is None:
         choices = [choose(typical, model, mode=mode) for mode in modes]
@@ -49,9 +55,9 @@ def names_near(problem: Problem, model: Model, modes: tuple[Mode, ...], base: Mo
         if len(_families) >= _MOST_FAMILIES:
             _families.pop(next(iter(_families)))
         known = _families[key] = _Family(base, frozenset(near))
-        known.names[octave] = tuple(choice.candidate.name for choice in choices)
-    names = known.names.get(octave)
+        known.names[here] = tuple(choice.candidate.name for choice in choices)
+    names = known.names.get(here)
     if names is None:
         found = (choose(typical, model, mode=mode, among=known.contenders) for mode in modes)
-        names = known.names[octave] = tuple(choice.candidate.name for choice in found)
+        names = known.names[here] = tuple(choice.candidate.name for choice in found)
     return names

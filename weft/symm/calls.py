@@ -1,8 +1,9 @@
 """Calls of a group by their number, on GPUs, where hosts do not meet: which one a rank refuses, and, on demand, whether all make
 the same ones.
 
-A refusal is told to the peers. One that has not come to this call yet refuses it too, and the group lives on; so it does if the
-peer has refused it by itself. One that has made it has sent what the refusing rank will never answer: that ends the group.
+A refusal is told to the peers, and each answers. One that has not come to this call yet refuses it too, and the group lives on; so
+it does if the peer has refused it by itself. One that has made it has sent what the refusing rank will never answer: that ends the
+group. Until all have answered, the rank that refused makes no other call: that one would pair with what they have made.
 
 `WEFT_CHECK_CALLS=1` is a mode for finding ranks that make different calls: each rank tells its peers the number and the place of
 every call (operator, file and line). A peer's watchdog thread compares that with its own call of this number, off the critical
@@ -29,6 +30,9 @@ class GroupCalls:
         self.begun = self.ended = 0
         self._here: set[int] = set()
         self._there: dict[int, str] = {}
+        self._refused_last = 0
+        self._answers: dict[int, int] = {}  # to calls that this rank has not refused, or not yet
+        self.unanswered = 0  # peers that have not said yet what they did with the call that this rank refused last
         self._lock = threading.Lock()
 
     def begin(self) -> str:
@@ -45,21 +49,43 @@ class GroupCalls:
         self.ended = self.begun
         return self.refused() if self._there else ""
 
-    def refuse(self, text: str) -> bytes:
-        """This rank refuses the call that was begun last: the message to every peer."""
+    def refuse(self, text: str, peers: int = 0) -> bytes:
+        """This rank refuses the call that was begun last: the message to every peer, of whom there are so many."""
         with self._lock:
             self.ended = self.begun
             self._here.add(self.begun)
+            self._refused_last = self.begun
+            self.unanswered = peers - self._answers.pop(self.begun, 0)
         return _NUMBER.pack(self.begun) + text.encode()
 
     def heard(self, message: bytes) -> str:
-        """A peer refuses a call. What ends the group, if this rank has made that call; or ''."""
+        """A peer refuses a call, which is its answer where this rank refuses it too. What ends the group, if this rank has made
+        that call; or ''."""
         number, text = _NUMBER.unpack_from(message)[0], message[_NUMBER.size :].decode(errors="replace")
         with self._lock:
+            self._count(number)
             if number in self._here:
                 return ""
             self._there[number] = text
             return text if self.ended >= number else ""
+
+    def answer(self, message: bytes) -> bytes | None:
+        """To a refusal that was heard: that this rank will not make the call. None while it is at it: either it refuses it as well,
+        and says so, or makes it, which ends the group."""
+        with self._lock:
+            number = _NUMBER.unpack_from(message)[0]
+            return None if number in self._here or self.begun >= number else _NUMBER.pack(number)
+
+    def answered(self, message: bytes) -> None:
+        """A peer's answer."""
+        with self._lock:
+            self._count(_NUMBER.unpack_from(message)[0])
+
+    def _count(self, number: int) -> None:
+        if number in self._here:
+            self.unanswered -= number == self._refused_last
+        else:
+            self._answers[number] = self._answers.get(number, 0) + 1
 
 
 _of_group: dict[int, GroupCalls] = {}  # by identity of the group while it lives: every call looks here

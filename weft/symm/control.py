@@ -7,7 +7,8 @@ computes or waits:
 - *goodbye*: the peer left in order, and why. No failure, until somebody waits for something only it could do;
 - *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
 - *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
-- *call*: what a peer calls, where that is compared; *refusal*: which call it does not make (`weft.symm.calls`);
+- *call*: what a peer calls, where that is compared; *refusal*: which call it does not make, and *answer*, that this rank will not
+  make it either (`weft.symm.calls`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits look at), runs the
@@ -36,7 +37,7 @@ from weft.symm.calls import CallLog, GroupCalls
 from weft.symm.failures import logged
 
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
-_REFUSAL = b"R"
+_REFUSAL, _ANSWER = b"R", b"A"
 _PART_BYTES = mesh.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
 _LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
@@ -138,7 +139,19 @@ class Control:
         self._tell(_CALL + self._log.note(number, what))
 
     def tell_refusal(self, text: str) -> None:
-        self._tell(_REFUSAL + self._calls.refuse(text)[: _PART_BYTES - 1])
+        self._tell(_REFUSAL + self._calls.refuse(text, len(self._peers))[: _PART_BYTES - 1])
+
+    def await_answers(self, deadline_s: float) -> None:
+        """Return when all peers have answered this rank's last refusal, or raise what befell the group."""
+        until = time.monotonic() + deadline_s
+        with self._lock:
+            while self._calls.unanswered > 0 and not self._word.value and (remaining := until - time.monotonic()) > 0:
+                self._changed.wait(remaining)
+        self.check()
+        if self._calls.unanswered > 0:
+            text = f"rank {self.rank} waited {deadline_s:g} s for its peers to say whether they have made the call that it refused"
+            self.poison(text)
+            raise DeadlineError(text)
 
     def _tell(self, message: bytes) -> None:
         for rank in self._peers:
@@ -360,9 +373,15 @@ class Control:
                 self.lose(int(lost) if lost else None, text)
             elif kind == _CALL:
                 self._log.heard(rank, body)
+            elif kind == _ANSWER:
+                self._calls.answered(body)
+                with self._lock:
+                    self._changed.notify_all()
             elif kind == _REFUSAL:
                 if text := self._calls.heard(body):
                     self.poison(text)
+                elif (answer := self._calls.answer(body)) is not None:
+                    self._send(rank, _ANSWER + answer, until=time.monotonic() + _CALL_S)
                 with self._lock:
                     self._changed.notify_all()  # a wait in this very call is over
 

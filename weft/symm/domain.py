@@ -141,6 +141,10 @@ class Domain:
         """On GPUs: this rank does not make the call that it has begun; see `weft.symm.calls`."""
         self._control.tell_refusal(f"rank {self.rank}: {text}")
 
+    def await_answers(self) -> None:
+        """On GPUs, after a refusal: return when no peer can make that call any more, or raise what befell the group."""
+        self._control.await_answers(_setup_deadline_s(None))
+
     def tell_call(self, number: int, what: str) -> None:
         """Have peers compare this rank's call with theirs of this number; see `weft.symm.calls`."""
         self._control.tell_call(number, what)
@@ -247,6 +251,21 @@ class Domain:
             raise
         self._holders.add(region)
         return region
+
+    def idle_memory(self) -> list[int]:
+        """What of this rank's memory is in no use, for `trim`."""
+        if self.device.type != "cuda":
+            return []
+        from weft.symm import cuda
+
+        return cuda.idle(self)
+
+    def trim(self, idle_on_ranks: list[list[int]]) -> None:
+        """Give memory back to the device that is in use on no rank. All ranks must do so alike, and between allocations."""
+        if self.device.type == "cuda":
+            from weft.symm import cuda
+
+            cuda.trim(self, idle_on_ranks)
 
     # -- the end
 

@@ -102,6 +102,12 @@ class Move:
         )  # fmt: skip
 
 
+def prepare(device: torch.device) -> None:
+    """Compile and load what copies of any size and alignment need; takes seconds, once for a machine."""
+    for step in (_ALIGNMENT, 2, 1):
+        _compiled_move(device, step)
+
+
 class Stamps:
     """Times of the device's clock, in nanoseconds."""
 
