@@ -18,26 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ScheduleError
+from weft.schedule.candidate import Candidate
 from weft.schedule.problem import EmbeddingAllToAll, Problem
 from weft.schedule.schedule import Schedule
 
 
 class NotApplicableError(ValueError):
     """Why a builder has no schedule for a description; the text is shown to the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to do a described operator: a builder with its parameters, those left out that have their defaults."""
-
-    builder: str
-    parameters: tuple[tuple[str, Any], ...]
-    build: Callable[[], Schedule]
-
-    @property
-    def name(self) -> str:
-        given = ",".join(f"{key}={value}" for key, value in self.parameters)
-        return f"{self.builder}[{given}]" if given else self.builder
 
 
 @dataclass(frozen=True, slots=True)

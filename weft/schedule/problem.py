@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from weft.schedule.candidate import Candidate
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
-
-if TYPE_CHECKING:
-    from weft.schedule.builders import Candidate
 
 
 @dataclass(frozen=True, slots=True)
