@@ -45,8 +45,13 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, case, 2, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("world", [1, 2, slow(3), slow(4)])
-@pytest.mark.parametrize(("by", "out"), [("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", FP8)])
+KINDS = [("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", FP8)]
+
+
+@pytest.mark.parametrize(
+    ("world", "by", "out"),
+    [*((world, *kind) for world in (1, 2) for kind in KINDS), slow(3, "tensor", FP8), slow(4, "row", torch.bfloat16)],
+)
 def test_every_schedule(pool: Pool, world: int, by: str, out: torch.dtype) -> None:
     case = Case(shape=(8, 32), widths=(16, 32), by=by, biased=True, return_A=False, out=out)  # type: ignore[arg-type]
     builders = {name.split("[")[0] for name in pool.run(ranks.every_schedule, case, ranks=world, timeout_s=120)[0]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import expert_ranks as ranks
 import pytest
 import torch
-from slow import slow
 
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
@@ -37,9 +36,9 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, experts, dtype, traffic, exact, pinned, transposed, 8, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("schedule", [slow(None), "serial", "dispatch[by=kernel,rest=together]"])
-def test_eight_ranks(pool: Pool, schedule: str | None) -> None:
-    pool.run(ranks.forward, 2, F32, "uneven", schedule is not None, schedule, False, 6, ranks=8, timeout_s=60)
+@pytest.mark.parametrize("schedule", [EACH, "serial", "dispatch[by=kernel,rest=together]"])
+def test_eight_ranks(pool: Pool, schedule: str) -> None:
+    pool.run(ranks.forward, 2, F32, "uneven", schedule != EACH, schedule, False, 6, ranks=8, timeout_s=60)
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "room to spare"])
