@@ -20,7 +20,7 @@ FORWARD = {
     "fp16, room to spare": (2, F16, "uneven", False, EACH, False),
     "all to one": (2, F32, "all to one", True, EACH, False),
     "one has nothing": (1, F32, "one has nothing", True, EACH, False),
-    "nothing at all": (2, F32, "nothing", True, None, False),
+    "nothing at all": (2, F32, "nothing", True, EACH, False),
     "serial": (3, BF16, "uneven", True, "serial", True),
     "serial, room to spare": (2, F32, "all to one", False, "serial", False),
     "serial, one expert": (1, F32, "uneven", False, "serial", False),
@@ -55,7 +55,7 @@ def test_every_schedule(pool: Pool, exact: bool) -> None:
 
 
 def test_many_calls_in_a_row(pool: Pool) -> None:
-    pool.run(ranks.forward, 2, F32, "uneven", True, None, False, 60, ranks=3, timeout_s=60)
+    pool.run(ranks.forward, 2, F32, "uneven", True, EACH, False, 60, ranks=3, timeout_s=60)
 
 
 @pytest.mark.parametrize("schedule", [None, "serial"], ids=["chosen", "serial"])
