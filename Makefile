@@ -17,7 +17,7 @@ INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-all lint bench-cpu gpu-check commit-note wheel docs release clean
+.PHONY: help setup build demo test test-slow test-all lint bench-cpu gpu-check commit-note wheel docs release clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -48,8 +48,10 @@ demo: setup  ## Run, check, time and draw embedding + all-to-all on 2 CPU proces
 test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two cores
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multigpu"
 
-test-all: test  ## After these their repetitions at length, what runs commands, and planted faults, which tests must find
+test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal -m "slow and not gpu and not multigpu"
+
+test-all: test test-slow  ## Both
 
 .PHONY: chaos chaos-gpu
 N ?= 250

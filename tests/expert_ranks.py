@@ -56,11 +56,11 @@ def usual(rank: int, splits: Splits, tokens: Sequence[torch.Tensor], weights: to
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
     """What nobody has written is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch's compiler
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def forward(

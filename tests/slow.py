@@ -1,4 +1,4 @@
-"""Which parameters of a test are tried by `make test`, and which only by `make test-all`: repetitions at greater length."""
+"""Which parameters of a test are tried by `make test`, and which only by `make test-slow`: repetitions at greater length."""
 
 from __future__ import annotations
 

@@ -13,19 +13,21 @@ from slow import slow
 from weft.launch import Pool
 
 SHARD = "shard[chunks=2,send=in_turn,by=dma]"
+GATHER = {"schedule": "gather[by=kernel]"}
+# Without a schedule all candidates are compiled and timed before one is taken, which costs seconds.
 FORWARD = {
     "a scale for all": Case(),
     "a scale for each row": Case(by="row"),
     "scales of all rows on every rank": Case(by="row of all", widths=(16, 32), options={"schedule": "serial"}),
-    "three weights, biases": Case(widths=(16, 48, 32), biased=True, return_A=False),
-    "by row, biases in fp16": Case(widths=(16, 32), by="row", biased=True, out=torch.float16),
+    "three weights, biases": Case(widths=(16, 48, 32), biased=True, return_A=False, options={"schedule": SHARD}),
+    "by row, biases in fp16": Case(widths=(16, 32), by="row", biased=True, out=torch.float16, options=GATHER),
     "fp32, fast": Case(out=torch.float32, fast=True, by="row", options={"schedule": "serial"}),
     "pinned, A wanted": Case(by="row", options={"schedule": SHARD}),
-    "uneven": Case(rows=(6, 0, 3, 1), by="row", options={"schedule": "gather[by=kernel]"}),
+    "uneven": Case(rows=(6, 0, 3, 1), by="row", options=GATHER),
     "uneven, serial": Case(rows=(6, 0, 3, 1), by="row", options={"schedule": "serial"}),
     "uneven, scales of all rows": Case(rows=(6, 0, 3, 1), by="row of all"),
-    "a batch of sequences": Case(shape=(2, 3, 16), gather_dim=1, by="row"),
-    "a batch, uneven, scales of all": Case(shape=(2, 3, 16), gather_dim=1, rows=(3, 1, 2, 4), by="row of all"),
+    "a batch of sequences": Case(shape=(2, 3, 16), gather_dim=1, by="row", options=GATHER),
+    "a batch, uneven, scales of all": Case((2, 3, 16), 1, rows=(3, 1, 2, 4), by="row of all", options=GATHER),
     "one row each": Case(shape=(1, 16), by="row", return_A=False),
     "no rows": Case(shape=(0, 16), by="row"),
     "fp8": Case(out=FP8, widths=(16, 32)),
@@ -43,8 +45,13 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, case, 2, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("world", [1, 2, slow(3), slow(4)])
-@pytest.mark.parametrize(("by", "out"), [("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", FP8)])
+KINDS = [("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", FP8)]
+
+
+@pytest.mark.parametrize(
+    ("world", "by", "out"),
+    [*((world, *kind) for world in (1, 2) for kind in KINDS), slow(3, "tensor", FP8), slow(4, "row", torch.bfloat16)],
+)
 def test_every_schedule(pool: Pool, world: int, by: str, out: torch.dtype) -> None:
     case = Case(shape=(8, 32), widths=(16, 32), by=by, biased=True, return_A=False, out=out)  # type: ignore[arg-type]
     builders = {name.split("[")[0] for name in pool.run(ranks.every_schedule, case, ranks=world, timeout_s=120)[0]}

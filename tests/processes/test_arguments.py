@@ -22,7 +22,6 @@ import torch.distributed as dist
 from matmul_ranks import told
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 import weft
 from weft.launch import Pool
@@ -50,7 +49,9 @@ class Named(torch.Tensor):
     """A subclass that is a tensor like any other."""
 
 
-def as_dtensor(x: torch.Tensor) -> DTensor:
+def as_dtensor(x: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate  # half a second, and this file is imported by every rank
+
     return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()], run_check=False)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import matplotlib.image
 import pytest
 from slow import slow
 
@@ -90,6 +89,8 @@ def test_the_help_of_moe_teaches() -> None:
 
 @pytest.mark.slow
 def test_the_chain_runs_prints_itself_and_is_drawn(tmp_path: Path) -> None:
+    import matplotlib.image  # not for every rank and worker that imports this file
+
     printed = run(EXAMPLES / "gemm_chain.py", "--rows", "64", "--width", "48", "--hidden", "96", "--trace", tmp_path)
     assert "lane GEMM 2 (compute)" in printed
     errors = re.findall(r"rank (\d): error (\S+) against float64; torch, one step after the other: (\S+)", printed)

@@ -23,7 +23,7 @@ from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import RANK, Draft, Index, Region, Schedule, Step
 from weft.schedule.order import issue_order
 from weft.schedule.regions import Access, Declared, read, written
-from weft.schedule.text import from_json, table, to_json
+from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 from weft.symm import domain
@@ -84,8 +84,8 @@ def test_it_is_kept_printed_ordered_and_simulated() -> None:
     schedule = doubled_by_a_peer(2)
     verify(schedule)
     assert from_json(to_json(schedule)) == schedule
-    assert "scale   " in table(schedule)
-    assert "box@1[:, :]" in table(schedule, 0) or "box@1" in table(schedule, 0)
+    assert "scale   " in schedule.table()
+    assert "box@1[:, :]" in schedule.table(0) or "box@1" in schedule.table(0)
     assert [str(step).split()[0] for _, step in issue_order(schedule)[0]] == [
         "wait",
         "scale",

@@ -102,11 +102,12 @@ def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, w
 
 
 def contended(group: dist.ProcessGroup) -> None:
-    """All ranks add ones to the same elements of rank 0, again and again: none is lost."""
-    world, times = group.size(), 50
+    """All ranks add ones to the same elements of rank 0, again and again: none is lost. A run takes milliseconds, and there are
+    many: on a busy machine few ranks add at the same time, and most runs would lose nothing though they could."""
+    world, times, rows = group.size(), 100, 256
     d = Draft("adds", world)
-    one, y = d.buffer("one", 64, 64, "fp32", "input"), d.buffer("y", 64, 64, "fp32", "output")
-    total = d.buffer("total", 64, 64, "fp32", "symmetric")
+    one, y = d.buffer("one", rows, 64, "fp32", "input"), d.buffer("y", rows, 64, "fp32", "output")
+    total = d.buffer("total", rows, 64, "fp32", "symmetric")
     ready, done = d.signals("ready", 1), d.signals("done", 1)
     lane = d.lane("compute")
     lane.compute("add", total.part(), one.part(), one.part())
@@ -121,10 +122,10 @@ def contended(group: dist.ProcessGroup) -> None:
     schedule = d.schedule()
     verify(schedule)
     made = CpuSchedule(schedule, domain(group, "cpu"))
-    for _ in range(3):
-        y_ = torch.empty(64, 64)
-        made.run({"one": torch.ones(64, 64), "y": y_})
-        assert torch.equal(y_, torch.full((64, 64), 2.0 + (times * world if group.rank() == 0 else 0)))
+    for _ in range(20):
+        y_ = torch.empty(rows, 64)
+        made.run({"one": torch.ones(rows, 64), "y": y_})
+        assert torch.equal(y_, torch.full((rows, 64), 2.0 + (times * world if group.rank() == 0 else 0)))
     made.close()
 
 

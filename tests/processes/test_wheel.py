@@ -118,7 +118,8 @@ def test_the_wheel_has_what_it_needs_and_says_so(wheel: Path) -> None:
 @pytest.mark.slow
 def test_it_runs_with_torch_and_numpy_alone(python: Path, tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(EXAMPLE)
-    done = subprocess.run([python, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    # -E: a PYTHONPATH would come before the wheel
+    done = subprocess.run([python, "-E", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     results, _, where = done.stdout.strip().rpartition(" ")
     assert results == "[True, True]"

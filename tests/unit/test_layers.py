@@ -1,4 +1,4 @@
-"""Imports point down, and the check that says so would notice. At run time the library needs torch and numpy alone."""
+"""Imports point down and in no circle; the check of it would notice others. At run time the library needs torch and numpy alone."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ def _lint(folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, timeout=100)
 
 
-def test_an_import_upwards_and_an_unknown_layer_are_found(tmp_path: Path) -> None:
+def test_an_import_upwards_an_unknown_layer_and_a_cycle_are_found(tmp_path: Path) -> None:
     pytest.importorskip("importlinter", reason="import-linter is not installed: pip install -e '.[dev]'")
     shutil.copytree(ROOT / "weft", tmp_path / "weft", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -33,10 +33,25 @@ def test_an_import_upwards_and_an_unknown_layer_are_found(tmp_path: Path) -> Non
     with (tmp_path / "weft" / "sparse" / "hashing.py").open("a") as file:
         file.write("from weft import symm\n")
     (tmp_path / "weft" / "elsewhere.py").write_text("")
+    (tmp_path / "weft" / "sparse" / "one.py").write_text("from weft.sparse.two import b\n")
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from weft.sparse.one import a\n"
+    (tmp_path / "weft" / "sparse" / "two.py").write_text(typed)
     broken = _lint(tmp_path)
     assert broken.returncode != 0
     assert "weft.sparse.hashing -> weft.symm" in broken.stdout
     assert "weft.elsewhere" in broken.stdout
+    assert "No cycles are allowed in weft.sparse" in broken.stdout
+
+
+def test_no_package_is_imported_by_what_it_imports() -> None:
+    """The linter looks for cycles between the modules of a package, and not at the package's own `__init__`."""
+    grimp = pytest.importorskip("grimp", reason="grimp is not installed: pip install -e '.[dev]'")
+    graph = grimp.build_graph("weft", cache_dir=None)
+    importers = [
+        (p, m) for p in graph.modules if graph.find_children(p) for m in graph.find_modules_that_directly_import(p)
+    ]
+    assert len(importers) > 50
+    assert [(p, m) for p, m in importers if graph.chain_exists(importer=p, imported=m)] == []
 
 
 def _run(script: str) -> subprocess.CompletedProcess:

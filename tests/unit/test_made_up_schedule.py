@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import made_up
-import matplotlib.image
 import numpy as np
 import pytest
 from schedule_interpreter import edited
@@ -37,7 +36,6 @@ from weft.schedule import (
     candidates,
     unregister,
 )
-from weft.schedule.text import table
 from weft.schedule.verify import verify
 from weft.sim import Model, model_of, simulate
 from weft.timeline import Timeline
@@ -90,7 +88,7 @@ def test_streams_can_signal_as_it_does_and_refuse_a_counter_that_is_set_twice() 
 
 
 def test_it_prints() -> None:
-    lines = table(ring(LARGE)).splitlines()
+    lines = ring(LARGE).table().splitlines()
     assert lines[0] == "schedule ring, 4 ranks"
     assert "lane pull (copy)" in lines
     assert sum(" matmul " in line for line in lines) == 4
@@ -98,6 +96,8 @@ def test_it_prints() -> None:
 
 
 def test_it_simulates_and_its_timeline_becomes_a_trace_and_a_picture(tmp_path: Path) -> None:
+    import matplotlib.image  # not for every rank and worker that imports this file
+
     model = h200()
     found = simulate(ring(LARGE), model)
     assert found.end_us >= model.matmul(LARGE.m, LARGE.n[0], LARGE.k, "bf16").time_us

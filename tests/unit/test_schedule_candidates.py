@@ -35,7 +35,7 @@ from weft.schedule import (
     candidates,
 )
 from weft.schedule.order import issue_order
-from weft.schedule.text import from_json, table, to_json
+from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import model_of, simulate
 
@@ -259,5 +259,5 @@ def test_scaled_candidates_are_simulated_with_one_byte_on_the_wire(hw: str) -> N
 def test_tables_of_all_candidates_fit_a_terminal() -> None:
     for problem in PROBLEMS[4:6]:
         for _, schedule in applicable(problem):
-            for text in (table(schedule), table(schedule, rank=1)):
+            for text in (schedule.table(), schedule.table(rank=1)):
                 assert max(map(len, text.splitlines())) <= 132

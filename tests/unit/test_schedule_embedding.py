@@ -19,7 +19,7 @@ from weft.runtime.null import NullSchedule
 from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, slices
 from weft.schedule.kernels import PooledSlices
 from weft.schedule.order import issue_order
-from weft.schedule.text import from_json, table, to_json
+from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import Model, Simulated, model_of, simulate
 from weft.sparse import EmbeddingSharding
@@ -99,9 +99,9 @@ def test_every_schedule_verifies_and_pools(p: EmbeddingAllToAll) -> None:
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
 def test_every_schedule_prints_has_an_order_and_is_simulated(p: EmbeddingAllToAll) -> None:
     for schedule in schedules(p).values():
-        for text in (table(schedule), table(schedule, rank=p.world_size - 1)):
+        for text in (schedule.table(), schedule.table(rank=p.world_size - 1)):
             assert max(map(len, text.splitlines())) <= 132
-        assert "tiles of embedding_" in table(schedule)
+        assert "tiles of embedding_" in schedule.table()
         order = issue_order(schedule)
         assert {rank: len(steps) for rank, steps in order.items()} == {
             rank: sum(len(lane.steps) for lane in schedule.of_rank(rank)) for rank in range(p.world_size)

@@ -73,7 +73,7 @@ def test_some_splits(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_splits(data: st.DataObject) -> None:
     any_splits(data)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.schedule import RANK, AllGatherMatmul, Copy, Draft, Expr, Region, Schedule, Set, candidates, lookup
-from weft.schedule.text import from_json, table, to_json
+from weft.schedule.text import from_json, to_json
 
 
 def every_kind_of_step() -> Schedule:
@@ -33,9 +33,9 @@ def every_kind_of_step() -> Schedule:
 
 def test_a_table_for_all_ranks_and_for_one() -> None:
     schedule = every_kind_of_step()
-    assert str(schedule) == table(schedule)
-    assert table(schedule) == TABLE
-    assert table(schedule, rank=1) == TABLE_OF_RANK_1
+    assert str(schedule) == schedule.table()
+    assert schedule.table() == TABLE
+    assert schedule.table(rank=1) == TABLE_OF_RANK_1
 
 
 TABLE = """\
@@ -95,7 +95,7 @@ lane compute (compute)
 @pytest.mark.parametrize("rows", [(1, 20, 300, 4000), tuple(range(3000, 3032))])
 def test_uneven_schedules_fit_a_terminal(rows: tuple[int, ...]) -> None:
     problem = AllGatherMatmul(len(rows), rows, (70_000, 5), 12_345, "bf16", return_gathered=True)
-    lines = table(candidates(problem, ("shard",))[0].build()).splitlines()
+    lines = candidates(problem, ("shard",))[0].build().table().splitlines()
     assert max(map(len, lines)) <= 132
     assert lines[3].split()[1:3] == (["3000", "to"] if len(rows) == 32 else ["(1,", "20,"])
 

@@ -17,7 +17,7 @@ from weft.runtime.cpu.program import Checked
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
 from weft.schedule.order import issue_order, sets_per_run
 from weft.schedule.steps.loops import counted
-from weft.schedule.text import describe, from_json, table, to_json
+from weft.schedule.text import describe, from_json, to_json
 from weft.schedule.verify import SAMPLE, verify
 from weft.sim import simulate
 
@@ -93,7 +93,7 @@ def test_tiles_do_not_wait() -> None:
 def test_text_and_json() -> None:
     schedule = pushed(900)
     assert from_json(to_json(schedule)) == schedule
-    for text in (table(schedule), table(schedule, 1)):
+    for text in (schedule.table(), schedule.table(1)):
         assert "   2  tiles of push, t in 0 .. 900 - 1\n        copy    x[t:+1, :] -> box@" in text
 
 

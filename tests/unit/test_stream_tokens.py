@@ -232,7 +232,7 @@ def test_tokens_come_to_the_run_that_waits_for_them(recorded: None, name: str) -
 
 
 def test_tokens_of_experts_can_be_taken_in_time() -> None:
-    p = AllToAllMatmul(4, 8, (32,) * 4, 64, 64, "bf16", 32)
+    p = AllToAllMatmul(3, 8, (24,) * 3, 64, 64, "bf16", 24)
     for candidate in candidates(p, ("dispatch", "dispatch_by_expert")):
         assert any(tokens_of(candidate.build()))
 

@@ -52,7 +52,7 @@ def test_given_back_memory_is_had_again_cleared_and_nothing_overlaps() -> None:
             region, value = held.pop(choose.choice(list(held)))
             assert (region.tensor(0, (region.nbytes,), torch.uint8) == value).all(), "somebody else wrote there"
             region.give_back()
-        region = cuda.allocate(domain, choose.randint(1, 3 << 20), "test")
+        region = cuda.allocate(domain, choose.randint(1, 1 << 20), "test")
         found = region.tensor(0, (region.nbytes,), torch.uint8)
         assert not found.any(), "fresh memory is zero"
         found.fill_(value := number % 255 + 1)

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import matplotlib.image
 import PIL.Image
 import pytest
 
@@ -87,6 +86,8 @@ def test_bytes_leave_evenly_over_their_span() -> None:
 
 
 def test_the_picture_is_written_and_shows_both_kinds(tmp_path: Path) -> None:
+    import matplotlib.image  # not for every rank and worker that imports this file
+
     path = tmp_path / "new" / "overlap.png"
     draw_overlap(path, {"serial": _serial(), "fused": _fused()}, "tiny, 2 ranks")
     pixels = matplotlib.image.imread(path)

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from weft.bench.harness import MODES
-from weft.bench.operator import OPERATORS
+from weft.bench.operators import OPERATORS
 from weft.bench.options import DTYPES, BenchOptions
 from weft.bench.run import bench
 

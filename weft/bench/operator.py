@@ -1,28 +1,19 @@
-"""What a benchmark needs to know about an operator, and which operators there are.
+"""What a benchmark needs to know about an operator.
 
 To add one: a file named like the operator with its workload, its arms and an `Operator` called `OPERATOR`, and a line in
-`OPERATORS`. Timing, checks, records, command line and documents are shared.
+`weft.bench.operators`. Timing, checks, records, command line and documents are shared.
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:  # the command line shows its help without torch
-    from weft.bench.ceilings import Ceilings
-    from weft.bench.harness import Mode, Ranks
-    from weft.bench.measure import Step
-    from weft.bench.options import BenchOptions
-
-OPERATORS = {
-    "embedding_all_to_all": "weft.bench.embedding_all_to_all",
-    "all_gather_matmul": "weft.bench.all_gather_matmul",
-    "all_to_all_matmul": "weft.bench.all_to_all_matmul",
-    "inefficiency": "weft.bench.inefficiency",
-}
+from weft.bench.ceilings import Ceilings
+from weft.bench.harness import Mode, Ranks
+from weft.bench.measure import Step
+from weft.bench.options import BenchOptions
 
 Record = dict[str, Any]
 
@@ -82,15 +73,3 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def table(self, rows: Sequence[Record]) -> str:
         """Markdown of the records of one dtype and mode: a row per configuration."""
-
-
-def operator(name: str) -> Operator[Any]:
-    """Raises ValueError on a name that is no operator. One that somebody has registered (`weft.operator`) needs no file here."""
-    if name in OPERATORS:
-        found: Operator[Any] = importlib.import_module(OPERATORS[name]).OPERATOR
-        return found
-    calls, any_operator = (importlib.import_module(one) for one in ("weft.operator.calls", "weft.bench.any_operator"))
-    if name not in calls.OPERATORS:
-        raise ValueError(f"no operator {name!r}: give one of {', '.join(OPERATORS)}")
-    generic: Operator[Any] = any_operator.AnyOperator(calls.OPERATORS[name])
-    return generic

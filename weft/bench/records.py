@@ -19,7 +19,8 @@ from weft import env
 from weft.bench.ceilings import Ceilings
 from weft.bench.harness import HARNESS, Mode
 from weft.bench.measure import Results
-from weft.bench.operator import OPERATORS, Record
+from weft.bench.operator import Record
+from weft.bench.operators import OPERATORS
 from weft.bench.options import BenchOptions
 from weft.bench.provenance import provenance
 from weft.words import counted

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from weft.bench import records
 from weft.bench.harness import HARNESS
-from weft.bench.operator import Record, operator
+from weft.bench.operator import Record
+from weft.bench.operators import operator
 from weft.bench.tables import geomean, times
 from weft.words import counted
 

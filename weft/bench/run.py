@@ -10,6 +10,7 @@ import gc
 import os
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from weft.bench.ceilings import Ceilings, measure_ceilings
 from weft.bench.console import progress
 from weft.bench.harness import Ranks
 from weft.bench.measure import STEPS
-from weft.bench.operator import Record, operator
+from weft.bench.operator import Operator, Record
+from weft.bench.operators import operator
 from weft.bench.options import DTYPES, BenchOptions
 from weft.launch import run_ranks
 from weft.symm import domain
@@ -49,7 +51,7 @@ def bench(options: BenchOptions) -> list[Record]:
 def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
     """One rank's part in `bench`; the default process group exists. Returns the records on rank 0, none elsewhere."""
     ranks = make_ranks(options.device)
-    op = operator(options.op)
+    op: Operator[Any] = operator(options.op)
     presets = op.presets(options)
     ceilings = ceilings_for(options, ranks)
     release(ranks)

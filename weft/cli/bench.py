@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.bench.operator import OPERATORS
+from weft.bench.operators import OPERATORS
 from weft.cli.paths import check_writable
 
 Operator = enum.StrEnum("Operator", list(OPERATORS))  # type: ignore[misc]

@@ -98,10 +98,11 @@ def _are_times(found: object) -> bool:
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:
     """What is remembered, as `choose(..., measured=...)` takes it: of candidates that there are, if serial was measured too.
     For "graph", where no graphs were timed, times of "queued" calls: the same work, with no host to wait for either."""
-    names = {candidate.name for candidate in candidates(problem)}
     modes: tuple[Mode, ...] = ("graph", "queued") if mode == "graph" else (mode,)
     for one in modes:
-        found = {name: us for name, us in remembered(problem, machine, one).items() if name in names}
+        times = remembered(problem, machine, one)
+        names = {candidate.name for candidate in candidates(problem)} if times else set()
+        found = {name: us for name, us in times.items() if name in names}
         if "serial" in found:
             return found
     return None

@@ -1,7 +1,8 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
 from weft.schedule import dispatch, ficco, gather, serial, shard, slices  # noqa: F401  (registers their builders)
-from weft.schedule.builders import Candidate, NotApplicableError, builder, builders_of, candidates, named, unregister
+from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
+from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
 from weft.schedule.problem import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, Problem, Scaled, described
 from weft.schedule.schedule import Draft, Schedule

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from weft.schedule.order import Event, Lanes, meeting
+from weft.schedule.printing import describe
 from weft.schedule.regions import Access, Buffer, Declared, box_of, overlap
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Collective, Copy, Read, Step, Tiles, totals_of, variables_of
 from weft.schedule.steps.collectives import disagreement
-from weft.schedule.text import describe
 
 Buffers = Sequence[dict[str, Buffer]]
 """For each rank, its buffers by name, with their sizes in numbers."""

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.errors import ScheduleError
+from weft.schedule.printing import describe
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Awaited, Counters, Lane, Set, Step
-from weft.schedule.text import describe
 from weft.schedule.tiles import step_number
 
 Lanes: TypeAlias = tuple[Lane, ...]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from weft.schedule.candidate import Candidate
 from weft.schedule.steps import ITEM_BYTES
 from weft.words import counted
-
-if TYPE_CHECKING:
-    from weft.schedule.builders import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from typing import Any, get_args
 
 from weft.schedule.expr import RANK, Index, Values
 from weft.schedule.kernels import TileKernel
+from weft.schedule.printing import buffer_lines, step_lines, wrapped
 from weft.schedule.steps import (
     ITEM_BYTES,
     OPS,
@@ -50,6 +51,7 @@ from weft.schedule.steps import (
     put_in,
     unrolled,
 )
+from weft.words import counted
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,27 @@ class Schedule:
             Buffer(b.name, put_in(b.rows, values, partly=not expected), b.cols, b.dtype, b.role) for b in self.buffers
         )
 
-    def __str__(self) -> str:
-        from weft.schedule.text import table
+    def table(self, rank: int | None = None) -> str:
+        """As text of at most 132 columns: of all ranks, with expressions of the rank, or of one in numbers."""
+        whose = counted(self.world_size, "rank") if rank is None else f"rank {rank} of {self.world_size}"
+        shown = self.buffers if rank is None else self.buffers_of_rank(rank)
+        buffers = {b.name: b for b in shown}
+        lines = [f"schedule {self.name}, {whose}", ""]
+        lines += [*buffer_lines(shown, [self.values(r) for r in range(self.world_size)]), ""]
+        if self.signals:
+            signals = ", ".join(f"{s.name}[{s.count}]" for s in self.signals)
+            lines += [wrapped("signals  ", f"{signals}   (counters on every rank)"), ""]
+        lines.append(
+            "buffer@rank[first row:+rows, first column:+columns]; of the own rank if none is named; all of it without []"
+        )
+        for lane in self.lanes if rank is None else self.of_rank(rank):
+            lines += ["", f"lane {lane.name} ({lane.resource})"]
+            for number, step in enumerate(lane.steps, start=1):
+                lines += step_lines(f"{number:4}  ", step, rank, buffers)
+        return "\n".join(lines)
 
-        return table(self)
+    def __str__(self) -> str:
+        return self.table()
 
 
 def _require_known(what: str, word: str, kind: Any) -> None:

@@ -39,9 +39,9 @@ from weft.schedule.fits import (
 from weft.schedule.happens import Happened
 from weft.schedule.order import Event, Lanes, explain, play, sets_per_run
 from weft.schedule.polling import held_up
+from weft.schedule.printing import describe
 from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
-from weft.schedule.text import describe
 from weft.schedule.tiles import forked, step_number
 
 RUNS = 3

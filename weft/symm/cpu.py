@@ -13,16 +13,13 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft import _core
 from weft.errors import OutOfSharedMemoryError
+from weft.symm.memory import Ranks
 from weft.words import counted
-
-if TYPE_CHECKING:
-    from weft.symm.domain import Domain
 
 _UINT8 = (1, 8)  # DLPack's type code and bits
 _CPU = (1, 0)  # DLPack's device type and index
@@ -30,7 +27,7 @@ _KEEP_FREE = 0.05  # of what is free: a machine without any is no better off tha
 
 
 class CpuRegion:
-    """Memory of every rank of a domain, mapped here. See `weft.symm.domain.Region`."""
+    """Memory of every rank of a domain, mapped here. See `weft.symm.memory.Region`."""
 
     def __init__(self, nbytes: int, mappings: list[_core.Mapping]):
         self.nbytes = nbytes
@@ -65,7 +62,7 @@ class CpuRegion:
         return self._mappings[rank]
 
 
-def allocate(domain: Domain, nbytes: int, what: str) -> CpuRegion:
+def allocate(domain: Ranks, nbytes: int, what: str) -> CpuRegion:
     """Reserve and exchange; see `Domain.allocate`. Three rounds, after each of which all ranks know the same."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # 1. Is there room for all? Asked before anybody takes any: reserving more than there is wakes the kernel's

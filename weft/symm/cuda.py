@@ -14,16 +14,14 @@ import errno
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from weft import _core
 from weft.errors import DisagreementError, OutOfSharedMemoryError
 from weft.symm.cuda_driver import DriverError, Memory, fill, make, rounded, take
-
-if TYPE_CHECKING:
-    from weft.symm.domain import Domain
+from weft.symm.memory import Ranks
 
 _ALIGNMENT = 512  # what a cudaMalloc guarantees at least; keeps vector accesses and copy engines happy
 _UINT8, _CUDA = (1, 8), 2  # DLPack's type code and bits, and its device
@@ -71,7 +69,7 @@ class CudaRegion:
 class _Slab:
     """One allocation: `buffers[rank]` is rank's memory as uint8 [nbytes], `addresses[rank]` where this device sees it."""
 
-    def __init__(self, domain: Domain, nbytes: int) -> None:
+    def __init__(self, domain: Ranks, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free: list[Interval] = [(0, nbytes)]
         self.zero_from = 0  # from here on nothing has been handed out yet
@@ -83,7 +81,7 @@ class _Slab:
         _synchronize(domain.device)
 
 
-def _shared(domain: Domain, nbytes: int) -> list[torch.Tensor]:
+def _shared(domain: Ranks, nbytes: int) -> list[torch.Tensor]:
     """uint8 [nbytes] of each rank, this rank's cleared before anybody has it. Two rounds, after each of which all ranks know the
     same."""
     device, what = domain.device, f"{nbytes} bytes of symmetric memory on GPUs"
@@ -132,10 +130,10 @@ def _agree(what: str, errors: list[str]) -> None:
         raise OutOfSharedMemoryError(f"{what}: {'; '.join(bad)}: make the batch smaller, or lower `outputs`")
 
 
-_slabs: weakref.WeakKeyDictionary[Domain, list[_Slab]] = weakref.WeakKeyDictionary()
+_slabs: weakref.WeakKeyDictionary[Ranks, list[_Slab]] = weakref.WeakKeyDictionary()
 
 
-def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
+def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
     """Collective: the same `nbytes` on every rank. Synchronises the device when a new slab, or a region again, is needed."""
     slabs = _slabs.setdefault(domain, [])
     asked = domain.all_gather((nbytes, [slab.free for slab in slabs]), what=what)
@@ -164,12 +162,12 @@ def allocate(domain: Domain, nbytes: int, what: str) -> CudaRegion:
     return CudaRegion(slab, offset, nbytes)
 
 
-def idle(domain: Domain) -> list[int]:
+def idle(domain: Ranks) -> list[int]:
     """Numbers of this rank's slabs of which nothing is in use."""
     return [number for number, slab in enumerate(_slabs.get(domain, [])) if slab.free == [(0, slab.nbytes)]]
 
 
-def trim(domain: Domain, idle_on_ranks: Sequence[Sequence[int]]) -> None:
+def trim(domain: Ranks, idle_on_ranks: Sequence[Sequence[int]]) -> None:
     """Give the slabs back to the device of which no rank uses anything. All ranks alike, between allocations."""
     slabs = _slabs.get(domain, [])
     for number in sorted(set(idle_on_ranks[0]).intersection(*idle_on_ranks[1:]), reverse=True):
@@ -217,6 +215,6 @@ def smallest_place(free: Sequence[Sequence[Sequence[Interval]]], wanted: int) ->
     return min(found)[1:] if found else None
 
 
-def slab_bytes(domain: Domain) -> int:
+def slab_bytes(domain: Ranks) -> int:
     """Bytes of device memory that the slabs of this rank hold."""
     return sum(slab.nbytes for slab in _slabs.get(domain, []))

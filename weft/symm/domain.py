@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from weft.symm import cpu, failures, mesh
 from weft.symm.calls import calls_of
 from weft.symm.control import EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
+from weft.symm.memory import Region
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
@@ -52,24 +53,6 @@ def set_up_within(deadline_s: float | None) -> Iterator[None]:
 
 def _setup_deadline_s(given: float | None) -> float:
     return given or _set_up_s.get() or env.setup_deadline_s()
-
-
-class Region(Protocol):
-    """`nbytes` of memory on every rank of a domain, all of it addressable from every rank. Fresh memory is zero."""
-
-    nbytes: int
-
-    def address(self, rank: int) -> int:
-        """Where this process sees `rank`'s memory. `ValueError` once the region is closed."""
-
-    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """A view of `rank`'s memory; it stays valid after `close`, for as long as it is held."""
-
-    def close(self) -> None:
-        """Give the memory up. It is unmapped when the last view goes; other ranks keep what they have mapped."""
-
-    def give_back(self) -> None:
-        """`close`, and later regions may have this memory: nothing on any rank may use it any more, views included."""
 
 
 class Domain:

@@ -1,0 +1,25 @@
+"""Which operators can be measured. Names alone: an operator's file is imported when it is asked for, so that the command line
+shows its help without torch, and options can be checked by the operator that they are for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+OPERATORS = {
+    "embedding_all_to_all": "weft.bench.embedding_all_to_all",
+    "all_gather_matmul": "weft.bench.all_gather_matmul",
+    "all_to_all_matmul": "weft.bench.all_to_all_matmul",
+    "inefficiency": "weft.bench.inefficiency",
+}
+
+
+def operator(name: str) -> Any:
+    """Its `weft.bench.operator.Operator`. Raises ValueError on a name that is no operator. One that somebody has registered
+    (`weft.operator`) needs no file here."""
+    if name in OPERATORS:
+        return importlib.import_module(OPERATORS[name]).OPERATOR
+    calls, any_operator = (importlib.import_module(one) for one in ("weft.operator.calls", "weft.bench.any_operator"))
+    if name not in calls.OPERATORS:
+        raise ValueError(f"no operator {name!r}: give one of {', '.join(OPERATORS)}")
+    return any_operator.AnyOperator(calls.OPERATORS[name])

@@ -1,0 +1,40 @@
+"""What symmetric memory is on any type of device, and what those who make it need of the ranks that share it.
+
+`weft.symm.cpu` and `weft.symm.cuda` make it for a domain, which is above them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Region(Protocol):
+    """`nbytes` of memory on every rank of a group, all of it addressable from every rank. Fresh memory is zero."""
+
+    nbytes: int
+
+    def address(self, rank: int) -> int:
+        """Where this process sees `rank`'s memory. `ValueError` once the region is closed."""
+
+    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        """A view of `rank`'s memory; it stays valid after `close`, for as long as it is held."""
+
+    def close(self) -> None:
+        """Give the memory up. It is unmapped when the last view goes; other ranks keep what they have mapped."""
+
+    def give_back(self) -> None:
+        """`close`, and later regions may have this memory: nothing on any rank may use it any more, views included."""
+
+
+class Ranks(Protocol):
+    """The ranks that share memory, as seen from this one: what a `Domain` is to those who allocate for it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def all_gather(self, obj: Any, *, what: str) -> list[Any]: ...
+
+    def all_gather_files(self, obj: Any, file: int | None, *, what: str) -> list[tuple[Any, int | None]]: ...
