@@ -22,7 +22,7 @@ from weft.runtime.cpu.program import Program, run_tiles
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import RANK, Copy, Draft, Expr, Index, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
-from weft.schedule.text import from_json, table, to_json
+from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 from weft.symm import domain
@@ -89,7 +89,7 @@ def test_it_is_kept_printed_verified_and_simulated() -> None:
     schedule = turned(2)
     verify(schedule)
     assert from_json(to_json(schedule)) == schedule
-    assert "tiles of rotated, t in 0 .. 6 - 1" in table(schedule)
+    assert "tiles of rotated, t in 0 .. 6 - 1" in schedule.table()
     names = [(span.rank, span.name) for span in simulate(schedule, NULL).timeline]
     assert sorted(names) == [(0, "rotated"), (1, "rotated")]
     (step,) = schedule.of_rank(1)[0].steps

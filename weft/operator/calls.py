@@ -85,18 +85,22 @@ def _prepared_for(
         return prepared
     world = group.size()
 
+    device = next(t.device for t in op.tensors(call) if t is not None)
+
     def check() -> tuple[str, int]:
+        """The number is twice the size, and one more where times of the problem are remembered."""
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
         if pinned is not None:
             choosing.check_name(pinned, p)
         parts = said, choosing.wanted_schedule(pinned, p), op.described(wanted)
-        return ", ".join(part for part in parts if part), size
+        remembered = pinned is None and world > 1 and choosing.remembers(p, device)
+        return ", ".join(part for part in parts if part), 2 * size + remembered
 
-    device = next(t.device for t in op.tensors(call) if t is not None)
-    most = max(agree(op.name, group, device, check, deadline_s, op.hint))
+    numbers = agree(op.name, group, device, check, deadline_s, op.hint)
     if prepared is None:
-        prepared = table.keep(group, key, Prepared(op, op.problem(call, world, most), group, device, pinned))
+        p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
+        prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered))
     prepared.agreed.add(wanted)
     return prepared
 

@@ -45,6 +45,8 @@ Tensors: TypeAlias = dict[str, Any]
 _REPETITIONS = 5
 _IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
 _CYCLES_PER_US = 2000  # at least the clock of any present GPU
+_TRIM_EVERY = 16  # shapes that are new
+_MOST_NEAR = 1024
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
 """By type of device, in parts of the serial schedule's time and in microseconds: what another one must gain to be taken, a few
@@ -107,30 +109,22 @@ def choose(
     *,
     deadline_s: float | None,
     serial: Callable[[], object] | None = None,
+    remembered: bool = False,
 ) -> Chosen:
     """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up.
 
     pinned: a schedule's name, or "autotune".
     serial: does it as the operator would by the library, where that is not an executor's work.
+    remembered: whether a rank remembers times of this very problem.
 
     `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` is to run that `verify` finds faults of.
     """
     if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
+    elif pinned is not None or remembered or not p.has_work:
+        names = _names(p, domain, tensors, pinned, deadline_s, serial)
     else:
-        _measure_gemms(p, domain, tensors, deadline_s) if pinned is not None else _measure_ladder(
-            p, domain, tensors, deadline_s
-        )
-        model = machine_model(domain.device, p.world_size)
-        if pinned is not None:
-            _tune(p, domain, tensors, model, deadline_s, serial)
-        # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
-        mine = None if model is None else _planned_names(p, model, domain.device, pinned)
-        said = domain.all_gather((mine, domain.idle_memory()), what=f"choices for {p}", deadline_s=deadline_s)
-        names = said[0][0]
-        domain.trim([idle for _, idle in said])
-        if names is None:
-            names = _fastest_near(p, domain, tensors, deadline_s, serial)
+        names = _names_near(p, domain, tensors, deadline_s, serial)
     schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
@@ -140,22 +134,74 @@ def choose(
     return chosen
 
 
+Names: TypeAlias = tuple[str, str]
+"""Of the schedules for calls, and for those that a CUDA graph captures."""
+
+
+def _names(
+    p: Problem, domain: Domain, tensors: Tensors, pinned: str | None, deadline_s: float | None, serial: Callable[[], object] | None
+) -> Names:  # fmt: skip
+    """For this very problem. pinned: None or "autotune"."""
+    if pinned is not None:
+        _measure_gemms(p, domain, tensors, deadline_s)
+    model = machine_model(domain.device, p.world_size)
+    if pinned is not None:
+        _tune(p, domain, tensors, model, deadline_s, serial)
+    # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
+    mine = None
+    if model is not None:
+        mine = tuple(planned(p, model, domain.device, mode, pinned).candidate.name for mode in _MODES)
+    names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+    return names or _fastest(p, domain, tensors, deadline_s, serial)
+
+
+class _Near:
+    """What the ranks of a group have agreed on for sizes near each other: names by family, half octave, and whether there are
+    builders from outside; and up to which size the GEMMs of a family were timed."""
+
+    def __init__(self) -> None:
+        self.names: dict[Any, Names] = {}
+        self.timed: dict[Any, float] = {}
+        self.shapes = 0  # that were new
+
+
+_near: weakref.WeakKeyDictionary[Domain, _Near] = weakref.WeakKeyDictionary()
+
+
+def _names_near(
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
+) -> Names:
+    """For sizes around this one, where ranks have not agreed on them yet."""
+    near = _near.setdefault(domain, _Near())
+    near.shapes += 1
+    if near.shapes % _TRIM_EVERY == 0:
+        domain.trim(domain.all_gather(domain.idle_memory(), what="memory in no use", deadline_s=deadline_s))
+    _measure_ladder(p, domain, tensors, deadline_s)
+    key = (p.family[0], plan.octave(p), bool(plan.candidates_from_outside(p)))
+    if key not in near.names:
+        if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
+            near.names.clear()
+        model, mine = machine_model(domain.device, p.world_size), None
+        if model is not None:
+            mine = plan.names_near(p, model, _MODES, _calibrated_model(domain.device, p.world_size))
+        names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
+        near.names[key] = names or _fastest(p, domain, tensors, deadline_s, serial)
+    try:  # what goes for sizes around it mostly does for this one
+        for name in near.names[key]:
+            named(p, name).build()
+        return near.names[key]
+    except NotApplicableError:
+        return _names(p, domain, tensors, None, deadline_s, serial)
+
+
+def remembers(p: Problem, device: torch.device) -> bool:
+    """Whether this rank has times of schedules for this very problem, from now or before."""
+    return any(plan.known_times(p, device_name(device), mode) for mode in _MODES)
+
+
 def planned(p: Problem, model: Model, device: torch.device, mode: plan.Mode, pinned: str | None = None) -> plan.Choice:
     """What a call takes that pins nothing, and `weft.plan.explain` shows: by remembered times of this machine if there are any."""
     return plan.choose(p, model, mode=mode, pinned=pinned, measured=plan.known_times(p, device_name(device), mode))
-
-
-def _planned_names(p: Problem, model: Model, device: torch.device, pinned: str | None) -> tuple[str, ...]:
-    """For calls, and for calls in graphs: by remembered times of this very problem, if there are any; else by the model, for the
-    sizes around it."""
-    known = any(plan.known_times(p, device_name(device), mode) for mode in _MODES)
-    if pinned is None and not known and p.has_work:
-        names = plan.names_near(p, model, _MODES, _calibrated_model(device, p.world_size))
-        with contextlib.suppress(NotApplicableError):  # what goes for sizes around it mostly does for this one
-            for name in names:
-                named(p, name).build()
-            return names
-    return tuple(planned(p, model, device, mode, pinned).candidate.name for mode in _MODES)
 
 
 def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
@@ -250,13 +296,9 @@ def _measure_gemms(p: Problem, domain: Domain, tensors: Tensors, deadline_s: flo
         gemms.learn(machine, domain.all_gather(mine, what=f"GEMMs of {p}", deadline_s=deadline_s))
 
 
-_timed: weakref.WeakKeyDictionary[Domain, dict[Any, float]] = weakref.WeakKeyDictionary()
-"""Of each family of problems on a group up to which size its GEMMs were timed: the same on all ranks."""
-
-
 def _measure_ladder(p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None) -> None:
     """Time the GEMMs of these weights, where they are new, or so many rows. Collective."""
-    (family, size), timed = p.family, _timed.setdefault(domain, {})
+    (family, size), timed = p.family, _near[domain].timed
     if (
         domain.device.type not in _TIMERS
         or not 0 < size > 2 * timed.get(family, 0.0)
@@ -305,28 +347,6 @@ def _tune(
     if names is not None:
         schedules = {name: _built(p, named(p, name), domain) for name in names}
         _measured(p, schedules, domain, tensors, deadline_s, serial, "queued", 3)
-
-
-_found: weakref.WeakKeyDictionary[Domain, dict[Any, tuple[str, str]]] = weakref.WeakKeyDictionary()
-"""Of a group, what was the fastest for a family of problems, by half octaves of their size: measured together, so alike on all
-ranks."""
-
-
-def _fastest_near(
-    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
-) -> tuple[str, str]:
-    """`_fastest`, of this size or one nearby."""
-    found = _found.setdefault(domain, {})
-    key = (p.family[0], plan.octave(p), plan.candidates_from_outside(p) != [])
-    names = found.get(key)
-    try:
-        for name in names or ():
-            named(p, name).build()
-    except NotApplicableError:
-        names = None
-    if names is None:
-        names = found[key] = _fastest(p, domain, tensors, deadline_s, serial)
-    return names
 
 
 def _fastest(

@@ -77,9 +77,16 @@ class Prepared:
     """Everything about calls of one shape on one group: made at the first, found by the others."""
 
     def __init__(
-        self, op: Operator[Any], p: Any, group: dist.ProcessGroup, device: torch.device, pinned: str | None
+        self,
+        op: Operator[Any],
+        p: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        pinned: str | None,
+        remembered: bool,
     ) -> None:
-        self.op, self.p, self.device, self.pinned = op, p, device, pinned
+        """remembered: whether a rank has times of schedules for this very problem."""
+        self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self.agreed: set[tuple[bool, ...]] = set()  # which gradients ranks have agreed to want
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
@@ -226,7 +233,7 @@ class Prepared:
             with _whole(domain, f"choosing a schedule of {op.name}"), symm.set_up_within(patience_s):
                 self._chosen = choosing.choose(
                     p, domain, tensors, self.pinned, deadline_s=deadline_s,
-                    serial=lambda: self._in_turn(typical, tensors, deadline_s, None),
+                    serial=lambda: self._in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
                 )  # fmt: skip
         return self._chosen.captured if capturing else self._chosen.usual
 

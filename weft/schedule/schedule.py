@@ -97,12 +97,14 @@ class Schedule:
 
         expected: with the contents that buffers are expected to hold. Otherwise these stay variables, as an executor needs it.
         """
+        expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}
         lanes = ((lane, unrolled(lane.steps, values, partly=not expected)) for lane in self.lanes)
         return tuple(Lane(lane.name, lane.resource, tuple(s for s in steps if not s.is_empty)) for lane, steps in lanes)
 
     def buffers_of_rank(self, rank: int, *, expected: bool = True) -> tuple[Buffer, ...]:
         """The buffers of one rank with their sizes as numbers; or, not `expected`, with what is known before a run."""
+        expected = expected or not self.contents
         values = self.values(rank) if expected else {"rank": rank}
         return tuple(
             Buffer(b.name, put_in(b.rows, values, partly=not expected), b.cols, b.dtype, b.role) for b in self.buffers
