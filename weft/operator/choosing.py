@@ -125,13 +125,22 @@ def choose(
         names = _names(p, domain, tensors, pinned, deadline_s, serial)
     else:
         names = _names_near(p, domain, tensors, deadline_s, serial)
-    schedules = {name: _built(p, named(p, name), domain) for name in names if name != "serial"}
+    try:
+        schedules = _schedules(p, names, domain)
+    except NotApplicableError:  # what goes for sizes around it mostly does for this one
+        if pinned is not None:
+            raise
+        schedules = _schedules(p, names := _names(p, domain, tensors, None, deadline_s, serial), domain)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
     return chosen
+
+
+def _schedules(p: Problem, names: Names, domain: Domain) -> dict[str, Schedule]:
+    return {name: _built(p, named(p, name), domain) for name in dict.fromkeys(names) if name != "serial"}
 
 
 Names: TypeAlias = tuple[str, str]
@@ -186,12 +195,7 @@ def _names_near(
             mine = plan.names_near(p, model, _MODES, _calibrated_model(domain.device, p.world_size))
         names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         near.names[key] = names or _fastest(p, domain, tensors, deadline_s, serial)
-    try:  # what goes for sizes around it mostly does for this one
-        for name in near.names[key]:
-            named(p, name).build()
-        return near.names[key]
-    except NotApplicableError:
-        return _names(p, domain, tensors, None, deadline_s, serial)
+    return near.names[key]
 
 
 def remembers(p: Problem, device: torch.device) -> bool:

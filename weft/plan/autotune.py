@@ -75,6 +75,8 @@ def autotune(
 
 def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
     """Microseconds by candidate: all that was measured before with the versions installed here, by this process or another."""
+    if not _known and not store.any_of("autotune"):  # as for most users, who should not pay for keys
+        return {}
     key = _key(problem, machine, mode)
     if str(key) not in _known:
         try:

@@ -22,6 +22,15 @@ def path_of(kind: str, *names: object) -> Path:
     return env.cache_dir() / f"{'-'.join(words)}.json"
 
 
+def any_of(kind: str) -> bool:
+    """Whether there is a file of this kind."""
+    try:
+        with os.scandir(env.cache_dir()) as files:
+            return any(file.name.startswith(f"{kind}-") for file in files)
+    except OSError:
+        return False
+
+
 def keep(path: Path, content: dict[str, Any]) -> None:
     """`write`, where that is possible; a warning, once, where it is not."""
     global _warned

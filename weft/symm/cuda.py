@@ -141,7 +141,10 @@ def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
     if len(set(sizes)) > 1:
         raise DisagreementError(f"{what}: ranks asked for different sizes, {sizes} bytes: ask for the same everywhere")
     wanted = _rounded(nbytes)
-    place = smallest_place([free for _, free in asked], wanted)
+    # Small regions keep out of what is left of large slabs, which they would hold when all else there has gone.
+    small = wanted <= _SLAB_BYTES // 8
+    kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
+    place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
     if place is None:
         # Slabs that are free on all ranks are no use to a region that finds no room in them.
         trim(domain, [[n for n, slab in enumerate(slabs) if free[n] == [(0, slab.nbytes)]] for _, free in asked])

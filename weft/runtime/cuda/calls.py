@@ -7,7 +7,7 @@ memory of the library's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.errors import ScheduleError
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.cuda.context import Context, Tensors
-from weft.runtime.cuda.regions import Regions
+from weft.runtime.cuda.regions import Regions, View
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 
@@ -27,24 +27,34 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 }
 
 
-def compute_call(step: Compute, regions: Regions) -> Callable[[Tensors], None]:
+class Operation(NamedTuple):
+    """call: of a run's tensors. what, views: of the library's operation, its operands: calls in which these are alike run the same
+    kernel. None: nothing is known of that."""
+
+    call: Callable[[Tensors], None]
+    what: tuple[str, bool] | None = None
+    views: tuple[View, ...] = ()
+
+
+def compute_call(step: Compute, regions: Regions) -> Operation:
     """`ScheduleError` if the library has no call that does it."""
     out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
+    what, views = (step.op, step.accumulate), (out, *inputs)
     if step.op == "matmul":
         a, b = inputs
         if step.accumulate:
-            return lambda t: void(out(t).addmm_(a(t), b(t)))
-        return lambda t: void(torch.mm(a(t), b(t), out=out(t)))
+            return Operation(lambda t: void(out(t).addmm_(a(t), b(t))), what, views)
+        return Operation(lambda t: void(torch.mm(a(t), b(t), out=out(t))), what, views)
     if step.op in SCALED_MATMULS and not step.accumulate:
         fast = step.op == "scaled_matmul_fast"
-        return lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t))
+        return Operation(lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t)))
     if step.op not in _ELEMENTWISE or step.accumulate:
         raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
     op = _ELEMENTWISE[step.op]
-    return lambda t: void(op(*(x(t) for x in inputs), out=out(t)))
+    return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
 
 
-def collective_call(step: Collective, regions: Regions, context: Context) -> Callable[[Tensors], None]:
+def collective_call(step: Collective, regions: Regions, context: Context) -> Operation:
     """`ScheduleError` if it is no all-gather."""
     if step.op != "all_gather":
         raise ScheduleError(f"streams cannot run {step}; they know all_gather")
@@ -52,8 +62,10 @@ def collective_call(step: Collective, regions: Regions, context: Context) -> Cal
     nth = _collectives(context.schedule, context.rank).index(step)
     sizes = [int(_collectives(context.schedule, r)[nth].src.rows) for r in range(context.domain.world_size)]
     if len(set(sizes)) == 1:
-        return lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group))
-    return lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
+        return Operation(lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group)))
+    return Operation(
+        lambda t: void(dist.all_gather(list(sendable(dst(t)).split(sizes)), sendable(src(t)), group=group))
+    )
 
 
 def _collectives(schedule: Schedule, rank: int) -> list[Collective]:

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import _core
+from weft.runtime.cuda.calls import Operation
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.move import Stamps
 from weft.timeline import Timeline
 
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
+_ALIGNMENT = 256  # bytes: more than libraries choose kernels by
 
 
 class _Item(NamedTuple):
@@ -36,7 +38,7 @@ class StreamItems:
         self.program, self.bases = program, bases
         self.device, self.side = context.device, context.side
         self.items: list[_Item] = []
-        self.calls: list[tuple[int, Callable[[Tensors], None]]] = []  # of the library, for warming up
+        self.calls: list[tuple[int, Operation]] = []  # of the library, for warming up
         self.prepares: list[Callable[[Tensors], None]] = []  # which load kernels
         self.names = [b.name for b in context.given]
         self.streams = [0, *(s.cuda_stream for s in context.side), context.monitor.cuda_stream]
@@ -49,9 +51,9 @@ class StreamItems:
 
     # --- compiling ---
 
-    def call(self, lane: int, call: Callable[[Tensors], None]) -> None:
-        self._add(_CALL, call, lane)
-        self.calls.append((lane, call))
+    def call(self, lane: int, operation: Operation) -> None:
+        self._add(_CALL, operation.call, lane)
+        self.calls.append((lane, operation))
 
     def launch(self, lane: int, launch: Callable[[list[int], int], None]) -> None:
         """launch: of addresses and a stream's handle."""
@@ -106,13 +108,25 @@ class StreamItems:
             program.run(*self.joining, bases, streams)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Load what will be launched, and every library call once, on its stream, on whatever the memory holds."""
+        """Load what will be launched, and every library call once, on its stream, on whatever the memory holds; of those that run
+        the same kernel one."""
         main = torch.cuda.current_stream(self.device)
         for prepare in self.prepares:
             prepare(tensors)
-        for where, call in self.calls:
+        done = set()
+        for where, operation in self.calls:
+            if operation.what is not None:
+                operands = [view(tensors) for view in operation.views]
+                like = (
+                    where,
+                    operation.what,
+                    *((x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT) for x in operands),
+                )
+                if like in done:
+                    continue
+                done.add(like)
             with torch.cuda.stream(self.side[where - 1] if where else main):
-                call(tensors)
+                operation.call(tensors)
             torch.cuda.synchronize(self.device)
 
     def read(self, timeline: Timeline, rank: int) -> None:
