@@ -97,7 +97,7 @@ class Spec(Operator[Call]):
         return [whole @ w.t() if wanted[0] else None, x.t() @ whole if wanted[1] else None]
 
     def drawn(self, p: MatmulScatter, rank: int, generator: torch.Generator) -> Call:
-        return Call(torch.randn(p.m, p.k, generator=generator), torch.randn(p.k, p.n, generator=generator))
+        return Call(*(torch.randn(*s, generator=generator, device=generator.device) for s in ((p.m, p.k), (p.k, p.n))))
 
     def expected(self, p: MatmulScatter, rank: int, calls: Sequence[Call]) -> list[torch.Tensor]:
         return [sum(x.double() @ w.double() for x, w in calls).chunk(p.world_size)[rank]]  # type: ignore[union-attr]

@@ -216,8 +216,6 @@ def test_updates_of_nothing_are_found() -> None:
     [
         ("copy", "copies do not add"),
         ("compute", "is a peer's, and the library's kernels compute in memory of their own GPU"),
-        ("reduce", "no steps of kind 'reduce'"),
-        ("library", "knows no reduce_scatter"),
     ],
 )
 def test_gpus_refuse_them_by_name(way: str, fault: str) -> None:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import ScheduleError
-from weft.runtime.collectives import all_gather_single, sendable
+from weft.runtime.collectives import all_gather_single, reduce_scatter_single, sendable
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions, View
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Reduce, Schedule
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
@@ -54,13 +55,35 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
     return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
 
 
+def reduce_call(step: Reduce, regions: Regions) -> Operation:
+    out, parts = regions.view(step.out), [regions.view(part) for part in step.parts]
+    if len(parts) == 2 and not step.accumulate:  # which the library adds in fp32 too, and rounds once
+        a, b = parts
+        return Operation(lambda t: void(torch.add(a(t), b(t), out=out(t))))
+
+    def call(t: Tensors) -> None:
+        target = out(t)
+        total = target.float() if step.accumulate else parts[0](t).float()
+        for part in parts[0 if step.accumulate else 1 :]:
+            total = total + part(t)
+        target.copy_(total)
+
+    return Operation(call)
+
+
 def collective_call(step: Collective, regions: Regions, context: Context) -> Operation:
-    """`ScheduleError` if it is no all-gather."""
-    if step.op != "all_gather":
-        raise ScheduleError(f"streams cannot run {step}; they know all_gather")
     src, dst, group = regions.view(step.src), regions.view(step.dst), context.domain.group
     nth = _collectives(context.schedule, context.rank).index(step)
-    sizes = [int(_collectives(context.schedule, r)[nth].src.rows) for r in range(context.domain.world_size)]
+    peers = [_collectives(context.schedule, r)[nth] for r in range(context.domain.world_size)]
+    sizes = [int((s.src if step.op == "all_gather" else s.dst).rows) for s in peers]
+    if step.op == "all_reduce":
+        if step.src == step.dst:
+            return Operation(lambda t: void(dist.all_reduce(dst(t), group=group)))
+        return Operation(lambda t: void(dist.all_reduce(dst(t).copy_(src(t)), group=group)))
+    if step.op == "reduce_scatter":
+        if len(set(sizes)) > 1:
+            raise ScheduleError(f"{step}: the library scatters sums in equal parts, and these have {sizes} rows")
+        return Operation(lambda t: void(reduce_scatter_single(dst(t), src(t), group=group)))
     if len(set(sizes)) == 1:
         return Operation(lambda t: void(all_gather_single(sendable(dst(t)), sendable(src(t)), group=group)))
     return Operation(

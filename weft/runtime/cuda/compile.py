@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.cuda.calls import collective_call, compute_call
+from weft.runtime.cuda.calls import collective_call, compute_call, reduce_call
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.groups import Group, Grouping
 from weft.runtime.cuda.issue import StreamItems
@@ -32,7 +32,7 @@ from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
 from weft.runtime.cuda.tile_kernels import Gemms
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
-from weft.schedule import Collective, Compute, Copy, Read, Region, Set, Step, Tiles, Wait
+from weft.schedule import Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul, TileKernel
 from weft.schedule.spans import span_name
 
@@ -302,6 +302,11 @@ def _copy(step: Copy, compiler: Compiler, group: Group) -> None:
 @emit.register
 def _compute(step: Compute, compiler: Compiler, group: Group) -> None:
     compiler.items.call(group.lane, compute_call(step, compiler.regions))
+
+
+@emit.register
+def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
+    compiler.items.call(group.lane, reduce_call(step, compiler.regions))
 
 
 @emit.register

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.errors import ScheduleError
+from weft.runtime.cuda.calls import COLLECTIVES
 from weft.runtime.cuda.compile import emit, emit_tiles
-from weft.schedule import Collective, Compute, Copy, Lane, Schedule, Step, Tiles
+from weft.schedule import Collective, Compute, Copy, Lane, Reduce, Schedule, Step, Tiles
 from weft.schedule.expr import value
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
-
-_COLLECTIVES_ON_GPUS = ("all_gather", "all_to_all", "exchange")
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
@@ -27,10 +26,10 @@ def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
 def _unknown(step: Step, rank: int) -> Iterator[str]:
     if emit.dispatch(type(step)) is emit.dispatch(object):
         yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
-    elif isinstance(step, Collective) and step.op not in _COLLECTIVES_ON_GPUS:
-        yield f"the GPU executor knows no {step.op}: it knows {', '.join(_COLLECTIVES_ON_GPUS)}"
-    elif isinstance(step, Compute):
-        for region in (*step.inputs, step.out):
+    elif isinstance(step, Collective) and step.op not in COLLECTIVES:
+        yield f"the GPU executor knows no {step.op}: it knows {', '.join(COLLECTIVES)}"
+    elif isinstance(step, Compute | Reduce):
+        for region in (access.region for access in step.accesses()):
             if not variables_of(region.at) and value(region.at) != rank:
                 yield f"{describe(region, rank)} is a peer's, and the library's kernels compute in memory of their own GPU: copy it"
     elif isinstance(step, Tiles) and emit_tiles.dispatch(type(step.kernel)) is emit_tiles.dispatch(object):

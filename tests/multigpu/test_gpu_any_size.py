@@ -1,0 +1,144 @@
+"""Calls whose number of rows changes from one to the next, on GPUs: executors that share memory, sizes that outgrow it, and graphs that
+hold it. With two ranks, and with four on two GPUs, where rows of one run lie where other ranks' rows lay in the run before.
+
+The functions with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import gpu_ranks
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import symm
+from weft.launch import Pool
+from weft.operator.calls import prepared_calls
+from weft.ops.all_gather_matmul import OPERATOR
+from weft.symm.cuda import slab_bytes
+
+pytestmark = gpu_ranks.MARKS
+N, K = 64, 128
+SHARD, GATHER, KERNEL = "shard[chunks=1,send=in_turn,by=dma]", "gather[by=dma]", "gather[by=kernel]"
+HALVES, CHUNKS = "shard[chunks=2,send=in_turn,by=dma]", "ficco_1d[start=hetero,gemms=unfused,steps=2,by=dma]"
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Work:
+    """x of every rank and call are known to all; results are compared on the device, which nobody waits for until the end."""
+
+    def __init__(self, group: dist.ProcessGroup, schedule: str | None) -> None:
+        self.group, self.schedule, self.calls = group, schedule, 0
+        self.w = torch.randn(K, N, generator=torch.Generator(device()).manual_seed(1), device=device())
+        self.worst = torch.zeros((), dtype=torch.float64, device=device())
+
+    def shards(self, rows: int, seed: int) -> list[torch.Tensor]:
+        ranks = range(self.group.size())
+        generators = [torch.Generator(device()).manual_seed(1000 * seed + rank) for rank in ranks]
+        return [torch.randn(rows, K, generator=g, device=device()) for g in generators]
+
+    def call(self, rows: int) -> None:
+        self.calls += 1
+        shards = self.shards(rows, self.calls)
+        _, (y,) = weft.all_gather_matmul(
+            shards[self.group.rank()], [self.w], 0, self.group, return_A=False, schedule=self.schedule
+        )
+        self.look(y, shards)
+
+    def look(self, y: torch.Tensor, shards: list[torch.Tensor]) -> None:
+        error = (y.double() - torch.cat(shards).double() @ self.w.double()).abs().max()
+        self.worst = torch.maximum(self.worst, torch.nan_to_num(error, nan=1e9))
+
+    def done(self) -> None:
+        torch.cuda.synchronize()
+        weft.symm.domain(self.group, device()).check()
+        assert float(self.worst) < 1e-2, (self.schedule, float(self.worst))
+
+
+def taking_turns(group: dist.ProcessGroup, schedule: str | None, sizes: list[int]) -> None:
+    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
+    work, draw = Work(group, schedule), random.Random(group.rank())
+    for rows in sizes:
+        if draw.random() < 0.1:  # another rank is ahead
+            time.sleep(0.002) if draw.random() < 0.5 else torch.cuda._sleep(2_000_000)
+        work.call(rows)
+    work.done()
+
+
+def sizes_of(seed: int, count: int, most: int = 512) -> list[int]:
+    draw = random.Random(seed)
+    few = [draw.randrange(1, most) for _ in range(5)]
+    return [draw.choice(few) if draw.random() < 0.6 else draw.randrange(1, most) for _ in range(count)]
+
+
+def captured(group: dist.ProcessGroup, schedule: str) -> None:
+    """Graphs of several sizes, in memory that later calls outgrow, are replayed between calls of others."""
+    work, stream = Work(group, schedule), torch.cuda.Stream()
+    graphs = []
+    for rows in (16, 96, 40):
+        x = torch.empty(rows, K, device=device())
+        with torch.cuda.stream(stream):
+            weft.all_gather_matmul(x, [work.w], 0, group, return_A=False, schedule=schedule)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            _, (y,) = weft.all_gather_matmul(x, [work.w], 0, group, return_A=False, schedule=schedule)
+        graphs.append((graph, x, y))
+    for turn in range(30):
+        work.call(16 + 11 * turn)
+        graph, x, y = graphs[turn % 3]
+        shards = work.shards(len(x), 500 + turn)
+        x.copy_(shards[group.rank()])
+        y.fill_(float("nan"))
+        graph.replay()
+        work.look(y, shards)
+        work.call(96)
+    work.done()
+
+
+def memory(group: dist.ProcessGroup) -> float:
+    """Symmetric memory in the end, in parts of what the largest size needs: rows of all ranks, in slabs of at least 8 MiB."""
+    own = dist.new_group(list(range(group.size())))
+    work, draw, most = Work(own, SHARD), random.Random(5), 0
+    for call in range(150):
+        rows = draw.randrange(8192, 65536) if call < 40 else draw.randrange(1, 4096)
+        most = max(most, rows)
+        work.call(rows)
+    work.done()
+    assert len(prepared_calls(OPERATOR, own)) <= 64
+    return (slab_bytes(symm.domain(own, device())) - (8 << 20)) / (most * group.size() * K * 4)
+
+
+@pytest.mark.parametrize("schedule", [SHARD, GATHER, KERNEL, HALVES, CHUNKS, None])
+def test_sizes_take_turns(pair: Pool, schedule: str | None) -> None:
+    sizes = [2 * size for size in sizes_of(1, 120)] if schedule in (HALVES, CHUNKS) else sizes_of(1, 120)
+    pair.run(taking_turns, schedule, sizes, timeout_s=90)
+
+
+@pytest.mark.parametrize("schedule", [SHARD, KERNEL])
+def test_graphs_of_several_sizes(pair: Pool, schedule: str) -> None:
+    pair.run(captured, schedule, timeout_s=60)
+
+
+def test_memory_is_that_of_the_largest(pair: Pool) -> None:
+    assert all(share <= 1.25 for share in pair.run(memory, timeout_s=90))
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    with Pool(4, backend="gloo") as workers:
+        yield workers
+
+
+def test_sizes_take_turns_between_four_ranks(four: Pool) -> None:
+    for schedule in (SHARD, GATHER):
+        four.run(taking_turns, schedule, sizes_of(2, 60, 256), timeout_s=90)
