@@ -45,7 +45,6 @@ Tensors: TypeAlias = dict[str, Any]
 _REPETITIONS = 5
 _IN_A_ROW_US, _MOST_IN_A_ROW = 3000.0, 20  # queued calls: so many, 3 at least
 _CYCLES_PER_US = 2000  # at least the clock of any present GPU
-_TRIM_EVERY = 16  # shapes that are new
 _MOST_NEAR = 1024
 _MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
 _CLEARLY, _CLEARLY_US = {"cpu": 0.15, "cuda": 0.07}, {"cpu": 300.0, "cuda": 0.0}
@@ -83,6 +82,10 @@ class Chosen:
     def stale(self) -> bool:
         """Whether there is something better to run calls than this by now."""
         return any(one.stale for one in self._executors())
+
+    @property
+    def gone(self) -> bool:
+        return any(one.gone for one in self._executors())
 
     @property
     def was_captured(self) -> bool:
@@ -130,7 +133,7 @@ def choose(
     except NotApplicableError:  # what goes for sizes around it mostly does for this one
         if pinned is not None:
             raise
-        schedules = _schedules(p, names := _names(p, domain, tensors, None, deadline_s, serial), domain)
+        schedules = _schedules(p, names := _names_near(p, domain, tensors, deadline_s, serial, itself=True), domain)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
@@ -171,28 +174,27 @@ class _Near:
     def __init__(self) -> None:
         self.names: dict[Any, Names] = {}
         self.timed: dict[Any, float] = {}
-        self.shapes = 0  # that were new
 
 
 _near: weakref.WeakKeyDictionary[Domain, _Near] = weakref.WeakKeyDictionary()
 
 
 def _names_near(
-    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None
-) -> Names:
-    """For sizes around this one, where ranks have not agreed on them yet."""
+    p: Problem, domain: Domain, tensors: Tensors, deadline_s: float | None, serial: Callable[[], object] | None, *,
+    itself: bool = False,
+) -> Names:  # fmt: skip
+    """For sizes around this one, where ranks have not agreed on them yet. itself: for just this one."""
     near = _near.setdefault(domain, _Near())
-    near.shapes += 1
-    if near.shapes % _TRIM_EVERY == 0:
-        domain.trim(domain.all_gather(domain.idle_memory(), what="memory in no use", deadline_s=deadline_s))
     _measure_ladder(p, domain, tensors, deadline_s)
-    key = (p.family[0], plan.octave(p), bool(plan.candidates_from_outside(p)))
+    key = (p if itself else p.family[0], plan.octave(p), bool(plan.candidates_from_outside(p)))
     if key not in near.names:
         if len(near.names) >= _MOST_NEAR:  # uneven shapes are families of their own
             near.names.clear()
         model, mine = machine_model(domain.device, p.world_size), None
         if model is not None:
-            mine = plan.names_near(p, model, _MODES, _calibrated_model(domain.device, p.world_size))
+            base = _calibrated_model(domain.device, p.world_size)
+            mine = plan.names_near(p, model, _MODES, base, itself=itself)
+        # Ranks may have calibrated differently, or know different machine files: the first rank's choice is everybody's.
         names: Names | None = domain.all_gather(mine, what=f"choices for {p}", deadline_s=deadline_s)[0]
         near.names[key] = names or _fastest(p, domain, tensors, deadline_s, serial)
     return near.names[key]

@@ -216,7 +216,7 @@ class Prepared:
     def executor(self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None) -> Any:
         """What runs this call; None: the library's calls do. Collective at the first call, which chooses, and for that computes
         with a call's `tensors`."""
-        if self._chosen is not None and not capturing and self._chosen.stale:
+        if self._chosen is not None and (self._chosen.gone if capturing else self._chosen.stale):
             self.close()
         if self._chosen is None:
             if capturing:

@@ -16,7 +16,7 @@ from weft.plan.predict import Mode
 from weft.schedule import Problem, builders_of, candidates
 from weft.sim import Model
 
-CONTENDERS = 3
+CONTENDERS = 2
 """The fastest at one size, in each mode, that may be the fastest at another one."""
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256
@@ -39,25 +39,30 @@ def octave(problem: Problem) -> int:
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
 
 
-def names_near(problem: Problem, model: Model, modes: tuple[Mode, ...], base: Model | None = None) -> tuple[str, ...]:
+def names_near(
+    problem: Problem, model: Model, modes: tuple[Mode, ...], base: Model | None = None, *, itself: bool = False
+) -> tuple[str, ...]:
     """The schedule to take for `problem` in each of these modes. base: what `model` was before it knew GEMMs that this process has
-    timed: choices that were made stay when it gets to know others."""
+    timed: choices that were made stay when it gets to know others. itself: for just this size, where what goes for those around it
+    does not."""
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
     here = octave(problem)
-    typical = problem.resized(2 ** (here / _PER_OCTAVE))
+    typical = problem if itself else problem.resized(2 ** (here / _PER_OCTAVE))
     known = _families.get(key)
     if known is None:
         choices = [choose(typical, model, mode=mode) for mode in modes]
-        near = {choice.candidate.name for choice in choices}
-        near |= {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
+        near = {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
+        near |= {choice.candidate.name for choice in choices}
         near |= {candidate.name for candidate in candidates(problem) if problem.worth_running(candidate)}
         if len(_families) >= _MOST_FAMILIES:
             _families.pop(next(iter(_families)))
         known = _families[key] = _Family(base, frozenset(near))
-        known.names[here] = tuple(choice.candidate.name for choice in choices)
-    names = known.names.get(here)
-    if names is None:
-        found = (choose(typical, model, mode=mode, among=known.contenders) for mode in modes)
-        names = known.names[here] = tuple(choice.candidate.name for choice in found)
+        names = tuple(choice.candidate.name for choice in choices)
+    elif itself or here not in known.names:
+        names = tuple(choose(typical, model, mode=mode, among=known.contenders).candidate.name for mode in modes)
+    else:
+        return known.names[here]
+    if not itself:
+        known.names[here] = names
     return names

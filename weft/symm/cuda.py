@@ -146,8 +146,10 @@ def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
     kept = [small and slab.nbytes > 4 * _SLAB_BYTES for slab in slabs]
     place = smallest_place([[() if k else f for f, k in zip(free, kept, strict=True)] for _, free in asked], wanted)
     if place is None:
-        # Slabs that are free on all ranks are no use to a region that finds no room in them.
-        trim(domain, [[n for n, slab in enumerate(slabs) if free[n] == [(0, slab.nbytes)]] for _, free in asked])
+        # Slabs that are free on all ranks go back to the device: this region finds no room in them.
+        idle = [n for n, slab in enumerate(slabs) if all(free[n] == [(0, slab.nbytes)] for _, free in asked)]
+        for number in reversed(idle):
+            del slabs[number]
         size = max(wanted, _SLAB_BYTES)
         slab, offset = _Slab(domain, size if domain.world_size == 1 else rounded(size, domain.device)), 0
         slabs.append(slab)
@@ -163,18 +165,6 @@ def allocate(domain: Ranks, nbytes: int, what: str) -> CudaRegion:
         domain.all_gather(None, what=f"{what}, cleared")
     slab.zero_from = max(slab.zero_from, offset + wanted)
     return CudaRegion(slab, offset, nbytes)
-
-
-def idle(domain: Ranks) -> list[int]:
-    """Numbers of this rank's slabs of which nothing is in use."""
-    return [number for number, slab in enumerate(_slabs.get(domain, [])) if slab.free == [(0, slab.nbytes)]]
-
-
-def trim(domain: Ranks, idle_on_ranks: Sequence[Sequence[int]]) -> None:
-    """Give the slabs back to the device of which no rank uses anything. All ranks alike, between allocations."""
-    slabs = _slabs.get(domain, [])
-    for number in sorted(set(idle_on_ranks[0]).intersection(*idle_on_ranks[1:]), reverse=True):
-        del slabs[number]
 
 
 def _rounded(nbytes: int) -> int:

@@ -235,21 +235,6 @@ class Domain:
         self._holders.add(region)
         return region
 
-    def idle_memory(self) -> list[int]:
-        """What of this rank's memory is in no use, for `trim`."""
-        if self.device.type != "cuda":
-            return []
-        from weft.symm import cuda
-
-        return cuda.idle(self)
-
-    def trim(self, idle_on_ranks: list[list[int]]) -> None:
-        """Give memory back to the device that is in use on no rank. All ranks must do so alike, and between allocations."""
-        if self.device.type == "cuda":
-            from weft.symm import cuda
-
-            cuda.trim(self, idle_on_ranks)
-
     # -- the end
 
     def close(self) -> None:

@@ -125,6 +125,8 @@ class CpuSchedule:
     def stale(self) -> bool:
         return False
 
+    gone = stale
+
     @property
     def nbytes(self) -> int:
         """Of symmetric memory on a GPU."""

@@ -11,7 +11,8 @@ change of sizes, and always once a graph has captured a run, since nobody tells 
 token of the run before need none of it.
 
 When a larger one is needed, executors in the smaller one go on; they are made anew in the larger one at their next call, if no
-graph has captured them. The last that leaves closes the smaller one.
+graph has captured them. The last that leaves closes the smaller one. But if those that were outgrown hold more than `SPARE_BYTES`
+together, the oldest are closed at once: their executors are no use any more, and are made anew.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -49,7 +51,7 @@ class Memory:
         self.nbytes, self._n_words = mine.layout.buffer_bytes, mine.standing_word
         self.deadline_s = env.deadline_s()
         self.run = Run()
-        self.users: set[int] = set()  # executors, by identity
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
         self.captured = self.outgrown = False
         self._last: object | None = None  # whose run was the last
         self._closed = False
@@ -97,15 +99,18 @@ class Memory:
 
     def leave(self, executor: object) -> None:
         """An executor is closed; the last one closes the memory."""
-        self.users.discard(id(executor))
+        self.users.discard(executor)
         self._last = None if self._last is executor else self._last
         if not self.users:
             self.close()
 
     def close(self) -> None:
+        """Executors that are left hold nothing of it any more."""
         if self._closed:
             return
         self._closed = True
+        for executor in list(self.users):
+            executor.let_go()
         kinds = _shared.get(self.domain, {})  # which may not keep the domain
         for kind in [kind for kind, (memory, _) in kinds.items() if memory is self]:
             del kinds[kind]
@@ -195,6 +200,26 @@ class Memory:
                 time.sleep(0.002)
 
 
+SPARE_BYTES = 64 << 20
+"""Of outgrown memory of a group that no graph has captured: enough for all sizes of a decoder, which are called first and captured
+later."""
+_outgrown: weakref.WeakKeyDictionary[Domain, list[weakref.ref[Memory]]] = weakref.WeakKeyDictionary()
+
+
+def _spare(domain: Domain, outgrown: Memory) -> None:
+    """Collective."""
+    known = _outgrown.setdefault(domain, [])
+    known.append(weakref.ref(outgrown))
+    left = [memory for one in known if (memory := one()) is not None and not memory.closed and not memory.captured]
+    known[:] = [weakref.ref(memory) for memory in left]
+    if sum(memory.nbytes for memory in left) <= SPARE_BYTES:
+        return
+    torch.cuda.synchronize(domain.device)
+    domain.all_gather(None, what="memory that was outgrown")  # no rank has runs in it any more
+    while sum(memory.nbytes for memory in left) > SPARE_BYTES:
+        left.pop(0).close()
+
+
 _shared: weakref.WeakKeyDictionary[Domain, dict[Hashable, tuple[Memory, RankSchedule]]] = weakref.WeakKeyDictionary()
 
 
@@ -211,6 +236,7 @@ def shared(kind: Hashable, schedule: Schedule, domain: Domain) -> tuple[Memory, 
         if mine.layout.buffer_bytes <= memory.nbytes:
             return memory, mine
         memory.outgrown = True
+        _spare(domain, memory)
     agree_on_schedule(schedule, domain)
     require_runnable_on_gpus(schedule, domain.rank)
     kinds[kind] = made = Memory(mine, domain), mine

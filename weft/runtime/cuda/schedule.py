@@ -53,7 +53,7 @@ class CudaSchedule:
             require_runnable_on_gpus(schedule, domain.rank)
         mine = mine or rank_schedule(schedule, domain.rank)
         self.memory = memory = memory or Memory(mine, domain)
-        memory.users.add(id(self))
+        memory.users.add(self)
         self.schedule, self.domain, self.rank, self.device = schedule, domain, domain.rank, domain.device
         self.context = memory.context(mine)
         self._usual_deadline_s = env.deadline_s()
@@ -129,6 +129,11 @@ class CudaSchedule:
         return self.memory.outgrown and not self._captured
 
     @property
+    def gone(self) -> bool:
+        """Whether it cannot run any more."""
+        return self.memory.closed
+
+    @property
     def nbytes(self) -> int:
         """Of symmetric memory: its part of what it shares."""
         return self.memory.nbytes // max(1, len(self.memory.users))
@@ -139,9 +144,13 @@ class CudaSchedule:
 
     def close(self) -> None:
         """Give memory up. Runs that were enqueued must be done."""
+        self.let_go()
+        self.memory.leave(self)
+
+    def let_go(self) -> None:
+        """Of all that refers to the memory."""
         self._programs.clear()
         self.context.own.clear()
-        self.memory.leave(self)
 
     # --- before a run ---
 
