@@ -104,6 +104,27 @@ def captured(group: dist.ProcessGroup, schedule: str) -> None:
     work.done()
 
 
+def on_streams(group: dist.ProcessGroup, schedule: str) -> None:
+    """Calls on two streams, which nothing but the memory that they share puts in an order."""
+    work, streams = Work(group, schedule), [torch.cuda.Stream() for _ in range(2)]
+    given = [(rows, work.shards(rows, rows)) for rows in (2048, 64, 512, 1024)]
+    for _, shards in given:
+        weft.all_gather_matmul(shards[group.rank()], [work.w], 0, group, return_A=False, schedule=schedule)
+    torch.cuda.synchronize()
+    made = []
+    for turn in range(40):
+        _, shards = given[turn % len(given)]
+        with torch.cuda.stream(streams[turn % 2]):
+            _, (y,) = weft.all_gather_matmul(
+                shards[group.rank()], [work.w], 0, group, return_A=False, schedule=schedule
+            )
+        made.append((y, shards))
+    torch.cuda.synchronize()
+    for y, shards in made:
+        work.look(y, shards)
+    work.done()
+
+
 def memory(group: dist.ProcessGroup) -> float:
     """The most symmetric memory, in parts of what the largest size so far needs: rows of all ranks, beside a slab of 8 MiB."""
     own = dist.new_group(list(range(group.size())))
@@ -127,6 +148,11 @@ def test_sizes_take_turns(pair: Pool, schedule: str | None) -> None:
 @pytest.mark.parametrize("schedule", [SHARD, KERNEL])
 def test_graphs_of_several_sizes(pair: Pool, schedule: str) -> None:
     pair.run(captured, schedule, timeout_s=60)
+
+
+@pytest.mark.parametrize("schedule", [SHARD, KERNEL])
+def test_calls_on_two_streams(pair: Pool, schedule: str) -> None:
+    pair.run(on_streams, schedule, timeout_s=60)
 
 
 def test_memory_is_that_of_the_largest(pair: Pool) -> None:

@@ -54,6 +54,8 @@ class Memory:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # executors
         self.captured = self.outgrown = False
         self._last: object | None = None  # whose run was the last
+        self._stream: torch.cuda.Stream | None = None  # on which it was issued
+        self._handle = -1
         self._closed = False
         self.region = domain.allocate(self.nbytes, what=f"buffers of schedule {self.name}")
         n_all = (
@@ -90,11 +92,18 @@ class Memory:
         return not self._closed and self.tokens == mine.tokens and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Before a run of `executor` is issued on the current stream."""
+        """Before a run of `executor` is issued on the current stream: behind the run before, whichever stream that is on, but while a
+        graph is captured, into which nothing can be drawn from outside."""
         self.deadline_s, self.captured = deadline_s, self.captured or capturing
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle != self._handle and not capturing:
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream, self._handle = stream, handle
         if self._fence is not None and (self.captured or self._last not in (None, executor)):
             program, bases = self._fence
-            program.run(0, len(program), bases, [torch._C._cuda_getCurrentRawStream(self.device.index)])
+            program.run(0, len(program), bases, [handle])
         self._last, self.name = executor, schedule_name
 
     def leave(self, executor: object) -> None:
