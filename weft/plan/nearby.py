@@ -11,13 +11,14 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from weft.plan.choose import choose
+from weft.plan.choose import CLEARLY, Choice, choose
 from weft.plan.predict import Mode
 from weft.schedule import Problem, builders_of, candidates
 from weft.sim import Model
 
 CONTENDERS = 2
 """The fastest at one size, in each mode, that may be the fastest at another one."""
+LONG_US = 300.0
 _PER_OCTAVE = 2
 _MOST_FAMILIES = 256
 
@@ -31,6 +32,26 @@ class _Family:
 
 
 _families: dict[Hashable, _Family] = {}
+
+
+def _choices(problem: Problem, model: Model, modes: tuple[Mode, ...], among: frozenset[str] | None) -> list[Choice]:
+    """Of each mode. What takes long and is clearly the fastest is planned once: modes differ by microseconds at the ends of a run."""
+    found: list[Choice] = []
+    for mode in modes:
+        if found and _is_clear(found[0]):
+            found.append(found[0])
+        else:
+            found.append(choose(problem, model, mode=mode, among=among))
+    return found
+
+
+def _is_clear(choice: Choice) -> bool:
+    serial = next((row.us for row in choice.rows if row.candidate.name == "serial" and row.us), 0.0)
+    return (
+        choice.predicted_us > LONG_US
+        and not choice.schedule.reads_on_host
+        and (choice.candidate.name == "serial" or choice.predicted_us < (1 - CLEARLY) * serial)
+    )
 
 
 def octave(problem: Problem) -> int:
@@ -51,7 +72,7 @@ def names_near(
     typical = problem if itself else problem.resized(2 ** (here / _PER_OCTAVE))
     known = _families.get(key)
     if known is None:
-        choices = [choose(typical, model, mode=mode) for mode in modes]
+        choices = _choices(typical, model, modes, None)
         near = {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
         near |= {choice.candidate.name for choice in choices}
         near |= {candidate.name for candidate in candidates(problem) if problem.worth_running(candidate)}
@@ -60,7 +81,7 @@ def names_near(
         known = _families[key] = _Family(base, frozenset(near))
         names = tuple(choice.candidate.name for choice in choices)
     elif itself or here not in known.names:
-        names = tuple(choose(typical, model, mode=mode, among=known.contenders).candidate.name for mode in modes)
+        names = tuple(choice.candidate.name for choice in _choices(typical, model, modes, known.contenders))
     else:
         return known.names[here]
     if not itself:

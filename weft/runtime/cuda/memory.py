@@ -92,8 +92,8 @@ class Memory:
         return not self._closed and self.tokens == mine.tokens and self.lanes == mine.lanes
 
     def enter(self, executor: object, schedule_name: str, deadline_s: float, capturing: bool) -> None:
-        """Before a run of `executor` is issued on the current stream: behind the run before, whichever stream that is on, but while a
-        graph is captured, into which nothing can be drawn from outside."""
+        """Before a run of `executor` is issued on the current stream: behind the run before, whichever stream that is on, but while
+        a graph is captured, into which nothing can be drawn from outside."""
         self.deadline_s, self.captured = deadline_s, self.captured or capturing
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle != self._handle and not capturing:
