@@ -35,7 +35,7 @@ _families: dict[Hashable, _Family] = {}
 
 
 def _choices(problem: Problem, model: Model, modes: tuple[Mode, ...], among: frozenset[str] | None) -> list[Choice]:
-    """Of each mode. What takes long and is clearly the fastest is planned once: modes differ by microseconds at the ends of a run."""
+    """Of each mode. What takes long and is clearly the fastest is planned once: modes differ by microseconds at a run's ends."""
     found: list[Choice] = []
     for mode in modes:
         if found and _is_clear(found[0]):

@@ -1,0 +1,102 @@
+"""Choices for sizes near each other: the same whichever comes first, few simulations, and what executors keep from one to the next."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from sim_toys import gpu
+from slow import mostly
+
+from weft import plan
+from weft.plan import nearby
+from weft.runtime.cuda.context import rank_schedule
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates
+
+MODES: tuple[plan.Mode, plan.Mode] = ("queued", "graph")
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby, "_families", {})
+
+
+def problem(m: int, n: int = 4096) -> AllGatherMatmul:
+    return AllGatherMatmul.even(m, n, 8192, 2)
+
+
+def test_sizes_of_a_half_octave_take_one_schedule_whichever_comes_first() -> None:
+    model = gpu("h200", 2)
+    sizes = [3970, 4096, 4260]
+    first = [plan.names_near(problem(m), model, MODES) for m in sizes]
+    nearby._families.clear()
+    last = [plan.names_near(problem(m), model, MODES) for m in reversed(sizes)]
+    assert {*first, *last} == {first[0]}
+    middle = problem(4096)
+    assert first[0] == tuple(plan.choose(middle, model, mode=mode).candidate.name for mode in MODES)
+
+
+def test_a_new_size_is_a_look_and_a_new_half_octave_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = gpu("h200", 2), []
+    native = nearby.choose
+
+    def spy(p: AllGatherMatmul, *rest: object, among: frozenset[str] | None = None, **options: object) -> plan.Choice:
+        asked.append((p.m, among and len(among)))
+        return native(p, *rest, among=among, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nearby, "choose", spy)
+    plan.names_near(problem(4096), model, MODES)
+    assert {m for m, _ in asked} == {4096}
+    assert all(among is None for _, among in asked)
+    asked.clear()
+    for m in (4098, 4000, 4200, 3900):
+        plan.names_near(problem(m), model, MODES)
+    assert not asked
+    plan.names_near(problem(8192), model, MODES)
+    assert {m for m, _ in asked} == {8192}
+    every = len(candidates(problem(8192)))
+    assert all(among is not None and among < every / 4 for _, among in asked)
+    asked.clear()
+    plan.names_near(problem(8192, n=512), model, MODES)  # other weights are another family
+    assert all(among is None for _, among in asked)
+
+
+def test_where_it_does_not_go_a_size_is_planned_by_itself() -> None:
+    model = gpu("h200", 2)
+    plan.names_near(problem(4096), model, MODES)
+    odd = problem(4094)
+    for name in plan.names_near(odd, model, MODES, itself=True):
+        assert plan.choose(odd, model, mode="queued", pinned=name).problem == odd
+
+
+def test_families() -> None:
+    even, uneven = problem(4096), replace(problem(4096), rows=(2000, 2096))
+    assert even.family[0] == problem(128).family[0] != problem(128, n=8).family[0]
+    assert even.resized(100.4) == problem(200)
+    assert uneven.family == (uneven, 0.0)
+    experts = AllToAllMatmul.even(64, 32, 16, 2, 2)
+    assert experts.family == (experts, 0.0)
+    assert experts.resized(5.0) is experts
+
+
+@pytest.mark.parametrize("world", mostly([2, 3, 4], 2, 3))
+@pytest.mark.parametrize("gathered", [False, True])
+def test_order_and_tokens_of_one_size_are_those_of_another(world: int, gathered: bool) -> None:
+    """What an executor takes over from one of its kind is what it would find out itself."""
+    sizes, kept = [(240, 36), (48, 36), (12, 36)], 0
+    problems = [replace(AllGatherMatmul.even(m, n, 64, world, "fp32"), return_gathered=gathered) for m, n in sizes]
+    for made in zip(*map(candidates, problems), strict=True):
+        try:
+            schedules = [candidate.build() for candidate in made]
+        except NotApplicableError:
+            continue
+        for (a, b), rank in itertools.product(itertools.pairwise(schedules), (0, world - 1)):
+            try:
+                like = rank_schedule(a, rank)
+            except ValueError:  # streams cannot run it, whatever its size
+                continue
+            taken, found = rank_schedule(b, rank, like), rank_schedule(b, rank)
+            assert taken == found, (made[0].name, rank)
+            kept += taken.tokens is like.tokens
+    assert kept
