@@ -1,4 +1,4 @@
-"""Choices for sizes near each other: the same whichever comes first, few simulations, and what executors keep from one to the next."""
+"""Choices for sizes near each other: the same whichever comes first, by few simulations; and what executors keep of others."""
 
 from __future__ import annotations
 
