@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.bench.records import append, environment
+from weft.bench.core.records import append, environment
 from weft.launch import run_ranks
 
 

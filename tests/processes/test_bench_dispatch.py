@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from dispatch import expected
 
-from weft.bench import all_to_all_matmul, measure
-from weft.bench.all_to_all_matmul import OPERATOR, DispatchWorkload, Padded, Serial, Weft
-from weft.bench.dispatch_shapes import MoeShape
-from weft.bench.harness import Ranks
-from weft.bench.measure import check, measure_arms
-from weft.bench.options import BenchOptions
+from weft.bench.core import measure
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import check, measure_arms
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for, run_rank
+from weft.bench.ops import all_to_all_matmul
+from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchWorkload, MoeShape, Padded, Serial, Weft
 from weft.bench.report import markdown
-from weft.bench.run import ceilings_for, run_rank
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul, candidates
 

@@ -7,20 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.bench import dispatch_shapes
-from weft.bench.dispatch_shapes import MoeShape
-from weft.bench.embedding_inputs import Fixed, UniformBags, UniformRows, Zipf, jagged_input
-from weft.bench.embedding_presets import (
+from weft.bench.ops import all_to_all_matmul as dispatch_shapes
+from weft.bench.ops.all_to_all_matmul import MoeShape
+from weft.bench.ops.embedding_presets import (
     META_2021_DISTINCT,
     META_2021_HOT_SHARE,
     META_2021_INDICES,
     PRESETS,
     SMALL_TABLE,
+    Fixed,
     Scale,
+    UniformBags,
+    UniformRows,
+    Zipf,
     find_presets,
     fitting_scale,
+    jagged_input,
 )
-from weft.bench.matmul_shapes import CPU_GROUP, MatmulShape, find_shapes, shapes_file
+from weft.bench.ops.gemms import CPU_GROUP, MatmulShape, find_shapes, shapes_file
 
 CPU = torch.device("cpu")
 FP32 = torch.float32

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from weft import env
-from weft.bench import provenance, records
-from weft.bench.harness import HARNESS
+from weft.bench import provenance
+from weft.bench.core import records
+from weft.bench.core.harness import HARNESS
 from weft.bench.provenance import COMMIT, SOURCE, Provenance, source_hash, write_note
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench import records
-from weft.bench.harness import HARNESS
-from weft.bench.matmul_results import TABLES, Summary
+from weft.bench.core import records
+from weft.bench.core.harness import HARNESS
+from weft.bench.ops.all_gather_matmul import TABLES, Summary
 from weft.bench.report import main, markdown, rewrite
 
 ROOT = Path(__file__).parents[2]

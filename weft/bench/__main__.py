@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weft.bench.harness import MODES
-from weft.bench.operators import OPERATORS
-from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.run import bench
+from weft.bench.core.harness import MODES
+from weft.bench.core.operators import OPERATORS
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.run import bench
 
 
 def main() -> None:

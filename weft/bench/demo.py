@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from weft.bench import records
-from weft.bench.console import progress
-from weft.bench.embedding_all_to_all import OPERATOR, measure
-from weft.bench.embedding_presets import PRESETS
-from weft.bench.embedding_results import DEFAULT
-from weft.bench.embedding_workload import BASELINE
-from weft.bench.measure import STEPS, Results
-from weft.bench.options import BenchOptions
-from weft.bench.run import ceilings_for, make_ranks
+from weft.bench.core import records
+from weft.bench.core.console import progress
+from weft.bench.core.measure import STEPS, Results
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for, make_ranks
+from weft.bench.ops.embedding_all_to_all import BASELINE, DEFAULT, OPERATOR, measure
+from weft.bench.ops.embedding_presets import PRESETS
 from weft.launch import run_ranks
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace

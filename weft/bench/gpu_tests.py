@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.records import environment
+from weft.bench.core.records import environment
 
 
 def summary(junit: Path) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import torch
 
 import weft
 from weft import env
-from weft.bench.ceilings import Ceilings
-from weft.bench.harness import HARNESS, Mode
-from weft.bench.measure import Results
-from weft.bench.operator import Record
-from weft.bench.operators import OPERATORS
-from weft.bench.options import BenchOptions
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import HARNESS, Mode
+from weft.bench.core.measure import Results
+from weft.bench.core.operator import Record
+from weft.bench.core.operators import OPERATORS
+from weft.bench.core.options import BenchOptions
 from weft.bench.provenance import provenance
 from weft.words import counted
 

@@ -1,6 +1,6 @@
 """Benchmark of tokens that go to the ranks of their experts and are multiplied there: mixture-of-experts layers x variants.
 
-Tokens are sorted by expert, a router has drawn how many there are for each (`weft.bench.dispatch_shapes`); weights lie as
+Tokens are sorted by expert, a router has drawn how many there are for each (`weft.bench.ops.all_to_all_matmul`); weights lie as
 [experts, K, N]; outputs are new at each call. Variants:
 
     serial    the baseline, as a careful user writes it: all_to_all_single of the splits, which the host reads, all_to_all_single of
@@ -19,35 +19,29 @@ kernel can be faster), and the library's all-to-all of the tokens alone, sizes k
 from __future__ import annotations
 
 import itertools
+import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from weft.bench.ceilings import Ceilings
-from weft.bench.dispatch_results import (
-    BASELINE,
-    BOUNDED,
-    EXCHANGE,
-    GEMM,
-    GEMM_EACH,
-    MINE,
-    PADDED,
-    TABLES,
-    Load,
-    MeasuredDispatch,
-)
-from weft.bench.dispatch_shapes import MoeShape, find_shapes
-from weft.bench.harness import Call, Mode, Ranks
-from weft.bench.matmul_operator import MatmulOperator
-from weft.bench.matmul_shapes import shapes_file
-from weft.bench.measure import Arms, Step, Workload, measure_arms
-from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.schedules import (
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import Call, Mode, Ranks
+from weft.bench.core.measure import Arms, Step, Workload, measure_arms
+from weft.bench.core.operator import Record
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.tables import geomean, milliseconds, number, share, times
+from weft.bench.ops.gemms import (
     OWN_SERIAL,
     WEFT,
+    MatmulOperator,
+    MeasuredArms,
+    Tables,
     cannot,
     check_applicable,
     check_room,
@@ -55,6 +49,10 @@ from weft.bench.schedules import (
     fitting,
     free_bytes,
     gemm_limit,
+    known_groups,
+    named_groups,
+    said_of_best,
+    shapes_file,
     wanted_schedules,
 )
 from weft.operator.calls import prepared_calls
@@ -63,6 +61,228 @@ from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
 from weft.words import counted
+
+_TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)(?:-zipf(\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """`tokens` on each rank, `top_k` of all ranks' `experts` for each, [k, n] in each expert."""
+
+    tokens: int
+    n: int
+    k: int
+    experts: int
+    top_k: int
+    skew: float = 0.0
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ValueError(f"{self.name}: a token goes to at most experts={self.experts}, not to top_k={self.top_k}")
+
+    @property
+    def name(self) -> str:
+        zipf = f"-zipf{self.skew:g}" if self.skew else ""
+        return f"{self.tokens}x{self.n}x{self.k}-e{self.experts}-top{self.top_k}{zipf}"
+
+    @property
+    def rows(self) -> int:
+        """What a rank sends, to others and to itself: each token once for each of its experts."""
+        return self.tokens * self.top_k
+
+    def splits(self, world_size: int, which: int) -> torch.Tensor:
+        """int64 [world_size, experts]: how many rows each rank has for each expert; the same on every rank and device."""
+        popularity = torch.arange(1, self.experts + 1).double() ** -self.skew
+        drawn = []
+        for rank in range(world_size):
+            generator = torch.Generator().manual_seed(1000 * which + rank)
+            noise = -torch.empty(self.tokens, self.experts).exponential_(generator=generator).log()
+            chosen = (popularity.log() + noise).topk(self.top_k, dim=1).indices
+            drawn.append(torch.bincount(chosen.flatten(), minlength=self.experts))
+        return torch.stack(drawn)
+
+
+def find_shapes(file: Path, preset: str | None, device: str) -> tuple[MoeShape, ...]:
+    """Those of all groups that suit the device, or of the groups and shapes that `preset` names, with commas between.
+
+    Raises ValueError for a name that is neither.
+    """
+    groups = _groups(file)
+    found: dict[str, MoeShape] = {}
+    for name in named_groups(tuple(groups), preset, device):
+        shapes = groups.get(name) or _typed(name)
+        if not shapes:
+            raise ValueError(
+                f"no preset {name!r}: give one of {known_groups(tuple(groups), file)}, or a shape TOKENSxNxK-eEXPERTS-topK, "
+                f"with -zipfS for skew, such as 4096x28672x4096-e8-top2-zipf0.5"
+            )
+        for shape in shapes:
+            same = found.get(shape.name, shape)
+            found[shape.name] = replace(shape, sources=tuple(dict.fromkeys((*same.sources, *shape.sources))))
+    return tuple(found.values())
+
+
+def _typed(name: str) -> list[MoeShape]:
+    found = _TYPED.fullmatch(name)
+    if found is None:
+        return []
+    tokens, n, k, experts, top_k = (int(size) for size in found.groups()[:5])
+    return [MoeShape(tokens, n, k, experts, top_k, float(found[6] or 0))]
+
+
+def _groups(file: Path) -> dict[str, list[MoeShape]]:
+    if not file.exists():
+        return {}
+    return {
+        name: [
+            MoeShape(tokens, layer["n"], layer["k"], group["experts"], group["top_k"], skew, (f"{name} {of_layer}",))
+            for of_layer, layer in group["layers"].items()
+            for tokens in group["tokens"]
+            for skew in group["skews"]
+        ]
+        for name, group in tomllib.loads(file.read_text()).items()
+    }
+
+
+BASELINE, PADDED = "serial", "padded"
+BASELINES = (BASELINE, PADDED)
+BOUNDED = "-bounded"
+MINE = (WEFT, WEFT + BOUNDED)
+GEMM, GEMM_EACH, EXCHANGE = "gemm", "gemm-each", "exchange"
+
+NEVER_BELOW = 0.98
+"""Of the baseline's speed: what counts as not slower."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the router's choice means for a configuration; the worst or, of skews, the mean input set.
+
+    capacity: rows that `padded` has for each expert on each rank. max_rows: what bounded variants are given. rank_skew and
+    expert_skew: most over mean of the rows of a rank, and of an expert. busiest_bytes: out of or into the busiest rank."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    n: int
+    k: int
+    skew: float
+    rows: int
+    max_rows: int
+    capacity: int
+    rank_skew: float
+    expert_skew: float
+    busiest_bytes: float
+
+    def seconds(self, rates: Ceilings, world_size: int, item_bytes: int) -> float:
+        """What the busiest rank needs at these rates."""
+        rows, experts = self.rank_skew * self.rows, self.experts // world_size
+        traffic = (experts * self.k * self.n + rows * (self.k + self.n)) * item_bytes
+        computing = 0.0 if rates.matmul is None else 2 * rows * self.k * self.n / rates.matmul
+        return max(traffic / rates.memory, computing, self.busiest_bytes / rates.link)
+
+
+class _Tables(Tables):
+    baselines = BASELINES
+    compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: BASELINES}  # exact rows are not compared with padding
+    head, tail = ("tokens x N x K", "most / mean rows", "padded rows"), ("GEMMs alone", "roofline")
+    optional = (*head[1:], "best schedule", "of them", "GEMMs alone")
+
+    def described(self, record: Record) -> list[str]:
+        padded = record["capacity"] * record["experts"] / record["rows"]
+        return [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
+
+    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+        of_any = next(iter(by_variant.values()))
+        alone = [of_any[name] for name in ("gemm_ms", "gemm_each_ms") if of_any[name] is not None]
+        return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
+
+    def said(self, rows: Sequence[Record]) -> list[str]:
+        """A sentence for each of `weft` and `weft-bounded`: even and skewed routing apart, for what padding costs is the skew."""
+        return [text for variant in MINE if (text := self._said_of(variant, rows))]
+
+    def _said_of(self, variant: str, rows: Sequence[Record]) -> str:
+        mine = [r for r in rows if r["variant"] == variant]
+        overs = self.overs(rows, variant)
+        if not overs:
+            return ""
+        means = []
+        for what, some in (("even", [r for r in mine if not r["skew"]]), ("skewed", [r for r in mine if r["skew"]])):
+            found = [(geomean([speed for speed, _ in _speeds(some, over)]), over) for over in overs]
+            if some:
+                said = " and ".join(f"{times(mean)} {over}" for mean, over in found if mean is not None)
+                means.append(f"{said} over {len(some)} with {what} routing")
+        worst = [f"{times(speed)} {over} ({where})" for over in overs for speed, where in [min(_speeds(mine, over))]]
+        not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
+        said_of_all = [
+            f"{variant} over {counted(len(mine), 'shape')}, in the geometric mean: {', '.join(means)}",
+            f"at worst {' and '.join(worst)}",
+            f"at least {NEVER_BELOW}x {overs[0]} on {not_slower:.0%}",
+            f"{number(geomean([r['roofline_ratio'] for r in mine]), 2)} times the roofline",
+        ]
+        alike = [r for r in rows if r["variant"].endswith(BOUNDED) == variant.endswith(BOUNDED)]
+        if near := self.near_best(mine, alike):
+            said_of_all.append(said_of_best(*near))
+        return "; ".join(said_of_all) + "."
+
+    def twin(self, record: Record) -> str | None:
+        """With `max_rows` the serial schedule is not the baseline, whose result has another shape, and it cannot be pinned."""
+        variant = record["variant"]
+        if variant not in MINE or record["chosen"] is None:
+            return BASELINE if variant == OWN_SERIAL else None
+        queued, _, captured = record["chosen"].partition(", in graphs ")  # as harness 3 had both
+        taken = captured or queued if record["mode"] == "graph" else queued
+        if taken == "serial":
+            return BASELINE if variant == WEFT else None
+        return taken + BOUNDED * variant.endswith(BOUNDED)
+
+
+def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
+    return [(r["speedup_over"][over], r["config"]) for r in rows if over in r["speedup_over"]]
+
+
+TABLES = _Tables()
+
+
+@dataclass(frozen=True)
+class MeasuredDispatch(MeasuredArms):
+    load: Load
+    item_bytes: int
+    chosen: Mapping[Mode, Mapping[str, str]]
+    """Of those that choose, by mode and variant: the name of the schedule."""
+
+    tables = TABLES
+    beside = (GEMM, GEMM_EACH, EXCHANGE)
+
+    def baseline(self, mode: Mode) -> str:
+        return PADDED if mode == "graph" else BASELINE
+
+    def roofline_ms(self, mode: Mode) -> float:
+        """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
+        return 1e3 * max(self.load.seconds(ceilings, self.world_size, self.item_bytes) for ceilings in self.ceilings)
+
+    def described(self, mode: Mode) -> Record:
+        return vars(self.load)
+
+    def judged(self, mode: Mode, name: str) -> Record:
+        return {"chosen": self.chosen.get(mode, {}).get(name)}
+
+    def said(self) -> list[str]:
+        load, rates = self.load, self.ceilings[0].as_fields()
+        link = "" if rates["link_gbps"] is None else f", {rates['link_gbps']:.1f} GB/s to a peer"
+        return [
+            f"{counted(load.tokens, 'token')} a rank, {load.top_k} of {counted(load.experts, 'expert')} each; most rows "
+            f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
+            f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
+            f"{counted(load.max_rows, 'row')} in all",
+            f"roofline {self.roofline_ms('queued'):.4f} ms from {rates['memory_gbps']:.1f} GB/s of memory a rank{link}, "
+            f"{rates['matmul_tflops']:.4g} TFLOP/s",
+            f"all but {PADDED} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host "
+            f"must learn how many rows come",
+            *(f"{variant}, {mode}, takes {name}" for mode, of in self.chosen.items() for variant, name in of.items()),
+        ]
+
 
 _FIXED = (BASELINE, PADDED, *MINE)
 _PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from weft.bench.harness import Ranks
+from weft.bench.core.harness import Ranks
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.symm import SymmetricBuffer
 

@@ -1,7 +1,7 @@
 """What a benchmark needs to know about an operator.
 
 To add one: a file named like the operator with its workload, its arms and an `Operator` called `OPERATOR`, and a line in
-`weft.bench.operators`. Timing, checks, records, command line and documents are shared.
+`weft.bench.core.operators`. Timing, checks, records, command line and documents are shared.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Mode, Ranks
-from weft.bench.measure import Step
-from weft.bench.options import BenchOptions
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import Mode, Ranks
+from weft.bench.core.measure import Step
+from weft.bench.core.options import BenchOptions
 
 Record = dict[str, Any]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from weft import env
-from weft.bench.harness import MODES, Mode
-from weft.bench.operators import operator
+from weft.bench.core.harness import MODES, Mode
+from weft.bench.core.operators import operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from weft import env
-from weft.bench import records
-from weft.bench.ceilings import Ceilings, measure_ceilings
-from weft.bench.console import progress
-from weft.bench.harness import Ranks
-from weft.bench.measure import STEPS
-from weft.bench.operator import Operator, Record
-from weft.bench.operators import operator
-from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.core import records
+from weft.bench.core.ceilings import Ceilings, measure_ceilings
+from weft.bench.core.console import progress
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import STEPS
+from weft.bench.core.operator import Operator, Record
+from weft.bench.core.operators import operator
+from weft.bench.core.options import DTYPES, BenchOptions
 from weft.launch import run_ranks
 from weft.symm import domain
 

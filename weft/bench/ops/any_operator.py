@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
-from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Ranks
-from weft.bench.matmul_operator import MatmulOperator
-from weft.bench.matmul_results import BASELINE, TABLES, MeasuredMatmul
-from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
-from weft.bench.measure import Step, measure_arms
-from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.schedules import (
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import Step, measure_arms
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.ops.all_gather_matmul import BASELINE, TABLES, MeasuredMatmul
+from weft.bench.ops.gemms import (
     WEFT,
+    MatmulOperator,
+    MatmulShape,
     PlannedWorkload,
     cannot,
     check_variants,
+    find_shapes,
     fitting,
     gemm_limit,
+    shapes_file,
     wanted_schedules,
 )
 from weft.operator.calls import made
