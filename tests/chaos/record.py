@@ -23,7 +23,7 @@ _VERSION = 1  # of what an injection is: another one draws other injections from
 def header(seed: int, device: str) -> Record:
     from weft.bench.core.records import environment  # which needs torch
 
-    fields = environment(device).as_fields()
+    fields = environment(device)
     return {"chaos": _VERSION, "seed": seed, "device": device, "cores": len(os.sched_getaffinity(0)), **fields}
 
 

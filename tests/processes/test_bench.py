@@ -25,7 +25,6 @@ from weft.bench.ops.embedding_all_to_all import (
     Variant,
     column_runs,
     make_arm,
-    measure,
     pooled_float64,
     why_not,
 )
@@ -251,7 +250,7 @@ def _measured(group: dist.ProcessGroup) -> list[dict]:
         OPERATOR.name, variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0
     )
     ranks = _ranks(group)
-    return measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
+    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
         options, "run"
     )
 

@@ -61,7 +61,7 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 
 
 def _workload(group: dist.ProcessGroup) -> DispatchWorkload:
-    return DispatchWorkload(SHAPE, _ranks(group), torch.float32, input_sets=2)
+    return DispatchWorkload(SHAPE, _ranks(group), "fp32", input_sets=2)
 
 
 def _facts(group: dist.ProcessGroup) -> dict:

@@ -99,7 +99,7 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
     return Ranks(group, group, torch.device("cpu"))
 
 
-def _workload(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> MatmulWorkload:
+def _workload(group: dist.ProcessGroup, dtype: str = "fp32") -> MatmulWorkload:
     return MatmulWorkload(SHAPE, _ranks(group), dtype, input_sets=2)
 
 

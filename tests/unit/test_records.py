@@ -144,7 +144,7 @@ def test_variables_of_peers_are_recorded_and_no_paths(monkeypatch: pytest.Monkey
 
 
 def test_what_is_recorded_now() -> None:
-    found = json.loads(json.dumps(records.environment("cpu").as_fields()))
+    found = json.loads(json.dumps(records.environment("cpu")))
     assert COMMIT.fullmatch(found["commit"])
     assert SOURCE.fullmatch(found["source"])
     assert found["harness"] == HARNESS

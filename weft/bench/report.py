@@ -22,9 +22,8 @@ from pathlib import Path
 
 from weft.bench.core import records
 from weft.bench.core.harness import HARNESS
-from weft.bench.core.operator import Record
 from weft.bench.core.operators import operator
-from weft.bench.core.tables import geomean, times
+from weft.bench.core.tables import Record, geomean, times
 from weft.words import counted
 
 _GAIN = re.compile(

@@ -118,19 +118,10 @@ def bench(
     from weft.bench.core.run import bench as run
 
     options = BenchOptions.from_text(
-        operator.value,
-        preset=preset,
-        ranks=ranks,
-        device=None if device is None else device.value,
-        variants=variants,
-        modes=[m.value for m in mode or []],
-        scale=scale,
-        dtype=None if dtype is None else dtype.value,
-        json=json,
-        quick=quick,
-        seconds=seconds,
-        pictures=pictures,
-    )
+        operator.value, preset=preset, ranks=ranks, device=device and device.value, variants=variants,
+        modes=[m.value for m in mode or []], scale=scale, dtype=dtype and dtype.value, json=json, quick=quick,
+        seconds=seconds, pictures=pictures,
+    )  # fmt: skip
     if json is not None:
         check_writable("--json", json)
     run(options)

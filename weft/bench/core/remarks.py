@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from weft.bench.core import harness
-from weft.bench.core.operator import Record
-from weft.bench.core.tables import times
+from weft.bench.core.tables import Record, times
 from weft.words import counted
 
 MULTICAST_M = 2048

@@ -21,9 +21,10 @@ from weft.bench.core.ceilings import Ceilings, measure_ceilings
 from weft.bench.core.console import progress
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import STEPS
-from weft.bench.core.operator import Operator, Record
+from weft.bench.core.operator import Operator
 from weft.bench.core.operators import operator
 from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.tables import Record
 from weft.launch import run_ranks
 from weft.symm import domain
 

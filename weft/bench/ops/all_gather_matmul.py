@@ -18,236 +18,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
-from weft.bench.core.harness import Call, Mode, Ranks
-from weft.bench.core.measure import Arms, Step, measure_arms
-from weft.bench.core.operator import Record
+from weft.bench.core.harness import Call, Ranks
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.remarks import MULTICAST_M
-from weft.bench.core.tables import geomean, milliseconds, number, share, times
-from weft.bench.ops.gemms import (
-    OWN_SERIAL,
-    WEFT,
-    MatmulOperator,
-    MatmulShape,
-    MeasuredArms,
-    Planned,
-    PlannedWorkload,
-    Tables,
-    cannot,
-    check_applicable,
-    check_room,
-    check_variants,
-    find_shapes,
-    fitting,
-    gemm_limit,
-    said_of_best,
-    schedule_of,
-    shapes_file,
-    wanted_schedules,
-)
+from weft.bench.core.tables import Record, geomean, times
+from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MeasuredMatmul
+from weft.bench.ops.gemms import BASELINE, WEFT, MatmulShape, Pinned, PlannedWorkload, gemm_limit
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import AllGatherMatmul, Compute, Schedule, described
+from weft.schedule import Compute, Schedule, described
 from weft.symm import SymmetricBuffer
-from weft.words import counted
 
-BASELINE, ASYNCTP = "serial", "asynctp"
+ASYNCTP, COLLECTIVE = "asynctp", "collective"
 BASELINES = (BASELINE, ASYNCTP)
-GEMM, COMMUNICATION, COLLECTIVE = "gemm", "communication", "collective"
-
-NEVER_BELOW = 0.98
-"""Of serial's speed: what counts as not slower."""
-LARGE_M = 2048
-"""From here on a shape counts in the mean time over the ideal."""
-NEAR_PREDICTION = 0.10
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What the shapes of one mode say together. None: nothing of the kind was measured."""
-
-    shapes: int
-    over_serial: float | None
-    over_asynctp: tuple[float | None, float | None]  # up to, and above, the rows for which it would use multicast
-    worst: tuple[float, str]  # speed over serial, shape
-    not_slower: float  # share of shapes
-    over_ideal: float | None
-    most_added: tuple[float, str] | None  # us, shape; single calls
-    near_best: (
-        tuple[float, int, int] | None
-    )  # share of shapes; how many schedules, at least and at most, it is the best of
-    near_calibrated: float | None  # share of shapes; by the shape's own GEMMs
-    near_blind: float | None
-    blind_error: float | None  # of predictions without a GEMM of the shape timed, in the geometric mean: 0.1 is 10% off
-
-    @classmethod
-    def of(cls, rows: Sequence[Record]) -> Summary | None:
-        """Of one mode's records; None if there is none of `weft`."""
-        mine = [r for r in rows if r["variant"] == WEFT]
-        if not mine:
-            return None
-        overs = [(r["speedup"], r["config"]) for r in mine if r["speedup"] is not None]
-        if not overs:
-            return None
-        added = [(r["added_us"], r["config"]) for r in mine if r["added_us"] is not None]
-        small, large = ([r for r in mine if (r["m"] <= MULTICAST_M) == small] for small in (True, False))
-        return cls(
-            shapes=len(mine),
-            over_serial=geomean([speed for speed, _ in overs]),
-            over_asynctp=(_over_asynctp(small), _over_asynctp(large)),
-            worst=min(overs),
-            not_slower=share([speed >= NEVER_BELOW for speed, _ in overs]) or 0.0,
-            over_ideal=geomean([r["ideal_ratio"] for r in mine if r["m"] >= LARGE_M and r["ideal_ratio"] is not None]),
-            most_added=max(added, default=None),
-            near_best=TABLES.near_best(mine, rows),
-            near_calibrated=_near(mine, "predicted_ms"),
-            near_blind=_near(mine, "predicted_blind_ms"),
-            blind_error=_error(mine, "predicted_blind_ms"),
-        )
-
-    def __str__(self) -> str:
-        speed, shape = self.worst
-        said = [
-            f"{WEFT} over {counted(self.shapes, 'shape')}: {times(self.over_serial)} {BASELINE} in the geometric mean, at worst "
-            f"{times(speed)} ({shape}), at least {NEVER_BELOW}x on {self.not_slower:.0%} of them"
-        ]
-        small, large = (times(mean) for mean in self.over_asynctp)
-        if small:
-            said.append(f"{small} {ASYNCTP} for M <= {MULTICAST_M}{f' and {large} above' if large else ''}")
-        elif large:
-            said.append(f"{large} {ASYNCTP}, all for M > {MULTICAST_M}")
-        if self.over_ideal is not None:
-            said.append(f"{self.over_ideal:.3f} of the ideal time for M >= {LARGE_M}")
-        if self.most_added is not None:
-            us, shape = self.most_added
-            said.append(
-                f"at most {us:.1f} us more than {BASELINE} ({shape})" if us > 0 else f"never longer than {BASELINE}"
-            )
-        if self.near_best is not None:
-            said.append(said_of_best(*self.near_best))
-        if self.near_calibrated is not None:
-            blind = (
-                f", on {self.near_blind:.0%} blind, which are {self.blind_error:.1%} off in the geometric mean"
-                if self.near_blind is not None
-                else "; blind ones were not recorded"
-            )
-            said.append(
-                f"within {NEAR_PREDICTION:.0%} of the predicted time on {self.near_calibrated:.0%} where predictions were "
-                f"calibrated by the shape's own GEMMs{blind}"
-            )
-        return "; ".join(said) + "."
-
-
-def _over_asynctp(rows: Sequence[Record]) -> float | None:
-    return geomean([r["speedup_over"][ASYNCTP] for r in rows if ASYNCTP in r["speedup_over"]])
-
-
-def _near(rows: Sequence[Record], prediction: str) -> float | None:
-    """Share of those that were predicted."""
-    predicted = [r for r in rows if r[prediction] is not None]
-    return share([abs(r[prediction] / r["p50_ms"] - 1) <= NEAR_PREDICTION for r in predicted])
-
-
-def _error(rows: Sequence[Record], prediction: str) -> float | None:
-    """How far off predictions are, too long or too short alike."""
-    off = [max(r[prediction] / r["p50_ms"], r["p50_ms"] / r[prediction]) for r in rows if r[prediction] is not None]
-    mean = geomean(off)
-    return None if mean is None else mean - 1
-
-
-class _Tables(Tables):
-    baselines = BASELINES
-    compared: ClassVar = {WEFT: BASELINES}
-    head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
-
-    def described(self, record: Record) -> list[str]:
-        return [record["config"]]
-
-    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
-        of_any = next(iter(by_variant.values()))
-        return [milliseconds(of_any["ideal_ms"]), number(by_variant.get(WEFT, {}).get("ideal_ratio"), 2)]
-
-    def said(self, rows: Sequence[Record]) -> list[str]:
-        summary = Summary.of(rows)
-        return [] if summary is None else [str(summary)]
-
-    def twin(self, record: Record) -> str | None:
-        if record["variant"] == OWN_SERIAL:
-            return BASELINE
-        return {"serial": BASELINE}.get(record["chosen"], record["chosen"]) if record["variant"] == WEFT else None
-
-    def remarks(self, rows: Sequence[Record]) -> list[str]:
-        peers = remarks.of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
-        return [*super().remarks(rows), *peers, *remarks.of_nccl(rows)]
-
-
-TABLES = _Tables()
-
-
-@dataclass(frozen=True)
-class MeasuredMatmul(MeasuredArms):
-    shape: MatmulShape
-    planned: Mapping[Mode, Planned]
-    taken: Mapping[Mode, str]
-    """Which schedule the operator took."""
-    least_ms: float
-
-    tables = TABLES
-    beside = (GEMM, COMMUNICATION, COLLECTIVE)
-    columns = ("over\nideal", "calibrated\nms", "blind\nms")
-
-    def roofline_ms(self, mode: Mode) -> float:
-        return self.least_ms
-
-    def ideal_ms(self, mode: Mode) -> float | None:
-        alone = [self.ms(mode, name) for name in (GEMM, COMMUNICATION)]
-        return max(ms for ms in alone if ms is not None) if None not in alone else None
-
-    def described(self, mode: Mode) -> Record:
-        return {"m": self.shape.m, "n": self.shape.n, "k": self.shape.k, "ideal_ms": self.ideal_ms(mode)}
-
-    def judged(self, mode: Mode, name: str) -> Record:
-        ms, ideal = self.ms(mode, name), self.ideal_ms(mode)
-        taken = self.taken.get(mode, "serial")
-        schedule, planned = schedule_of(name, taken), self.planned.get(mode)
-        return {
-            "ideal_ratio": ms / ideal if ms and ideal else None,
-            "chosen": taken if name == WEFT else None,
-            "predicted_ms": planned.calibrated_ms.get(schedule) if planned else None,
-            "predicted_blind_ms": planned.blind_ms.get(schedule) if planned else None,
-        }
-
-    def cells(self, mode: Mode, name: str) -> list[str]:
-        found = self.judged(mode, name)
-        return [
-            number(found["ideal_ratio"], 2),
-            number(found["predicted_ms"], 4),
-            number(found["predicted_blind_ms"], 4),
-        ]
-
-    def said(self) -> list[str]:
-        ceilings = self.ceilings[0].as_fields()
-        link = "" if ceilings["link_gbps"] is None else f", {ceilings['link_gbps']:.1f} GB/s to a peer"
-        return [
-            f"roofline {self.least_ms:.4f} ms from {ceilings['memory_gbps']:.1f} GB/s of memory a rank{link}, "
-            f"{ceilings['matmul_tflops']:.4g} TFLOP/s; ideal: the longer of {GEMM} and {COMMUNICATION}",
-            *(f"{WEFT}, {mode}, takes {name}" for mode, name in self.taken.items()),
-        ]
-
-
-_FIXED = (BASELINE, ASYNCTP, WEFT)
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
@@ -255,21 +49,23 @@ class MatmulWorkload(PlannedWorkload):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
 
     claims = ((WEFT, BASELINE), (WEFT, ASYNCTP))
+    problem: Any
 
-    def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
-        self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, dtype, input_sets
+    def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: str, input_sets: int) -> None:
+        self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, DTYPES[dtype], input_sets
         self.name = shape.name
-        self.problem = _problem(shape, ranks.world_size, next(name for name, d in DTYPES.items() if d == dtype))
+        op = plain.OPERATOR.name
+        self.problem = described(op, m=shape.m, n=shape.n, k=shape.k, ranks=ranks.world_size, dtype=dtype)
         self.scaled = self.problem.scaled is not None
         self.spec = (scaled if self.scaled else plain).OPERATOR
-        self.dtype = torch.bfloat16 if self.scaled else dtype
+        self.dtype = torch.bfloat16 if self.scaled else self.operands
         self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
         if shape.symmetric:
             self.x_shards = [_symmetric(x, ranks) for x in self.x_shards]
         generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
         w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device)
         # fp8 has no room for small numbers: there the scale makes w small.
-        self.w = (w if self.scaled else w * shape.k**-0.5).to(dtype).t()
+        self.w = (w if self.scaled else w * shape.k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=ranks.device)
         self.w_scale = self.x_scale * (shape.k**-0.5 if self.scaled else 1.0)
         self.roundings: dict[str, int] = {}  # of an output by each variant that pins a schedule
@@ -407,12 +203,6 @@ class Alone:
         return [self._buffer.peer((rank + i) % world).chunk(world)[rank] for i in range(1, world)]
 
 
-def _problem(shape: MatmulShape, ranks: int, dtype: str) -> AllGatherMatmul:
-    found = described("all_gather_matmul", m=shape.m, n=shape.n, k=shape.k, ranks=ranks, dtype=dtype)
-    assert isinstance(found, AllGatherMatmul)
-    return found
-
-
 def roundings(schedule: Schedule) -> int:
     """How often an output is rounded to its dtype at most: every step that adds to it rounds it again."""
     count: dict[object, int] = {}
@@ -423,59 +213,55 @@ def roundings(schedule: Schedule) -> int:
     return max(count.values(), default=1)
 
 
-class _AllGatherMatmul(MatmulOperator[MatmulShape]):
-    name, small = "all_gather_matmul", "512x1024x256"
+class MeasuredGather(MeasuredMatmul):
+    baselines, fixed = BASELINES, (*BASELINES, WEFT)
+    beside = (GEMM, COMMUNICATION, COLLECTIVE)
+
+
+class _AllGatherMatmul(AnyOperator):
     fp8 = True
-    tables = TABLES
+    baselines = BASELINES
+    compared: ClassVar = {WEFT: BASELINES}
+    results = MeasuredGather
 
     def check_options(self, options: BenchOptions) -> None:
-        super().check_options(options)
-        problems = []
         for shape in self.presets(options):
-            problems.append(_problem(shape, options.ranks, options.dtype))  # says which number of rows would do
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
-        check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)
-        check_applicable(options.variants, [[(p, "")] for p in problems], _FIXED)
+        super().check_options(options)
 
-    def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
-        return find_shapes(shapes_file(self.name), options.preset, options.device)
+    def room(self, shape: MatmulShape, ranks: Ranks, item_bytes: int) -> tuple[float, int]:
+        return (shape.m + shape.n) * shape.k * item_bytes, shape.m * shape.n
 
-    def measure(
-        self, preset: MatmulShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredMatmul:
-        step(f"{preset.name}: making inputs", 0)
-        item_bytes = DTYPES[options.dtype].itemsize
-        check_room(preset.name, (preset.m + preset.n) * preset.k * item_bytes, preset.m * preset.n, ranks)
-        work = MatmulWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
-        serial, alone = Serial(work), Alone(work)
-        arms, notes = _arms(work, serial, options)
-        beside: dict[str, Call] = {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}
-        results = measure_arms(
-            work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
-        )
-        taken = {mode: work.taken(mode) for mode in options.modes} if WEFT in arms else {}
-        return MeasuredMatmul(
-            preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.planned, taken,
-            max(work.roofline_ms(c) for c in ceilings),
-        )  # fmt: skip
+    def workload(self, shape: MatmulShape, ranks: Ranks, dtype: str) -> MatmulWorkload:
+        return MatmulWorkload(shape, ranks, dtype, input_sets=2)
+
+    def arms(self, work: MatmulWorkload, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        serial, alone, wanted = Serial(work), Alone(work), wanted or (ASYNCTP, WEFT)
+        arms: dict[str, Arm] = {BASELINE: serial}
+        if ASYNCTP in wanted and work.ranks.device.type == "cuda":
+            arms[ASYNCTP] = AsyncTP(work)
+        if WEFT in wanted:
+            arms[WEFT] = Weft(work, None)
+        return arms, {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}, []
+
+    def pinned_arm(self, work: MatmulWorkload, one: Pinned) -> Arm:
+        work.roundings[one.variant] = roundings(one.schedule)
+        return Weft(work, one.candidate.name)
+
+    def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
+        """torch's own up to, and above, the rows for which it would use multicast."""
+        some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
+        small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
+        if small:
+            return [f"{small} {ASYNCTP} for M <= {MULTICAST_M}{f' and {large} above' if large else ''}"]
+        return [f"{large} {ASYNCTP}, all for M > {MULTICAST_M}"] if large else []
+
+    def remarks(self, rows: Sequence[Record]) -> list[str]:
+        peers = remarks.of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
+        return [*super().remarks(rows), *peers, *remarks.of_nccl(rows)]
 
 
-OPERATOR = _AllGatherMatmul()
-
-
-def _arms(work: MatmulWorkload, serial: Serial, options: BenchOptions) -> tuple[Arms, list[str]]:
-    """(arms, the baseline first; what was left out)"""
-    wanted = options.variants or (ASYNCTP, WEFT)
-    arms: dict[str, Serial | AsyncTP | Weft] = {BASELINE: serial}
-    if ASYNCTP in wanted and work.ranks.device.type == "cuda":
-        arms[ASYNCTP] = AsyncTP(work)
-    if WEFT in wanted:
-        arms[WEFT] = Weft(work, None)
-    pinned, notes = fitting(wanted_schedules(work.problem, wanted, _FIXED), work.ranks)
-    for variant, candidate, schedule in pinned:
-        arms[variant] = Weft(work, candidate.name)
-        work.roundings[variant] = roundings(schedule)
-    return arms, notes + cannot(wanted, [(work.problem, "")], _FIXED)
+OPERATOR = _AllGatherMatmul(plain.OPERATOR)

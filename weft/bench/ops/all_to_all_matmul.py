@@ -20,41 +20,21 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
-from weft.bench.core.measure import Arms, Step, Workload, measure_arms
-from weft.bench.core.operator import Record
+from weft.bench.core.measure import Workload
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.tables import geomean, milliseconds, number, share, times
-from weft.bench.ops.gemms import (
-    OWN_SERIAL,
-    WEFT,
-    MatmulOperator,
-    MeasuredArms,
-    Tables,
-    cannot,
-    check_applicable,
-    check_room,
-    check_variants,
-    fitting,
-    free_bytes,
-    gemm_limit,
-    known_groups,
-    named_groups,
-    said_of_best,
-    shapes_file,
-    wanted_schedules,
-)
+from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
+from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, MeasuredGemms
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Pinned, Problems, Shape, free_bytes, gemm_limit
 from weft.operator.calls import prepared_calls
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
@@ -62,11 +42,15 @@ from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
 from weft.schedule import AllToAllMatmul
 from weft.words import counted
 
+PADDED, BOUNDED = "padded", "-bounded"
+BASELINES, MINE = (BASELINE, PADDED), (WEFT, WEFT + BOUNDED)
+GEMM_EACH, EXCHANGE = "gemm-each", "exchange"
+_PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call
 _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)(?:-zipf(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
-class MoeShape:
+class MoeShape(Shape):
     """`tokens` on each rank, `top_k` of all ranks' `experts` for each, [k, n] in each expert."""
 
     tokens: int
@@ -76,6 +60,21 @@ class MoeShape:
     top_k: int
     skew: float = 0.0
     sources: tuple[str, ...] = ()
+
+    written = "TOKENSxNxK-eEXPERTS-topK, with -zipfS for skew, such as 4096x28672x4096-e8-top2-zipf0.5"
+
+    @classmethod
+    def named(cls, name: str, groups: Mapping[str, Any]) -> list[MoeShape]:
+        if typed := _TYPED.fullmatch(name):
+            tokens, n, k, experts, top_k = (int(size) for size in typed.groups()[:5])
+            return [cls(tokens, n, k, experts, top_k, float(typed[6] or 0))]
+        group = groups.get(name, {"layers": {}})
+        return [
+            cls(tokens, layer["n"], layer["k"], group["experts"], group["top_k"], skew, (f"{name} {of_layer}",))
+            for of_layer, layer in group["layers"].items()
+            for tokens in group["tokens"]
+            for skew in group["skews"]
+        ]
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -101,58 +100,6 @@ class MoeShape:
             chosen = (popularity.log() + noise).topk(self.top_k, dim=1).indices
             drawn.append(torch.bincount(chosen.flatten(), minlength=self.experts))
         return torch.stack(drawn)
-
-
-def find_shapes(file: Path, preset: str | None, device: str) -> tuple[MoeShape, ...]:
-    """Those of all groups that suit the device, or of the groups and shapes that `preset` names, with commas between.
-
-    Raises ValueError for a name that is neither.
-    """
-    groups = _groups(file)
-    found: dict[str, MoeShape] = {}
-    for name in named_groups(tuple(groups), preset, device):
-        shapes = groups.get(name) or _typed(name)
-        if not shapes:
-            raise ValueError(
-                f"no preset {name!r}: give one of {known_groups(tuple(groups), file)}, or a shape TOKENSxNxK-eEXPERTS-topK, "
-                f"with -zipfS for skew, such as 4096x28672x4096-e8-top2-zipf0.5"
-            )
-        for shape in shapes:
-            same = found.get(shape.name, shape)
-            found[shape.name] = replace(shape, sources=tuple(dict.fromkeys((*same.sources, *shape.sources))))
-    return tuple(found.values())
-
-
-def _typed(name: str) -> list[MoeShape]:
-    found = _TYPED.fullmatch(name)
-    if found is None:
-        return []
-    tokens, n, k, experts, top_k = (int(size) for size in found.groups()[:5])
-    return [MoeShape(tokens, n, k, experts, top_k, float(found[6] or 0))]
-
-
-def _groups(file: Path) -> dict[str, list[MoeShape]]:
-    if not file.exists():
-        return {}
-    return {
-        name: [
-            MoeShape(tokens, layer["n"], layer["k"], group["experts"], group["top_k"], skew, (f"{name} {of_layer}",))
-            for of_layer, layer in group["layers"].items()
-            for tokens in group["tokens"]
-            for skew in group["skews"]
-        ]
-        for name, group in tomllib.loads(file.read_text()).items()
-    }
-
-
-BASELINE, PADDED = "serial", "padded"
-BASELINES = (BASELINE, PADDED)
-BOUNDED = "-bounded"
-MINE = (WEFT, WEFT + BOUNDED)
-GEMM, GEMM_EACH, EXCHANGE = "gemm", "gemm-each", "exchange"
-
-NEVER_BELOW = 0.98
-"""Of the baseline's speed: what counts as not slower."""
 
 
 @dataclass(frozen=True)
@@ -183,135 +130,28 @@ class Load:
         return max(traffic / rates.memory, computing, self.busiest_bytes / rates.link)
 
 
-class _Tables(Tables):
-    baselines = BASELINES
-    compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: BASELINES}  # exact rows are not compared with padding
-    head, tail = ("tokens x N x K", "most / mean rows", "padded rows"), ("GEMMs alone", "roofline")
-    optional = (*head[1:], "best schedule", "of them", "GEMMs alone")
-
-    def described(self, record: Record) -> list[str]:
-        padded = record["capacity"] * record["experts"] / record["rows"]
-        return [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
-
-    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
-        of_any = next(iter(by_variant.values()))
-        alone = [of_any[name] for name in ("gemm_ms", "gemm_each_ms") if of_any[name] is not None]
-        return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
-
-    def said(self, rows: Sequence[Record]) -> list[str]:
-        """A sentence for each of `weft` and `weft-bounded`: even and skewed routing apart, for what padding costs is the skew."""
-        return [text for variant in MINE if (text := self._said_of(variant, rows))]
-
-    def _said_of(self, variant: str, rows: Sequence[Record]) -> str:
-        mine = [r for r in rows if r["variant"] == variant]
-        overs = self.overs(rows, variant)
-        if not overs:
-            return ""
-        means = []
-        for what, some in (("even", [r for r in mine if not r["skew"]]), ("skewed", [r for r in mine if r["skew"]])):
-            found = [(geomean([speed for speed, _ in _speeds(some, over)]), over) for over in overs]
-            if some:
-                said = " and ".join(f"{times(mean)} {over}" for mean, over in found if mean is not None)
-                means.append(f"{said} over {len(some)} with {what} routing")
-        worst = [f"{times(speed)} {over} ({where})" for over in overs for speed, where in [min(_speeds(mine, over))]]
-        not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
-        said_of_all = [
-            f"{variant} over {counted(len(mine), 'shape')}, in the geometric mean: {', '.join(means)}",
-            f"at worst {' and '.join(worst)}",
-            f"at least {NEVER_BELOW}x {overs[0]} on {not_slower:.0%}",
-            f"{number(geomean([r['roofline_ratio'] for r in mine]), 2)} times the roofline",
-        ]
-        alike = [r for r in rows if r["variant"].endswith(BOUNDED) == variant.endswith(BOUNDED)]
-        if near := self.near_best(mine, alike):
-            said_of_all.append(said_of_best(*near))
-        return "; ".join(said_of_all) + "."
-
-    def twin(self, record: Record) -> str | None:
-        """With `max_rows` the serial schedule is not the baseline, whose result has another shape, and it cannot be pinned."""
-        variant = record["variant"]
-        if variant not in MINE or record["chosen"] is None:
-            return BASELINE if variant == OWN_SERIAL else None
-        queued, _, captured = record["chosen"].partition(", in graphs ")  # as harness 3 had both
-        taken = captured or queued if record["mode"] == "graph" else queued
-        if taken == "serial":
-            return BASELINE if variant == WEFT else None
-        return taken + BOUNDED * variant.endswith(BOUNDED)
+# Exact rows are not compared with padding.
+_COMPARED: Mapping[str, tuple[str, ...]] = {WEFT: (BASELINE,), WEFT + BOUNDED: BASELINES}
 
 
-def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
-    return [(r["speedup_over"][over], r["config"]) for r in rows if over in r["speedup_over"]]
-
-
-TABLES = _Tables()
-
-
-@dataclass(frozen=True)
-class MeasuredDispatch(MeasuredArms):
-    load: Load
-    item_bytes: int
-    chosen: Mapping[Mode, Mapping[str, str]]
-    """Of those that choose, by mode and variant: the name of the schedule."""
-
-    tables = TABLES
-    beside = (GEMM, GEMM_EACH, EXCHANGE)
-
-    def baseline(self, mode: Mode) -> str:
-        return PADDED if mode == "graph" else BASELINE
-
-    def roofline_ms(self, mode: Mode) -> float:
-        """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
-        return 1e3 * max(self.load.seconds(ceilings, self.world_size, self.item_bytes) for ceilings in self.ceilings)
-
-    def described(self, mode: Mode) -> Record:
-        return vars(self.load)
-
-    def judged(self, mode: Mode, name: str) -> Record:
-        return {"chosen": self.chosen.get(mode, {}).get(name)}
-
-    def said(self) -> list[str]:
-        load, rates = self.load, self.ceilings[0].as_fields()
-        link = "" if rates["link_gbps"] is None else f", {rates['link_gbps']:.1f} GB/s to a peer"
-        return [
-            f"{counted(load.tokens, 'token')} a rank, {load.top_k} of {counted(load.experts, 'expert')} each; most rows "
-            f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
-            f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
-            f"{counted(load.max_rows, 'row')} in all",
-            f"roofline {self.roofline_ms('queued'):.4f} ms from {rates['memory_gbps']:.1f} GB/s of memory a rank{link}, "
-            f"{rates['matmul_tflops']:.4g} TFLOP/s",
-            f"all but {PADDED} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host "
-            f"must learn how many rows come",
-            *(f"{variant}, {mode}, takes {name}" for mode, of in self.chosen.items() for variant, name in of.items()),
-        ]
-
-
-_FIXED = (BASELINE, PADDED, *MINE)
-_PADDED_SHARE = 0.3  # of the free memory, for what `padded` makes in a call
-
-
-def _problem(shape: MoeShape, ranks: int, dtype: torch.dtype) -> AllToAllMatmul:
-    name = next(name for name, d in DTYPES.items() if d == dtype)
-    return AllToAllMatmul.even(shape.rows, shape.n, shape.k, shape.experts // ranks, ranks, name)
-
-
-def _variants_of(p: AllToAllMatmul) -> tuple[tuple[AllToAllMatmul, str], ...]:
-    """Descriptions of calls with and without max_rows, with the suffix that variants have."""
-    return (p, ""), (replace(p, exact=False), BOUNDED)
+def _problem(shape: MoeShape, ranks: int, dtype: str) -> AllToAllMatmul:
+    return AllToAllMatmul.even(shape.rows, shape.n, shape.k, shape.experts // ranks, ranks, dtype)
 
 
 class DispatchWorkload(Workload):
     """Normally distributed tokens, weights scaled so that outputs are about 1; other tokens and splits in each input set."""
 
-    claims = tuple((variant, over) for variant, overs in TABLES.compared.items() for over in overs)
+    claims = tuple((variant, over) for variant, overs in _COMPARED.items() for over in overs)
 
-    def __init__(self, shape: MoeShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
-        self.shape, self.ranks, self.dtype, self.input_sets = shape, ranks, dtype, input_sets
+    def __init__(self, shape: MoeShape, ranks: Ranks, dtype: str, input_sets: int) -> None:
+        self.shape, self.ranks, self.dtype, self.input_sets = shape, ranks, DTYPES[dtype], input_sets
         self.name = shape.name
         self.experts = shape.experts // ranks.world_size
         self.all_splits = [shape.splits(ranks.world_size, which) for which in range(input_sets)]
         self.tokens = [self._tokens(which, ranks.rank) for which in range(input_sets)]
         self.splits = [splits[ranks.rank].to(ranks.device) for splits in self.all_splits]
         generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
-        self.w = torch.empty(self.experts, shape.k, shape.n, dtype=dtype, device=ranks.device)
+        self.w = torch.empty(self.experts, shape.k, shape.n, dtype=self.dtype, device=ranks.device)
         for of_expert in self.w:  # one by one: in fp32 all together take as much again, twice
             drawn = torch.randn(shape.k, shape.n, generator=generator, device=ranks.device)
             of_expert.copy_(drawn.mul_(shape.k**-0.5))
@@ -473,12 +313,53 @@ class Alone:
         )
 
 
-class _AllToAllMatmul(MatmulOperator[MoeShape]):
-    name, small = "all_to_all_matmul", "512x1024x256-e8-top2"
-    tables = TABLES
+@dataclass(frozen=True)
+class MeasuredDispatch(MeasuredGemms):
+    """chosen: of those that choose, by mode and variant: the name of the schedule."""
+
+    load: Load
+    item_bytes: int
+    chosen: Mapping[Mode, Mapping[str, str]]
+
+    baselines = BASELINES
+    fixed = (*BASELINES, *MINE)
+    beside = (GEMM, GEMM_EACH, EXCHANGE)
+
+    def baseline(self, mode: Mode) -> str:
+        return PADDED if mode == "graph" else BASELINE
+
+    def roofline_ms(self, mode: Mode) -> float:
+        """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
+        return 1e3 * max(self.load.seconds(ceilings, self.world_size, self.item_bytes) for ceilings in self.ceilings)
+
+    def described(self, mode: Mode) -> Record:
+        return super().described(mode) | asdict(self.load)
+
+    def judged(self, mode: Mode, name: str) -> Record:
+        return super().judged(mode, name) | {"chosen": self.chosen.get(mode, {}).get(name)}
+
+    def said(self) -> list[str]:
+        load = self.load
+        return [
+            f"{counted(load.tokens, 'token')} a rank, {load.top_k} of {counted(load.experts, 'expert')} each; most rows "
+            f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
+            f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
+            f"{counted(load.max_rows, 'row')} in all",
+            f"roofline {self.roofline_ms('queued'):.4f} ms from {self.ceilings[0]}",
+            f"all but {PADDED} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host "
+            f"must learn how many rows come",
+            *(f"{variant}, {mode}, takes {name}" for mode, of in self.chosen.items() for variant, name in of.items()),
+        ]
+
+
+class _AllToAllMatmul(GemmOperator[MoeShape]):
+    name, shape, small = "all_to_all_matmul", MoeShape, "512x1024x256-e8-top2"
+    results, baselines = MeasuredDispatch, BASELINES
+    compared: ClassVar = _COMPARED
+    head, tail = ("tokens x N x K", "most / mean rows", "padded rows"), ("GEMMs alone", "roofline")
+    optional = (*head[1:], "best schedule", "of them", "GEMMs alone")
 
     def check_options(self, options: BenchOptions) -> None:
-        super().check_options(options)
         for shape in self.presets(options):
             if shape.experts % options.ranks:
                 fitting_ranks = [ranks for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0]
@@ -486,69 +367,103 @@ class _AllToAllMatmul(MatmulOperator[MoeShape]):
                     f"{shape.name}: {counted(shape.experts, 'expert')} cannot be spread evenly over {options.ranks} "
                     f"ranks: use one of {', '.join(map(str, fitting_ranks))}"
                 )
-        check_variants(options.variants, AllToAllMatmul.even(1, 1, 1, 1, options.ranks), _FIXED, ("", BOUNDED))
-        problems = [_problem(shape, options.ranks, DTYPES[options.dtype]) for shape in self.presets(options)]
-        check_applicable(options.variants, [_variants_of(p) for p in problems], _FIXED)
+        super().check_options(options)
 
-    def presets(self, options: BenchOptions) -> Sequence[MoeShape]:
-        return find_shapes(shapes_file(self.name), options.preset, options.device)
+    def problems(self, shape: MoeShape, ranks: int, dtype: str) -> Problems:
+        """Of calls with and without max_rows."""
+        p = _problem(shape, ranks, dtype)
+        return (p, ""), (replace(p, exact=False), BOUNDED)
 
-    def measure(
-        self, preset: MoeShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredDispatch:
-        step(f"{preset.name}: making inputs", 0)
-        elements = (2 * preset.rows + preset.experts // ranks.world_size * preset.n) * preset.k
-        check_room(preset.name, elements * DTYPES[options.dtype].itemsize, preset.rows * preset.n, ranks)
-        work = DispatchWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
-        alone = Alone(work)
-        arms, notes = _arms(work, options)
+    def room(self, shape: MoeShape, ranks: Ranks, item_bytes: int) -> tuple[float, int]:
+        elements = (2 * shape.rows + shape.experts // ranks.world_size * shape.n) * shape.k
+        return elements * item_bytes, shape.rows * shape.n
+
+    def workload(self, shape: MoeShape, ranks: Ranks, dtype: str) -> DispatchWorkload:
+        return DispatchWorkload(shape, ranks, dtype, input_sets=2)
+
+    def arms(self, work: DispatchWorkload, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        alone, notes = Alone(work), []
+        arms: dict[str, Arm] = {BASELINE: Serial(work)}
+        if Padded.bytes(work) <= _PADDED_SHARE * -work.ranks.most(-free_bytes(work.ranks)):
+            arms[PADDED] = Padded(work)
+        else:
+            notes.append(f"{PADDED} not measured, no memory: it needs {Padded.bytes(work) / 1e9:.1f} GB")
+        for name in MINE:
+            if not wanted or WEFT in wanted or name in wanted:
+                arms[name] = Weft(work, None, bounded=name != WEFT)
         beside: dict[str, Call] = {GEMM: alone.gemm, GEMM_EACH: alone.gemm_each, EXCHANGE: alone.exchange}
-        if any(size * work.dtype.itemsize % 16 for size in (preset.n, preset.k)):
+        if any(size * work.dtype.itemsize % 16 for size in (work.shape.n, work.shape.k)):
             del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes
-        work.waiting = [name for name in arms if name != PADDED and not name.endswith(BOUNDED)]
-        results = measure_arms(
-            work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
-        )
-        chosen = {mode: {name: work.taken(name, mode) for name in MINE if name in arms} for mode in options.modes}
-        return MeasuredDispatch(
-            preset,
-            ranks.world_size,
-            tuple(arms),
-            results,
-            ceilings,
-            tuple(notes),
-            work.load,
-            work.dtype.itemsize,
-            chosen,
-        )
+        return arms, beside, notes
+
+    def can_be_pinned(self, one: Pinned) -> bool:
+        return one.variant != OWN_SERIAL + BOUNDED  # the library's calls need sizes on the host
+
+    def waits(self, name: str) -> bool:
+        return name != PADDED and not name.endswith(BOUNDED)
+
+    def pinned_arm(self, work: DispatchWorkload, one: Pinned) -> Arm:
+        return Weft(work, one.candidate.name, bounded=one.variant.endswith(BOUNDED))
+
+    def facts(
+        self, work: DispatchWorkload, arms: Mapping[str, Arm], ceilings: list[Ceilings], modes: Sequence[Mode]
+    ) -> tuple[Any, ...]:
+        chosen = {mode: {name: work.taken(name, mode) for name in MINE if name in arms} for mode in modes}
+        return work.load, work.dtype.itemsize, chosen
+
+    def described(self, record: Record) -> list[str]:
+        padded = record["capacity"] * record["experts"] / record["rows"]
+        return [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
+
+    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+        of_any = next(iter(by_variant.values()))
+        alone = [of_any[name] for name in ("gemm_ms", "gemm_each_ms") if of_any[name] is not None]
+        return [milliseconds(min(alone, default=None)), milliseconds(of_any["roofline_ms"])]
+
+    def said(self, rows: Sequence[Record]) -> list[str]:
+        """A sentence for each of `weft` and `weft-bounded`: even and skewed routing apart, for what padding costs is the skew."""
+        return [text for variant in MINE if (text := self._said_of(variant, rows))]
+
+    def _said_of(self, variant: str, rows: Sequence[Record]) -> str:
+        mine = [r for r in rows if r["variant"] == variant]
+        overs = self.overs(rows, variant)
+        if not overs:
+            return ""
+        means = []
+        for what, some in (("even", [r for r in mine if not r["skew"]]), ("skewed", [r for r in mine if r["skew"]])):
+            found = [(geomean([speed for speed, _ in _speeds(some, over)]), over) for over in overs]
+            if some:
+                said = " and ".join(f"{times(mean)} {over}" for mean, over in found if mean is not None)
+                means.append(f"{said} over {len(some)} with {what} routing")
+        worst = [f"{times(speed)} {over} ({where})" for over in overs for speed, where in [min(_speeds(mine, over))]]
+        not_slower = share([speed >= NEVER_BELOW for speed, _ in _speeds(mine, overs[0])])
+        said_of_all = [
+            f"{variant} over {counted(len(mine), 'shape')}, in the geometric mean: {', '.join(means)}",
+            f"at worst {' and '.join(worst)}",
+            f"at least {NEVER_BELOW}x {overs[0]} on {not_slower:.0%}",
+            f"{number(geomean([r['roofline_ratio'] for r in mine]), 2)} times the roofline",
+        ]
+        alike = [r for r in rows if r["variant"].endswith(BOUNDED) == variant.endswith(BOUNDED)]
+        return "; ".join([*said_of_all, *self.said_of_best(mine, alike)]) + "."
+
+    def twin(self, record: Record) -> str | None:
+        """With `max_rows` the serial schedule is not the baseline, whose result has another shape, and it cannot be pinned."""
+        variant = record["variant"]
+        if variant not in MINE or record["chosen"] is None:
+            return BASELINE if variant == OWN_SERIAL else None
+        queued, _, captured = record["chosen"].partition(", in graphs ")  # as harness 3 had both
+        taken = captured or queued if record["mode"] == "graph" else queued
+        if taken == "serial":
+            return BASELINE if variant == WEFT else None
+        return taken + BOUNDED * variant.endswith(BOUNDED)
 
 
-OPERATOR = _AllToAllMatmul()
-
-
-def _arms(work: DispatchWorkload, options: BenchOptions) -> tuple[Arms, list[str]]:
-    """(arms, the baselines first; what was left out)"""
-    wanted = options.variants or (WEFT,)
-    arms: dict[str, Callable[[int], torch.Tensor]] = {BASELINE: Serial(work)}
-    notes = []
-    if Padded.bytes(work) <= _PADDED_SHARE * -work.ranks.most(-free_bytes(work.ranks)):
-        arms[PADDED] = Padded(work)
-    else:
-        notes.append(f"{PADDED} not measured, no memory: it needs {Padded.bytes(work) / 1e9:.1f} GB")
-    for name in MINE:
-        if WEFT in wanted or name in wanted:
-            arms[name] = Weft(work, None, bounded=name != WEFT)
-    found = [
-        one
-        for p, suffix in _variants_of(work.problem)
-        for one in wanted_schedules(p, wanted, _FIXED, suffix)
-        if one.variant != OWN_SERIAL + BOUNDED  # the library's calls need sizes on the host
-    ]
-    pinned, left_out = fitting(found, work.ranks)
-    for variant, candidate, _ in pinned:
-        arms[variant] = Weft(work, candidate.name, bounded=variant.endswith(BOUNDED))
-    return arms, notes + left_out + cannot(wanted, _variants_of(work.problem), _FIXED)
+def _speeds(rows: Sequence[Record], over: str) -> list[tuple[float, str]]:
+    return [(r["speedup_over"][over], r["config"]) for r in rows if over in r["speedup_over"]]
 
 
 def _round_up(rows: int, to: int) -> int:
     return -(-rows // to) * to
+
+
+OPERATOR = _AllToAllMatmul()
