@@ -280,12 +280,7 @@ def check(
 
 
 def _output(
-    name: str,
-    arm: Callable[[int], torch.Tensor],
-    which: int,
-    work: Workload,
-    recorder: Recorder | None,
-    found: Checked,
+    name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Checked
 ) -> torch.Tensor | None:
     """What the arm computes in memory that was full of NaN; None if it cannot be captured."""
     graph, output = None, None

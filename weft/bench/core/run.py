@@ -25,6 +25,7 @@ from weft.bench.core.operator import Operator
 from weft.bench.core.operators import operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record
+from weft.hw import available_memory_bytes
 from weft.launch import run_ranks
 from weft.symm import domain
 
@@ -95,6 +96,13 @@ def make_ranks(device: str) -> Ranks:
         )
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
+
+
+def free_bytes(ranks: Ranks) -> float:
+    """This rank's share of the memory that is free."""
+    if ranks.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(ranks.device)[0])
+    return available_memory_bytes() / ranks.world_size
 
 
 def release(ranks: Ranks) -> None:

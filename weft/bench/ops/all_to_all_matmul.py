@@ -32,9 +32,10 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Workload
 from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, MeasuredGemms
-from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Pinned, Problems, Shape, free_bytes, gemm_limit
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Pinned, Problems, Shape, gemm_limit
 from weft.operator.calls import prepared_calls
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul

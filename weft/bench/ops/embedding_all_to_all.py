@@ -634,13 +634,7 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
         arms = {name: make_arm(name, work) for name in names if why_not(name, ranks.device) is None}
         pools: dict[str, Call] = {name + POOL: arm.pool for name, arm in arms.items() if isinstance(arm, SerialArm)}
         results = measure_arms(
-            work,
-            arms,
-            pools,
-            modes=options.modes,
-            seconds=options.time_s,
-            repetitions=options.repetitions,
-            step=step,
+            work, arms, pools, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
         memory = {name: _peak_bytes(arm, ranks) for name, arm in arms.items()}
         traffic = [Traffic(*values) for values in ranks.gather(list(asdict(work.traffic()).values()))]

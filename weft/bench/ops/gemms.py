@@ -20,7 +20,7 @@ import weft
 from weft import plan
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Workload
-from weft.hw import available_memory_bytes
+from weft.bench.core.run import free_bytes
 from weft.operator import choosing
 from weft.operator.calls import prepared_calls
 from weft.plan.choose import decide
@@ -202,13 +202,6 @@ def fitting(found: Sequence[Pinned], ranks: Ranks) -> tuple[list[Pinned], list[s
         else:
             kept.append(one)
     return kept, [f"not measured, no memory: {', '.join(left_out)}"] if left_out else []
-
-
-def free_bytes(ranks: Ranks) -> float:
-    """This rank's share of the memory that is free."""
-    if ranks.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(ranks.device)[0])
-    return available_memory_bytes() / ranks.world_size
 
 
 def check_room(name: str, input_bytes: float, output_elements: int, ranks: Ranks) -> None:
