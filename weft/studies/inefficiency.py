@@ -430,9 +430,6 @@ class _Inefficiency(Operator[Gemm]):
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("queued",)
 
-    def default_dtype(self, device: str) -> str:
-        return "bf16" if device == "cuda" else "fp32"
-
     def check_options(self, options: BenchOptions) -> None:
         if options.ranks < 2:
             raise ValueError(f"ranks={options.ranks}: an all-gather takes at least 2")

@@ -49,13 +49,13 @@ class Operator(ABC, Generic[P]):
     fp8: bool = False  # whether it can be measured with fp8 operands
     pictures: bool = False  # whether it draws its results
 
-    @abstractmethod
     def modes(self, device: str) -> tuple[Mode, ...]:
         """The ways of calling that are timed on this type of device."""
+        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
 
-    @abstractmethod
     def default_dtype(self, device: str) -> str:
         """What is measured if nobody says."""
+        return "bf16" if device == "cuda" else "fp32"
 
     @abstractmethod
     def check_options(self, options: BenchOptions) -> None:

@@ -189,12 +189,6 @@ class GemmOperator(Operator[S]):
         """Variants that pin no schedule."""
         return *self.baselines, *self.compared
 
-    def modes(self, device: str) -> tuple[Mode, ...]:
-        return ("single", "queued", "graph") if device == "cuda" else ("single", "queued")
-
-    def default_dtype(self, device: str) -> str:
-        return "bf16" if device == "cuda" else "fp32"
-
     def presets(self, options: BenchOptions) -> Sequence[S]:
         return find_shapes(self.shape, shapes_file(self.name), options.preset, options.device)
 

@@ -22,7 +22,6 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-import numpy as np
 import torch
 
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
@@ -72,24 +71,6 @@ class Zipf:
             rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
         rank = (rank.long() - 1).clamp_(0, rows - 1)  # rounding may reach rows + 1
         return (rank * _coprime(rows)) % rows
-
-    def probabilities(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """(probability of one row, number of rows that have it), the tail in groups: exact to about 1e-3."""
-        edges = np.unique(np.concatenate([np.arange(min(rows, 200)), np.geomspace(min(rows, 200), rows, 600).round()]))
-        power = 1 - self.exponent
-        mass = np.log(edges + 1) if abs(power) < 1e-9 else ((edges + 1) ** power - 1) / power
-        width = np.diff(edges)
-        return np.diff(mass / mass[-1]) / width, width
-
-    def expected_distinct(self, rows: int, draws: float) -> float:
-        """How many different rows `draws` independent draws are expected to name."""
-        probability, count = self.probabilities(rows)
-        return float((count * -np.expm1(-draws * probability)).sum())
-
-    def expected_hot_share(self, rows: int, draws: float, reuse: float) -> float:
-        """The share of draws that name a row drawn more than `reuse` times."""
-        probability, count = self.probabilities(rows)
-        return float((count * probability)[draws * probability > reuse].sum())
 
 
 Bags = Fixed | UniformBags
