@@ -105,7 +105,7 @@ def test_inputs_arms_and_load_by_hand(pool: Pool) -> None:
         }
         assert load["max_rows"] == 128
         assert load["capacity"] == -(-int(splits.max()) // 8) * 8
-        assert load["rows"] == 48 == int(splits[0, 0].sum())
+        assert SHAPE.rows == 48 == int(splits[0, 0].sum())
         assert load["rank_skew"] == pytest.approx(float((between.sum(1).amax(1) / 48).mean()))
         assert load["expert_skew"] == pytest.approx(float((splits.sum(1).amax(1) / 16).mean()))
         # With two ranks what leaves one comes to the other.

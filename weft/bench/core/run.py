@@ -88,14 +88,11 @@ def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
 
 def make_ranks(device: str) -> Ranks:
     """The default group's ranks; each takes its share of the cores, as every arm will."""
-    world_size = dist.get_world_size()
     assert dist.group.WORLD is not None
-    if device == "cuda":
-        return Ranks(
-            dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cuda", torch.cuda.current_device())
-        )
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
+    if device == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    here = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), here)
 
 
 def free_bytes(ranks: Ranks) -> float:

@@ -19,6 +19,7 @@ kernel can be faster), and the library's all-to-all of the tokens alone, sizes k
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -110,25 +111,11 @@ class Load:
     capacity: rows that `padded` has for each expert on each rank. max_rows: what bounded variants are given. rank_skew and
     expert_skew: most over mean of the rows of a rank, and of an expert. busiest_bytes: out of or into the busiest rank."""
 
-    tokens: int
-    top_k: int
-    experts: int
-    n: int
-    k: int
-    skew: float
-    rows: int
     max_rows: int
     capacity: int
     rank_skew: float
     expert_skew: float
     busiest_bytes: float
-
-    def seconds(self, rates: Ceilings, world_size: int, item_bytes: int) -> float:
-        """What the busiest rank needs at these rates."""
-        rows, experts = self.rank_skew * self.rows, self.experts // world_size
-        traffic = (experts * self.k * self.n + rows * (self.k + self.n)) * item_bytes
-        computing = 0.0 if rates.matmul is None else 2 * rows * self.k * self.n / rates.matmul
-        return max(traffic / rates.memory, computing, self.busiest_bytes / rates.link)
 
 
 # Exact rows are not compared with padding.
@@ -212,8 +199,6 @@ class DispatchWorkload(Workload):
         leaving = between.masked_fill(torch.eye(world, dtype=torch.bool), 0)
         busiest = torch.maximum(leaving.sum(2), leaving.sum(1)).amax(1).double().mean()
         return Load(
-            tokens=shape.tokens, top_k=shape.top_k, experts=shape.experts, n=shape.n, k=shape.k, skew=shape.skew,
-            rows=shape.rows,
             max_rows=_round_up(int(of_rank.max()), 128),
             capacity=_round_up(int(splits.max()), 8),
             rank_skew=float((of_rank.amax(1) / of_rank.double().mean(1)).mean()),
@@ -331,18 +316,24 @@ class MeasuredDispatch(MeasuredGemms):
 
     def roofline_ms(self, mode: Mode) -> float:
         """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
-        return 1e3 * max(self.load.seconds(ceilings, self.world_size, self.item_bytes) for ceilings in self.ceilings)
+        shape, load = self.config, self.load
+        rows, experts = load.rank_skew * shape.rows, shape.experts // self.world_size
+        traffic = (experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.item_bytes
+        flops = 2 * rows * shape.k * shape.n
+        return 1e3 * max(
+            max(traffic / c.memory, flops / (c.matmul or math.inf), load.busiest_bytes / c.link) for c in self.ceilings
+        )
 
     def described(self, mode: Mode) -> Record:
-        return super().described(mode) | asdict(self.load)
+        return asdict(self.config) | {"rows": self.config.rows} | asdict(self.load) | super().described(mode)
 
     def judged(self, mode: Mode, name: str) -> Record:
         return super().judged(mode, name) | {"chosen": self.chosen.get(mode, {}).get(name)}
 
     def said(self) -> list[str]:
-        load = self.load
+        shape, load = self.config, self.load
         return [
-            f"{counted(load.tokens, 'token')} a rank, {load.top_k} of {counted(load.experts, 'expert')} each; most rows "
+            f"{counted(shape.tokens, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows "
             f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
             f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
             f"{counted(load.max_rows, 'row')} in all",

@@ -188,7 +188,7 @@ def _why_not(variant: str, problems: Problems) -> str:
                 return ""
             except NotApplicableError as error:
                 reasons[str(error)] = None
-    return "; ".join(reasons)
+    return "; ".join(reasons) or "none of its schedules begins so"
 
 
 def fitting(found: Sequence[Pinned], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
