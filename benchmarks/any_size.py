@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.bench.records import append, environment
+from weft.bench.core.records import append, environment
 from weft.launch import run_ranks
 
 
@@ -110,7 +110,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         "warm_ms": [round(one, 2) for one in warm],
         "steady_ms_p50": statistics.median(took for took, _ in steady),
         "steady_host_ms_p50": statistics.median(h for _, h in steady),
-        **memory, **environment(given.device).as_fields(),
+        **memory, **environment(given.device),
     }  # fmt: skip
 
 

@@ -21,9 +21,9 @@ _VERSION = 1  # of what an injection is: another one draws other injections from
 
 
 def header(seed: int, device: str) -> Record:
-    from weft.bench.records import environment  # which needs torch
+    from weft.bench.core.records import environment  # which needs torch
 
-    fields = environment(device).as_fields()
+    fields = environment(device)
     return {"chaos": _VERSION, "seed": seed, "device": device, "cores": len(os.sched_getaffinity(0)), **fields}
 
 

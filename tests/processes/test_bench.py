@@ -10,17 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bench import console
-from weft.bench.ceilings import Ceilings, measure_ceilings
-from weft.bench.embedding_all_to_all import OPERATOR, measure
-from weft.bench.embedding_arms import SerialArm, Variant, column_runs, make_arm, why_not
-from weft.bench.embedding_inputs import Fixed, UniformBags
-from weft.bench.embedding_presets import FULL, EmbeddingPreset, TableShape
-from weft.bench.embedding_workload import BASELINE, EmbeddingWorkload, Traffic, pooled_float64
-from weft.bench.harness import Ranks, summarise, time_arms
-from weft.bench.measure import check
-from weft.bench.options import BenchOptions
-from weft.bench.run import ceilings_for
+from weft.bench.core import console
+from weft.bench.core.ceilings import Ceilings, measure_ceilings
+from weft.bench.core.harness import Ranks, summarise, time_arms
+from weft.bench.core.measure import check
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for
+from weft.bench.ops.embedding_all_to_all import (
+    BASELINE,
+    OPERATOR,
+    EmbeddingWorkload,
+    SerialArm,
+    Traffic,
+    Variant,
+    column_runs,
+    make_arm,
+    pooled_float64,
+    why_not,
+)
+from weft.bench.ops.embedding_presets import FULL, EmbeddingPreset, Fixed, TableShape, UniformBags
 from weft.launch import Pool
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
 from weft.timeline import Timeline
@@ -242,7 +250,7 @@ def _measured(group: dist.ProcessGroup) -> list[dict]:
         OPERATOR.name, variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0
     )
     ranks = _ranks(group)
-    return measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
+    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
         options, "run"
     )
 

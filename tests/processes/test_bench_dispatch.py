@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from dispatch import expected
 
-from weft.bench import all_to_all_matmul, measure
-from weft.bench.all_to_all_matmul import OPERATOR, DispatchWorkload, Padded, Serial, Weft
-from weft.bench.dispatch_shapes import MoeShape
-from weft.bench.harness import Ranks
-from weft.bench.measure import check, measure_arms
-from weft.bench.options import BenchOptions
+from weft.bench.core import measure
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import check, measure_arms
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for, run_rank
+from weft.bench.ops import all_to_all_matmul
+from weft.bench.ops.all_to_all_matmul import OPERATOR, DispatchWorkload, MoeShape, Padded, Serial, Weft
 from weft.bench.report import markdown
-from weft.bench.run import ceilings_for, run_rank
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul, candidates
 
@@ -61,7 +61,7 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 
 
 def _workload(group: dist.ProcessGroup) -> DispatchWorkload:
-    return DispatchWorkload(SHAPE, _ranks(group), torch.float32, input_sets=2)
+    return DispatchWorkload(SHAPE, _ranks(group), "fp32", input_sets=2)
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
@@ -105,7 +105,7 @@ def test_inputs_arms_and_load_by_hand(pool: Pool) -> None:
         }
         assert load["max_rows"] == 128
         assert load["capacity"] == -(-int(splits.max()) // 8) * 8
-        assert load["rows"] == 48 == int(splits[0, 0].sum())
+        assert SHAPE.rows == 48 == int(splits[0, 0].sum())
         assert load["rank_skew"] == pytest.approx(float((between.sum(1).amax(1) / 48).mean()))
         assert load["expert_skew"] == pytest.approx(float((splits.sum(1).amax(1) / 16).mean()))
         # With two ranks what leaves one comes to the other.

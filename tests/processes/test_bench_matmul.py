@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
-from weft.bench import all_gather_matmul, measure
-from weft.bench.all_gather_matmul import OPERATOR, MatmulWorkload, Weft, roundings
-from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Ranks
-from weft.bench.matmul_shapes import MatmulShape
-from weft.bench.measure import check, measure_arms
-from weft.bench.options import BenchOptions
-from weft.bench.run import ceilings_for, run_rank
-from weft.bench.schedules import cannot
+from weft.bench.core import measure
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import check, measure_arms
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for, run_rank
+from weft.bench.ops import all_gather_matmul
+from weft.bench.ops.all_gather_matmul import OPERATOR, MatmulWorkload, Weft, roundings
+from weft.bench.ops.gemms import MatmulShape, cannot
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import choosing
@@ -99,7 +99,7 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
     return Ranks(group, group, torch.device("cpu"))
 
 
-def _workload(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> MatmulWorkload:
+def _workload(group: dist.ProcessGroup, dtype: str = "fp32") -> MatmulWorkload:
     return MatmulWorkload(SHAPE, _ranks(group), dtype, input_sets=2)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bench import measure
-from weft.bench.harness import Mode, Ranks
-from weft.bench.measure import Results, Workload, check, measure_arms
+from weft.bench.core import measure
+from weft.bench.core.harness import Mode, Ranks
+from weft.bench.core.measure import Results, Workload, check, measure_arms
 from weft.launch import Pool
 
 

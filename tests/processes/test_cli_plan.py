@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from weft.bench import console
+from weft.bench.core import console
 from weft.cli.app import app, main
 from weft.cli.plan import print_explanation
 from weft.plan import explanation

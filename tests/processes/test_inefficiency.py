@@ -12,13 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bench.harness import Ranks
-from weft.bench.inefficiency_gemms import Gemm
-from weft.bench.inefficiency_measure import BASELINES, Effort, Matrices, balance, check_cuts, measure
-from weft.bench.inefficiency_sides import TRANSPORTS, CpuSide, Lane
-from weft.bench.options import BenchOptions
-from weft.bench.run import run_rank
+from weft.bench.core.harness import Ranks
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import run_rank
 from weft.launch import Pool
+from weft.studies.inefficiency_measure import (
+    BASELINES,
+    TRANSPORTS,
+    CpuSide,
+    Effort,
+    Gemm,
+    Lane,
+    Matrices,
+    balance,
+    check_cuts,
+    measure,
+)
 
 CPU = torch.device("cpu")
 TINY = Gemm("tiny", "TP", "by hand", 128, 24, 192)

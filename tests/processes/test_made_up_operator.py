@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bench.options import BenchOptions
-from weft.bench.run import run_rank
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import run_rank
 from weft.launch import Pool
 from weft.operator.calls import made, registered
 from weft.operator.spec import Operator

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft.bench import ceilings, harness, measure
-from weft.bench.ceilings import measure_ceilings
-from weft.bench.harness import Mode, Ranks, Timing, time_arms
+from weft.bench.core import ceilings, harness, measure
+from weft.bench.core.ceilings import measure_ceilings
+from weft.bench.core.harness import Mode, Ranks, Timing, time_arms
 from weft.runtime.cuda.issue import StreamItems
 from weft.timeline import Span, Timeline
 

@@ -14,22 +14,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench.inefficiency import OPERATOR
-from weft.bench.inefficiency_claims import by_chance, claims, spearman
-from weft.bench.inefficiency_gemms import TABLE_1, Gemm, find_gemms, fit, run_bytes
-from weft.bench.inefficiency_measure import (
+from weft.bench.core.options import BenchOptions
+from weft.studies.inefficiency import (
+    OPERATOR,
+    PAPER_MEANS,
+    Row,
+    by_chance,
+    claims,
+    draw,
+    rows_of,
+    shares,
+    spearman,
+    tables,
+)
+from weft.studies.inefficiency_measure import (
     BASELINES,
     CUTS,
+    TABLE_1,
+    TRANSPORTS,
+    Gemm,
     cut_name,
+    find_gemms,
+    fit,
     gather_beside,
     gather_name,
     gemm_beside,
+    in_turns,
+    run_bytes,
+    shard_bytes,
     together,
 )
-from weft.bench.inefficiency_pictures import draw, shares
-from weft.bench.inefficiency_results import PAPER_MEANS, Row, rows_of, tables
-from weft.bench.inefficiency_sides import TRANSPORTS, in_turns, shard_bytes
-from weft.bench.options import BenchOptions
 
 BF16 = 2
 

@@ -10,7 +10,7 @@ from weft.plan.heuristic import peak_flops
 from weft.schedule import AllGatherMatmul, candidates
 
 # Table I: (M, N, K). The paper does not say whose N it is; here the layer's, of which one GPU of eight computes N / 8 columns.
-# (weft/bench/inefficiency_gemms.py takes it as what one GPU computes.)
+# (weft/studies/inefficiency_measure.py takes it as what one GPU computes.)
 TABLE_I = {
     "g1": (16384, 16384, 131072), "g2": (131072, 16384, 16384), "g3": (53248, 16384, 131072),
     "g4": (131072, 53248, 16384), "g5": (8192, 8192, 262144), "g6": (262144, 8192, 8192),

@@ -4,26 +4,51 @@ import itertools
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from weft.bench import dispatch_shapes
-from weft.bench.dispatch_shapes import MoeShape
-from weft.bench.embedding_inputs import Fixed, UniformBags, UniformRows, Zipf, jagged_input
-from weft.bench.embedding_presets import (
+from weft.bench.ops.all_to_all_matmul import MoeShape
+from weft.bench.ops.embedding_presets import (
     META_2021_DISTINCT,
     META_2021_HOT_SHARE,
     META_2021_INDICES,
     PRESETS,
     SMALL_TABLE,
+    Fixed,
     Scale,
+    UniformBags,
+    UniformRows,
+    Zipf,
     find_presets,
     fitting_scale,
+    jagged_input,
 )
-from weft.bench.matmul_shapes import CPU_GROUP, MatmulShape, find_shapes, shapes_file
+from weft.bench.ops.gemms import CPU_GROUP, MatmulShape, find_shapes, shapes_file
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
+
+
+def probabilities(zipf: Zipf, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(probability of one row, number of rows that have it), the tail in groups: exact to about 1e-3."""
+    edges = np.unique(np.concatenate([np.arange(min(rows, 200)), np.geomspace(min(rows, 200), rows, 600).round()]))
+    power = 1 - zipf.exponent
+    mass = np.log(edges + 1) if abs(power) < 1e-9 else ((edges + 1) ** power - 1) / power
+    width = np.diff(edges)
+    return np.diff(mass / mass[-1]) / width, width
+
+
+def expected_distinct(zipf: Zipf, rows: int, draws: float) -> float:
+    """How many different rows `draws` independent draws are expected to name."""
+    probability, count = probabilities(zipf, rows)
+    return float((count * -np.expm1(-draws * probability)).sum())
+
+
+def expected_hot_share(zipf: Zipf, rows: int, draws: float, reuse: float) -> float:
+    """The share of draws that name a row drawn more than `reuse` times."""
+    probability, count = probabilities(zipf, rows)
+    return float((count * probability)[draws * probability > reuse].sum())
 
 
 def test_weak_and_strong_scaling_as_the_paper_has_them() -> None:
@@ -57,8 +82,10 @@ def test_meta_2021_fit_meets_the_published_reuse() -> None:
     preset = PRESETS["meta-2021"]
     assert len(preset.tables) == 856
     draws = [shape.bags.mean * preset.global_batch for shape in preset.tables]
-    distinct = sum(preset.indices.expected_distinct(s.rows, n) for s, n in zip(preset.tables, draws, strict=True))
-    hot = sum(n * preset.indices.expected_hot_share(s.rows, n, 1024) for s, n in zip(preset.tables, draws, strict=True))
+    distinct = sum(expected_distinct(preset.indices, s.rows, n) for s, n in zip(preset.tables, draws, strict=True))
+    hot = sum(
+        n * expected_hot_share(preset.indices, s.rows, n, 1024) for s, n in zip(preset.tables, draws, strict=True)
+    )
     assert sum(draws) == pytest.approx(META_2021_INDICES, rel=0.01)
     assert distinct == pytest.approx(META_2021_DISTINCT, rel=0.01)
     assert hot / sum(draws) == pytest.approx(META_2021_HOT_SHARE, abs=0.01)
@@ -74,7 +101,7 @@ def test_meta_2021_keeps_its_reuse_when_scaled() -> None:
     cuts = offsets[:: config.global_batch].tolist()
     distinct = sum(values[a:b].unique().numel() for a, b in itertools.pairwise(cuts))
     draws = [config.bags[t].mean * config.global_batch for t in some]
-    expected = sum(config.indices.expected_distinct(r, n) for r, n in zip(rows, draws, strict=True))
+    expected = sum(expected_distinct(config.indices, r, n) for r, n in zip(rows, draws, strict=True))
     assert distinct == pytest.approx(expected, rel=0.02)
     # A bounded Zipf law is not quite scale-free: 1/64 of rows and batch keeps about five sixths of the reuse.
     assert values.numel() / distinct == pytest.approx(META_2021_INDICES / META_2021_DISTINCT, rel=0.2)
@@ -86,8 +113,8 @@ def test_zipf_draws_what_it_expects(exponent: float) -> None:
     drawn = zipf.draw(rows, draws, torch.Generator().manual_seed(1))
     assert drawn.min() >= 0
     assert drawn.max() < rows
-    assert drawn.unique().numel() == pytest.approx(zipf.expected_distinct(rows, draws), rel=0.03)
-    probability, count = zipf.probabilities(rows)
+    assert drawn.unique().numel() == pytest.approx(expected_distinct(zipf, rows, draws), rel=0.03)
+    probability, count = probabilities(zipf, rows)
     assert (probability * count).sum() == pytest.approx(1)
     top = torch.bincount(drawn).max().item() / draws
     assert top == pytest.approx(probability[0], rel=0.1)
@@ -156,7 +183,7 @@ def test_families_and_unknown_names() -> None:
 
 def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
     file = shapes_file("all_gather_matmul")
-    everything = find_shapes(file, None, "cuda")
+    everything = find_shapes(MatmulShape, file, None, "cuda")
     assert len(everything) >= 60
     assert len({shape.name for shape in everything}) == len(everything)
     models = {  # hidden, MLP, query heads, key and value heads
@@ -166,7 +193,7 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
         "mixtral-8x7b": (4096, 14336, 32, 8),
     }
     for group, (hidden, mlp, heads, kv) in models.items():
-        shapes = find_shapes(file, group, "cpu")
+        shapes = find_shapes(MatmulShape, file, group, "cpu")
         assert {s.k for s in shapes} == {hidden}
         qkv = [s for s in shapes if f"{group} qkv" in s.sources]
         gate_up = [s for s in shapes if f"{group} gate_up" in s.sources]
@@ -179,21 +206,24 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
 
 def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
     file = shapes_file("all_gather_matmul")
-    small = find_shapes(file, None, "cpu")
-    assert small == find_shapes(file, CPU_GROUP, "cuda")
-    assert not {s.name for s in small} & {s.name for s in find_shapes(file, None, "cuda")}
+    small = find_shapes(MatmulShape, file, None, "cpu")
+    assert small == find_shapes(MatmulShape, file, CPU_GROUP, "cuda")
+    assert not {s.name for s in small} & {s.name for s in find_shapes(MatmulShape, file, None, "cuda")}
     assert all(s.m % 8 == 0 for s in small)
-    assert [s.name for s in find_shapes(file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == ["8192x4096x8192", "8x4x2"]
-    assert find_shapes(tmp_path / "none.toml", "8x4x2", "cpu") == (MatmulShape(8, 4, 2),)
+    assert [s.name for s in find_shapes(MatmulShape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
+        "8192x4096x8192",
+        "8x4x2",
+    ]
+    assert find_shapes(MatmulShape, tmp_path / "none.toml", "8x4x2", "cpu") == (MatmulShape(8, 4, 2),)
     with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
-        find_shapes(tmp_path / "none.toml", "cpu", "cpu")
+        find_shapes(MatmulShape, tmp_path / "none.toml", "cpu", "cpu")
     with pytest.raises(ValueError, match=r"no preset '8x0x2'.*or a shape MxNxK"):
-        find_shapes(file, "8x0x2", "cpu")
+        find_shapes(MatmulShape, file, "8x0x2", "cpu")
 
 
 def test_shapes_with_inputs_in_symmetric_memory_are_others() -> None:
     file = shapes_file("all_gather_matmul")
-    both = find_shapes(file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
+    both = find_shapes(MatmulShape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
     assert [s.symmetric for s in both] == [False] * 8 + [True] * 9
     assert (both[8].name, both[-1].name) == (f"{both[0].name}-symmetric", "8x4x2-symmetric")
     assert both[8].sources == both[0].sources
@@ -207,17 +237,17 @@ def test_layers_of_all_to_all_matmul_follow_from_the_models() -> None:
         "qwen3-30b-a3b": (2048, 768, 128, 8),
     }
     for group, (hidden, mlp, experts, top_k) in models.items():
-        shapes = dispatch_shapes.find_shapes(file, group, "cpu")
+        shapes = find_shapes(MoeShape, file, group, "cpu")
         assert {(s.k, s.experts, s.top_k) for s in shapes} == {(hidden, experts, top_k)}
         assert {s.n for s in shapes if s.sources == (f"{group} gate_up",)} == {2 * mlp}
         for tokens in {s.tokens for s in shapes}:
             assert [s.skew > 0 for s in shapes if s.tokens == tokens and s.n == 2 * mlp] == [False, True]
-    everything = dispatch_shapes.find_shapes(file, None, "cuda")
+    everything = find_shapes(MoeShape, file, None, "cuda")
     assert len({s.name for s in everything}) == len(everything) >= 20
-    small = dispatch_shapes.find_shapes(file, None, "cpu")
-    assert small == dispatch_shapes.find_shapes(file, CPU_GROUP, "cuda")
+    small = find_shapes(MoeShape, file, None, "cpu")
+    assert small == find_shapes(MoeShape, file, CPU_GROUP, "cuda")
     assert all(s.experts % ranks == 0 for s in small for ranks in (2, 3, 4))
-    typed = dispatch_shapes.find_shapes(file, "8x4x2-e4-top2,8x4x2-e4-top2-zipf0.5", "cpu")
+    typed = find_shapes(MoeShape, file, "8x4x2-e4-top2,8x4x2-e4-top2-zipf0.5", "cpu")
     assert typed == (MoeShape(8, 4, 2, 4, 2), MoeShape(8, 4, 2, 4, 2, 0.5))
     assert [s.name for s in typed] == ["8x4x2-e4-top2", "8x4x2-e4-top2-zipf0.5"]
 

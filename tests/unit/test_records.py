@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from weft import env
-from weft.bench import provenance, records
-from weft.bench.harness import HARNESS
+from weft.bench import provenance
+from weft.bench.core import records
+from weft.bench.core.harness import HARNESS
 from weft.bench.provenance import COMMIT, SOURCE, Provenance, source_hash, write_note
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +144,7 @@ def test_variables_of_peers_are_recorded_and_no_paths(monkeypatch: pytest.Monkey
 
 
 def test_what_is_recorded_now() -> None:
-    found = json.loads(json.dumps(records.environment("cpu").as_fields()))
+    found = json.loads(json.dumps(records.environment("cpu")))
     assert COMMIT.fullmatch(found["commit"])
     assert SOURCE.fullmatch(found["source"])
     assert found["harness"] == HARNESS

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.bench import harness, remarks
+from weft.bench.core import harness, remarks
+from weft.bench.core.harness import Timing, is_clear, noise, summarise, time_arms
+from weft.bench.core.measure import Results
 from weft.bench.demo import headline
-from weft.bench.harness import Timing, is_clear, noise, summarise, time_arms
-from weft.bench.measure import Results
 
 QUIET = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 

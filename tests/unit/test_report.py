@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.bench import records
-from weft.bench.harness import HARNESS
-from weft.bench.matmul_results import TABLES, Summary
+from weft.bench.core import records
+from weft.bench.core.harness import HARNESS
+from weft.bench.ops.all_gather_matmul import OPERATOR
 from weft.bench.report import main, markdown, rewrite
 
 ROOT = Path(__file__).parents[2]
@@ -75,38 +75,33 @@ def test_what_the_shapes_say_together() -> None:
             _shape(config, "weft", mine, predicted_ms=0.95, predicted_blind_ms=1.05),
             _shape(config, SCHEDULE, best),
         ]
-    found = Summary.of(rows)
-    assert found is not None
-    assert found.shapes == 4
-    assert found.over_serial == pytest.approx((1 * 2 * (1 / 1.1) * (1 / 0.8)) ** 0.25)
-    small, large = found.over_asynctp
-    assert small == pytest.approx(1.2 * 2**0.5), "with 2048 rows torch would gather by multicast"
-    assert large == pytest.approx(1.2 * (1 / 1.1 / 0.8) ** 0.5)
-    assert found.worst == (pytest.approx(1 / 1.1), "4096x1x1")
-    assert found.not_slower == 0.75
-    assert found.over_ideal == pytest.approx((1.0 * 2.2 * 1.6) ** (1 / 3)), "512 rows are too few to count"
-    assert found.near_best == (0.75, 1, 1)
-    assert found.near_calibrated == 0.25
-    assert found.near_blind == 0.5
-    assert found.blind_error == pytest.approx((1.05 / 1.0 * 1.05 / 0.5 * 1.1 / 1.05 * 1.05 / 0.8) ** 0.25 - 1)
-    assert found.most_added is None
-    added = Summary.of([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
-    assert added is not None
-    assert added.most_added == (7.5, "64x1x1")
-    assert added.over_asynctp == (None, None)
-    assert added.over_ideal is added.near_best is added.near_calibrated is added.near_blind is None
-    text = TABLES.markdown(rows)
+    text = OPERATOR.table(rows)
     assert "| M x N x K | serial | asynctp | weft | weft vs serial | weft vs asynctp | ideal | weft / ideal |" in text
     assert (
         "| 2048x1x1 | 1 | 1.2 | 0.5 | 2.00x | 2.40x | 0.5 | 1.00 | 0.5 | shard[chunks=1,send=in_turn,by=dma] |" in text
     )
-    assert "at worst 0.91x (4096x1x1), at least 0.98x on 75% of them" in text
+    serial, small, large = (1 * 2 / 1.1 / 0.8) ** (1 / 4), 1.2 * 2**0.5, 1.2 * (1 / 1.1 / 0.8) ** 0.5
+    assert (
+        f"over 4 shapes: {serial:.2f}x serial in the geometric mean, at worst 0.91x (4096x1x1), at least 0.98x on 75% of"
+        in text
+    )
+    assert f"; {small:.2f}x asynctp for M <= 2048 and {large:.2f}x above;" in text, (
+        "with 2048 rows torch would gather by multicast"
+    )
+    assert f"; {(1.0 * 2.2 * 1.6) ** (1 / 3):.3f} of the ideal time for M >= 2048;" in text, (
+        "512 rows are too few to count"
+    )
+    assert "more than serial" not in text
     assert "of the fastest of 1 schedule that ran under their names on 75%" in text
     assert (
         "on 25% where predictions were calibrated by the shape's own GEMMs, on 50% blind, which are 32.0% off in the"
         in text
     )
-    assert Summary.of(rows[:2]) is None
+    error = (1.05 / 1.0 * 1.05 / 0.5 * 1.1 / 1.05 * 1.05 / 0.8) ** 0.25 - 1
+    assert f"{error:.1%} off" in text
+    (added,) = OPERATOR.said([_shape("64x1x1", "weft", 1.0, mode="single", asynctp=None, added_us=7.5)])
+    assert added.endswith("on 100% of them; at most 7.5 us more than serial (64x1x1).")
+    assert OPERATOR.said(rows[:2]) == []
 
 
 def _layer(config: str, ms: dict[str, float], mode: str) -> list[dict]:

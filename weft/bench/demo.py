@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from weft.bench import records
-from weft.bench.console import progress
-from weft.bench.embedding_all_to_all import OPERATOR, measure
-from weft.bench.embedding_presets import PRESETS
-from weft.bench.embedding_results import DEFAULT
-from weft.bench.embedding_workload import BASELINE
-from weft.bench.measure import STEPS, Results
-from weft.bench.options import BenchOptions
-from weft.bench.run import ceilings_for, make_ranks
+from weft.bench.core import records
+from weft.bench.core.console import progress
+from weft.bench.core.measure import STEPS, Results
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for, make_ranks
+from weft.bench.ops.embedding_all_to_all import BASELINE, DEFAULT, OPERATOR
+from weft.bench.ops.embedding_presets import PRESETS
 from weft.launch import run_ranks
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace
@@ -60,7 +58,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:
-        measured = measure(preset, ranks, options, ceilings_for(options, ranks), step)
+        measured = OPERATOR.measure(preset, ranks, options, ceilings_for(options, ranks), step)
     if measured.wrong:
         raise RuntimeError("\n".join(measured.wrong))
     results = measured.results
@@ -70,7 +68,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         for i in range(_TRACES):
             mine = Timeline()
             ranks.start_together()
-            measured.arms[name].traced(i % measured.work.input_sets, mine)
+            measured.built[name].traced(i % measured.work.input_sets, mine)
             everybody: list[Timeline] = [Timeline()] * world_size
             dist.all_gather_object(everybody, mine, group=ranks.control)
             traces.append(Timeline([span for timeline in everybody for span in timeline]))
@@ -79,9 +77,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         timelines[label] = traces[len(traces) // 2]
     config = measured.work.config
     here = records.environment("cpu")
-    title = (
-        f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{here.machine}; commit {here.commit}"
-    )
+    title = f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{here['machine']}; commit {here['commit']}"
     if rank == 0:
         measured.show(options)
     fused = [name for name in measured.arms if name in ("direct", "put")]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.bench.records import environment
+from weft.bench.core.records import environment
 
 
 def summary(junit: Path) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args(arguments)
     known = json.loads(given.out.read_text()) if given.out.exists() else []
-    known.append({"tests_of": given.operator, **summary(given.junit), **environment(given.device).as_fields()})
+    known.append({"tests_of": given.operator, **summary(given.junit), **environment(given.device)})
     given.out.write_text(json.dumps(known, indent=1) + "\n")
 
 

@@ -20,11 +20,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.bench import records
-from weft.bench.harness import HARNESS
-from weft.bench.operator import Record
-from weft.bench.operators import operator
-from weft.bench.tables import geomean, times
+from weft.bench.core import records
+from weft.bench.core.harness import HARNESS
+from weft.bench.core.operators import operator
+from weft.bench.core.tables import Record, geomean, times
 from weft.words import counted
 
 _GAIN = re.compile(

@@ -71,8 +71,8 @@ def demo(
 
     The tables are MLPerf's DLRM-DCNv2, scaled to this machine. Takes under a minute and no GPU.
     """
+    from weft.bench.core.options import parse_scale
     from weft.bench.demo import demo as run
-    from weft.bench.options import parse_scale
 
     shown = run(out, ranks, None if scale is None else parse_scale(scale))
     typer.echo(

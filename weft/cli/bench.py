@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.bench.operators import OPERATORS
+from weft.bench.core.operators import OPERATORS
 from weft.cli.paths import check_writable
 
 Operator = enum.StrEnum("Operator", list(OPERATORS))  # type: ignore[misc]
@@ -114,23 +114,14 @@ def bench(
 
         torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
     """
-    from weft.bench.options import BenchOptions
-    from weft.bench.run import bench as run
+    from weft.bench.core.options import BenchOptions
+    from weft.bench.core.run import bench as run
 
     options = BenchOptions.from_text(
-        operator.value,
-        preset=preset,
-        ranks=ranks,
-        device=None if device is None else device.value,
-        variants=variants,
-        modes=[m.value for m in mode or []],
-        scale=scale,
-        dtype=None if dtype is None else dtype.value,
-        json=json,
-        quick=quick,
-        seconds=seconds,
-        pictures=pictures,
-    )
+        operator.value, preset=preset, ranks=ranks, device=device and device.value, variants=variants,
+        modes=[m.value for m in mode or []], scale=scale, dtype=dtype and dtype.value, json=json, quick=quick,
+        seconds=seconds, pictures=pictures,
+    )  # fmt: skip
     if json is not None:
         check_writable("--json", json)
     run(options)

@@ -132,7 +132,7 @@ def _plan(
     op: str, shape: str, ranks: int, hw: str | None, dtype: str, mode: PlanMode, everything: bool, json: Path | None,
     experts: int | None = None, bounded: bool = False,
 ) -> None:  # fmt: skip
-    from weft.bench.console import progress
+    from weft.bench.core.console import progress
     from weft.plan import explanation
 
     m, n, k = _shape(shape)

@@ -7,7 +7,7 @@
     note = "device-to-device copy, bytes read and written"
 
 `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its
-ceilings in its own run (`weft.bench.ceilings`). The files are for models, and to tell a sick machine from a sound one.
+ceilings in its own run (`weft.bench.core.ceilings`). The files are for models, and to tell a sick machine from a sound one.
 """
 
 from __future__ import annotations

@@ -122,9 +122,6 @@ class Timing:
     def noise(self) -> float:
         return noise(self.p20_ms, self.p50_ms, self.p80_ms, self.repetitions)
 
-    def __str__(self) -> str:
-        return f"{self.p50_ms:.3f} ms ({self.p20_ms:.3f} to {self.p80_ms:.3f})"
-
 
 def noise(p20: float, p50: float, p80: float, repetitions: int) -> float:
     """The standard error of a median, relative to it, as if times were normally distributed: 60% of them lie within 1.68

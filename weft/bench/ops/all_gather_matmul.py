@@ -19,45 +19,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
-from weft.bench.ceilings import Ceilings
-from weft.bench.harness import Call, Ranks
-from weft.bench.matmul_operator import MatmulOperator
-from weft.bench.matmul_results import (
-    ASYNCTP,
-    BASELINE,
-    COLLECTIVE,
-    COMMUNICATION,
-    GEMM,
-    TABLES,
-    MeasuredMatmul,
-)
-from weft.bench.matmul_shapes import MatmulShape, find_shapes, shapes_file
-from weft.bench.measure import Arms, Step, measure_arms
-from weft.bench.options import DTYPES, BenchOptions
-from weft.bench.schedules import (
-    WEFT,
-    PlannedWorkload,
-    cannot,
-    check_applicable,
-    check_room,
-    check_variants,
-    fitting,
-    gemm_limit,
-    wanted_schedules,
-)
+from weft.bench.core import remarks
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import Call, Ranks
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.remarks import MULTICAST_M
+from weft.bench.core.tables import Record, geomean, times
+from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MeasuredMatmul
+from weft.bench.ops.gemms import BASELINE, WEFT, MatmulShape, Pinned, PlannedWorkload, gemm_limit
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import AllGatherMatmul, Compute, Schedule, described
+from weft.schedule import Compute, Schedule, described
 from weft.symm import SymmetricBuffer
 
-_FIXED = (BASELINE, ASYNCTP, WEFT)
+ASYNCTP, COLLECTIVE = "asynctp", "collective"
+BASELINES = (BASELINE, ASYNCTP)
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
@@ -65,21 +49,23 @@ class MatmulWorkload(PlannedWorkload):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
 
     claims = ((WEFT, BASELINE), (WEFT, ASYNCTP))
+    problem: Any
 
-    def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: torch.dtype, input_sets: int) -> None:
-        self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, dtype, input_sets
+    def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: str, input_sets: int) -> None:
+        self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, DTYPES[dtype], input_sets
         self.name = shape.name
-        self.problem = _problem(shape, ranks.world_size, next(name for name, d in DTYPES.items() if d == dtype))
+        op = plain.OPERATOR.name
+        self.problem = described(op, m=shape.m, n=shape.n, k=shape.k, ranks=ranks.world_size, dtype=dtype)
         self.scaled = self.problem.scaled is not None
         self.spec = (scaled if self.scaled else plain).OPERATOR
-        self.dtype = torch.bfloat16 if self.scaled else dtype
+        self.dtype = torch.bfloat16 if self.scaled else self.operands
         self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
         if shape.symmetric:
             self.x_shards = [_symmetric(x, ranks) for x in self.x_shards]
         generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
         w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device)
         # fp8 has no room for small numbers: there the scale makes w small.
-        self.w = (w if self.scaled else w * shape.k**-0.5).to(dtype).t()
+        self.w = (w if self.scaled else w * shape.k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=ranks.device)
         self.w_scale = self.x_scale * (shape.k**-0.5 if self.scaled else 1.0)
         self.roundings: dict[str, int] = {}  # of an output by each variant that pins a schedule
@@ -217,12 +203,6 @@ class Alone:
         return [self._buffer.peer((rank + i) % world).chunk(world)[rank] for i in range(1, world)]
 
 
-def _problem(shape: MatmulShape, ranks: int, dtype: str) -> AllGatherMatmul:
-    found = described("all_gather_matmul", m=shape.m, n=shape.n, k=shape.k, ranks=ranks, dtype=dtype)
-    assert isinstance(found, AllGatherMatmul)
-    return found
-
-
 def roundings(schedule: Schedule) -> int:
     """How often an output is rounded to its dtype at most: every step that adds to it rounds it again."""
     count: dict[object, int] = {}
@@ -233,59 +213,55 @@ def roundings(schedule: Schedule) -> int:
     return max(count.values(), default=1)
 
 
-class _AllGatherMatmul(MatmulOperator[MatmulShape]):
-    name, small = "all_gather_matmul", "512x1024x256"
+class MeasuredGather(MeasuredMatmul):
+    baselines, fixed = BASELINES, (*BASELINES, WEFT)
+    beside = (GEMM, COMMUNICATION, COLLECTIVE)
+
+
+class _AllGatherMatmul(AnyOperator):
     fp8 = True
-    tables = TABLES
+    baselines = BASELINES
+    compared: ClassVar = {WEFT: BASELINES}
+    results = MeasuredGather
 
     def check_options(self, options: BenchOptions) -> None:
-        super().check_options(options)
-        problems = []
         for shape in self.presets(options):
-            problems.append(_problem(shape, options.ranks, options.dtype))  # says which number of rows would do
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
-        check_variants(options.variants, AllGatherMatmul.even(options.ranks, 1, 1, options.ranks), _FIXED)
-        check_applicable(options.variants, [[(p, "")] for p in problems], _FIXED)
+        super().check_options(options)
 
-    def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
-        return find_shapes(shapes_file(self.name), options.preset, options.device)
+    def room(self, shape: MatmulShape, ranks: Ranks, item_bytes: int) -> tuple[float, int]:
+        return (shape.m + shape.n) * shape.k * item_bytes, shape.m * shape.n
 
-    def measure(
-        self, preset: MatmulShape, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredMatmul:
-        step(f"{preset.name}: making inputs", 0)
-        item_bytes = DTYPES[options.dtype].itemsize
-        check_room(preset.name, (preset.m + preset.n) * preset.k * item_bytes, preset.m * preset.n, ranks)
-        work = MatmulWorkload(preset, ranks, DTYPES[options.dtype], input_sets=2)
-        serial, alone = Serial(work), Alone(work)
-        arms, notes = _arms(work, serial, options)
-        beside: dict[str, Call] = {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}
-        results = measure_arms(
-            work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
-        )
-        taken = {mode: work.taken(mode) for mode in options.modes} if WEFT in arms else {}
-        return MeasuredMatmul(
-            preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), work.planned, taken,
-            max(work.roofline_ms(c) for c in ceilings),
-        )  # fmt: skip
+    def workload(self, shape: MatmulShape, ranks: Ranks, dtype: str) -> MatmulWorkload:
+        return MatmulWorkload(shape, ranks, dtype, input_sets=2)
+
+    def arms(self, work: MatmulWorkload, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        serial, alone, wanted = Serial(work), Alone(work), wanted or (ASYNCTP, WEFT)
+        arms: dict[str, Arm] = {BASELINE: serial}
+        if ASYNCTP in wanted and work.ranks.device.type == "cuda":
+            arms[ASYNCTP] = AsyncTP(work)
+        if WEFT in wanted:
+            arms[WEFT] = Weft(work, None)
+        return arms, {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}, []
+
+    def pinned_arm(self, work: MatmulWorkload, one: Pinned) -> Arm:
+        work.roundings[one.variant] = roundings(one.schedule)
+        return Weft(work, one.candidate.name)
+
+    def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
+        """torch's own up to, and above, the rows for which it would use multicast."""
+        some = [(r["m"] <= MULTICAST_M, r["speedup_over"][ASYNCTP]) for r in mine if ASYNCTP in r["speedup_over"]]
+        small, large = (times(geomean([over for few, over in some if few == which])) for which in (True, False))
+        if small:
+            return [f"{small} {ASYNCTP} for M <= {MULTICAST_M}{f' and {large} above' if large else ''}"]
+        return [f"{large} {ASYNCTP}, all for M > {MULTICAST_M}"] if large else []
+
+    def remarks(self, rows: Sequence[Record]) -> list[str]:
+        peers = remarks.of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
+        return [*super().remarks(rows), *peers, *remarks.of_nccl(rows)]
 
 
-OPERATOR = _AllGatherMatmul()
-
-
-def _arms(work: MatmulWorkload, serial: Serial, options: BenchOptions) -> tuple[Arms, list[str]]:
-    """(arms, the baseline first; what was left out)"""
-    wanted = options.variants or (ASYNCTP, WEFT)
-    arms: dict[str, Serial | AsyncTP | Weft] = {BASELINE: serial}
-    if ASYNCTP in wanted and work.ranks.device.type == "cuda":
-        arms[ASYNCTP] = AsyncTP(work)
-    if WEFT in wanted:
-        arms[WEFT] = Weft(work, None)
-    pinned, notes = fitting(wanted_schedules(work.problem, wanted, _FIXED), work.ranks)
-    for variant, candidate, schedule in pinned:
-        arms[variant] = Weft(work, candidate.name)
-        work.roundings[variant] = roundings(schedule)
-    return arms, notes + cannot(wanted, [(work.problem, "")], _FIXED)
+OPERATOR = _AllGatherMatmul(plain.OPERATOR)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]
+"""One JSON object: what was measured of a (configuration, variant, mode), with what is needed to believe and repeat it."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,9 +24,92 @@ from fractions import Fraction
 
 import torch
 
-from weft.bench.embedding_inputs import Bags, Fixed, Rows, UniformBags, UniformRows, Zipf
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
 from weft.words import counted
+
+
+@dataclass(frozen=True)
+class Fixed:
+    length: int
+
+    @property
+    def mean(self) -> float:
+        return float(self.length)
+
+    def draw(self, samples: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.full((samples,), self.length, dtype=torch.int64, device=generator.device)
+
+
+@dataclass(frozen=True)
+class UniformBags:
+    most: int
+
+    @property
+    def mean(self) -> float:
+        return self.most / 2
+
+    def draw(self, samples: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, self.most + 1, (samples,), generator=generator, device=generator.device)
+
+
+@dataclass(frozen=True)
+class UniformRows:
+    def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, rows, (count,), generator=generator, device=generator.device)
+
+
+@dataclass(frozen=True)
+class Zipf:
+    exponent: float
+
+    def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
+        u = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
+        if abs(self.exponent - 1) < 1e-9:
+            rank = torch.exp(u * math.log(rows + 1))
+        else:
+            power = 1 - self.exponent
+            rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
+        rank = (rank.long() - 1).clamp_(0, rows - 1)  # rounding may reach rows + 1
+        return (rank * _coprime(rows)) % rows
+
+
+Bags = Fixed | UniformBags
+Rows = UniformRows | Zipf
+
+
+def jagged_input(
+    bags: list[Bags],
+    rows: list[int],
+    distribution: Rows,
+    samples: int,
+    tables: list[int],
+    seed: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values (int64 [n]) and offsets (int64 [len(tables) * samples + 1]) of those tables' features, table by table.
+
+    `tables` are the tables' numbers in the whole model: they seed the draws, so that a table's input does not depend on
+    which rank owns it.
+    """
+    lengths, values = [], []
+    for bag, table_rows, table in zip(bags, rows, tables, strict=True):
+        generator = torch.Generator(device).manual_seed(1_000_003 * seed + table)
+        length = bag.draw(samples, generator)
+        lengths.append(length)
+        values.append(distribution.draw(table_rows, int(length.sum()), generator))
+    offsets = torch.zeros(len(tables) * samples + 1, dtype=torch.int64, device=device)
+    if not tables:
+        return torch.zeros(0, dtype=torch.int64, device=device), offsets
+    torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+    return torch.cat(values), offsets
+
+
+def _coprime(rows: int) -> int:
+    factor = 2_654_435_761 % rows or 1
+    while math.gcd(factor, rows) != 1:
+        factor += 1
+    return factor
+
 
 _UNIFORM = UniformRows()
 SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would only change how often a row repeats

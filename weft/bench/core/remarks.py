@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from weft.bench import harness
-from weft.bench.operator import Record
-from weft.bench.tables import times
+from weft.bench.core import harness
+from weft.bench.core.tables import Record, times
 from weft.words import counted
 
 MULTICAST_M = 2048

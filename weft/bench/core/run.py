@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from weft import env
-from weft.bench import records
-from weft.bench.ceilings import Ceilings, measure_ceilings
-from weft.bench.console import progress
-from weft.bench.harness import Ranks
-from weft.bench.measure import STEPS
-from weft.bench.operator import Operator, Record
-from weft.bench.operators import operator
-from weft.bench.options import DTYPES, BenchOptions
+from weft.bench.core import records
+from weft.bench.core.ceilings import Ceilings, measure_ceilings
+from weft.bench.core.console import progress
+from weft.bench.core.harness import Ranks
+from weft.bench.core.measure import STEPS
+from weft.bench.core.operator import Operator
+from weft.bench.core.operators import operator
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.tables import Record
+from weft.hw import available_memory_bytes
 from weft.launch import run_ranks
 from weft.symm import domain
 
@@ -86,14 +88,18 @@ def ceilings_for(options: BenchOptions, ranks: Ranks) -> list[Ceilings]:
 
 def make_ranks(device: str) -> Ranks:
     """The default group's ranks; each takes its share of the cores, as every arm will."""
-    world_size = dist.get_world_size()
     assert dist.group.WORLD is not None
-    if device == "cuda":
-        return Ranks(
-            dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cuda", torch.cuda.current_device())
-        )
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), torch.device("cpu"))
+    if device == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    here = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo"), here)
+
+
+def free_bytes(ranks: Ranks) -> float:
+    """This rank's share of the memory that is free."""
+    if ranks.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(ranks.device)[0])
+    return available_memory_bytes() / ranks.world_size
 
 
 def release(ranks: Ranks) -> None:

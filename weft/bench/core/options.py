@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from weft import env
-from weft.bench.harness import MODES, Mode
-from weft.bench.operators import operator
+from weft.bench.core.harness import MODES, Mode
+from weft.bench.core.operators import operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -71,21 +71,9 @@ class BenchOptions:
 
     @classmethod
     def from_text(
-        cls,
-        op: str,
-        *,
-        preset: str | None,
-        ranks: int | None,
-        device: str | None,
-        variants: str | None,
-        modes: Sequence[str],
-        scale: str | None,
-        dtype: str | None,
-        json: Path | None,
-        quick: bool,
-        seconds: float | None,
-        pictures: Path | None = None,
-    ) -> BenchOptions:
+        cls, op: str, *, preset: str | None, ranks: int | None, device: str | None, variants: str | None, modes: Sequence[str],
+        scale: str | None, dtype: str | None, json: Path | None, quick: bool, seconds: float | None, pictures: Path | None = None,
+    ) -> BenchOptions:  # fmt: skip
         """Options as typed: commas between `variants`, `scale` as 1/32 or 0.03; None, or no mode,
         means the default.
 
@@ -99,19 +87,12 @@ class BenchOptions:
         elif ranks is None:
             ranks = max(1, torch.cuda.device_count()) if device == "cuda" else 2
         return cls(
-            op=op,
-            preset=preset,
-            ranks=ranks,
-            device=device,
-            variants=_names(variants or ""),
+            op, preset, ranks, device, _names(variants or ""),
             modes=tuple(mode for mode in MODES if mode in (modes or operator(op).modes(device))),
             scale=None if scale is None else parse_scale(scale),
             dtype=dtype or operator(op).default_dtype(device),
-            json=json,
-            quick=quick,
-            seconds=seconds,
-            pictures=pictures,
-        )
+            json=json, quick=quick, seconds=seconds, pictures=pictures,
+        )  # fmt: skip
 
 
 def _names(text: str) -> tuple[str, ...]:

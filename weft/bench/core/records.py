@@ -7,37 +7,21 @@ import json
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 import weft
 from weft import env
-from weft.bench.ceilings import Ceilings
-from weft.bench.harness import HARNESS, Mode
-from weft.bench.measure import Results
-from weft.bench.operator import Record
-from weft.bench.operators import OPERATORS
-from weft.bench.options import BenchOptions
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import HARNESS
+from weft.bench.core.operators import OPERATORS
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
 from weft.words import counted
-
-
-@dataclass(frozen=True)
-class Environment:
-    machine: str
-    versions: dict[str, str]
-    commit: str
-    source: str
-    variables: dict[str, str]
-    harness: int
-    date: str
-
-    def as_fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def common_fields(
@@ -51,43 +35,15 @@ def common_fields(
 ) -> Record:
     """What all records of a configuration share, whatever the operator."""
     return {
-        "op": options.op,
-        "config": config,
-        "device": options.device,
-        "ranks": world_size,
-        "dtype": options.dtype,
-        "baseline": baseline,
-        "roofline_ms": roofline_ms,
-        "run": run,
+        "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
+        "baseline": baseline, "roofline_ms": roofline_ms, "run": run,
         "threads": torch.get_num_threads() if options.device == "cpu" else None,
-        "ceilings": [c.as_fields() for c in ceilings],
-        **environment(options.device).as_fields(),
-    }
-
-
-def arm_fields(results: Results, mode: Mode, name: str, common: Record, others: Iterable[str]) -> Record:
-    """What is measured of a variant in a mode. `others`: the baselines that it is compared with, the first among them."""
-    timing = results.timings[mode, name]
-    return {
-        "variant": name,
-        "mode": mode,
-        "p20_ms": timing.p20_ms,
-        "p50_ms": timing.p50_ms,
-        "p80_ms": timing.p80_ms,
-        "skew_ms": timing.skew_ms,
-        "repetitions": timing.repetitions,
-        "calls": timing.calls,
-        "host_us": timing.host_us,
-        "first_call_ms": results.first_call_ms[name],
-        "speedup": results.speedup(mode, name, common["baseline"]) if results.timed(mode, common["baseline"]) else None,
-        "speedup_over": {o: results.speedup(mode, name, o) for o in others if results.timed(mode, o)},
-        "roofline_ratio": timing.p50_ms / common["roofline_ms"],
-        "error": results.errors[name],
-    }
+        "ceilings": [c.as_fields() for c in ceilings], **environment(options.device),
+    }  # fmt: skip
 
 
 @lru_cache
-def environment(device_type: str) -> Environment:
+def environment(device_type: str) -> Record:
     """This machine, these versions, this code, the variables that change what weft is compared with, and now."""
     versions = {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if device_type == "cuda":
@@ -102,7 +58,10 @@ def environment(device_type: str) -> Environment:
         machine = f"{counted(torch.get_num_threads(), 'thread')} a rank on {_cpu_name()}"
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     code = provenance()
-    return Environment(machine, versions, code.commit, code.source, env.peer_variables(), HARNESS, date)
+    return {
+        "machine": machine, "versions": versions, "commit": code.commit, "source": code.source,
+        "variables": env.peer_variables(), "harness": HARNESS, "date": date,
+    }  # fmt: skip
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

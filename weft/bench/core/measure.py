@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.harness import Call, Mode, Ranks, Timing, is_clear, time_arms
-from weft.bench.tables import times
+from weft.bench.core.harness import Call, Mode, Ranks, Timing, is_clear, time_arms
+from weft.bench.core.tables import times
 
 Step = Callable[[str, float], None]  # what is going on, and the share of it that has been done
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
@@ -280,12 +280,7 @@ def check(
 
 
 def _output(
-    name: str,
-    arm: Callable[[int], torch.Tensor],
-    which: int,
-    work: Workload,
-    recorder: Recorder | None,
-    found: Checked,
+    name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Checked
 ) -> torch.Tensor | None:
     """What the arm computes in memory that was full of NaN; None if it cannot be captured."""
     graph, output = None, None

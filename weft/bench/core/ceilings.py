@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from weft.bench.harness import Ranks
+from weft.bench.core.harness import Ranks
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.symm import SymmetricBuffer
 
@@ -31,6 +31,11 @@ class Ceilings:
     memory: float
     link: float
     matmul: float | None = None
+
+    def __str__(self) -> str:
+        link = "" if self.link == float("inf") else f", {self.link / 1e9:.1f} GB/s to a peer"
+        matmul = "" if self.matmul is None else f", {self.matmul / 1e12:.4g} TFLOP/s"
+        return f"{self.memory / 1e9:.1f} GB/s of memory a rank{link}{matmul}"
 
     def as_fields(self) -> dict[str, float | None]:
         return {

@@ -7,19 +7,21 @@ import importlib
 from typing import Any
 
 OPERATORS = {
-    "embedding_all_to_all": "weft.bench.embedding_all_to_all",
-    "all_gather_matmul": "weft.bench.all_gather_matmul",
-    "all_to_all_matmul": "weft.bench.all_to_all_matmul",
-    "inefficiency": "weft.bench.inefficiency",
+    "embedding_all_to_all": "weft.bench.ops.embedding_all_to_all",
+    "all_gather_matmul": "weft.bench.ops.all_gather_matmul",
+    "all_to_all_matmul": "weft.bench.ops.all_to_all_matmul",
+    "inefficiency": "weft.studies.inefficiency",
 }
 
 
 def operator(name: str) -> Any:
-    """Its `weft.bench.operator.Operator`. Raises ValueError on a name that is no operator. One that somebody has registered
+    """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One that somebody has registered
     (`weft.operator`) needs no file here."""
     if name in OPERATORS:
         return importlib.import_module(OPERATORS[name]).OPERATOR
-    calls, any_operator = (importlib.import_module(one) for one in ("weft.operator.calls", "weft.bench.any_operator"))
+    calls, any_operator = (
+        importlib.import_module(one) for one in ("weft.operator.calls", "weft.bench.ops.any_operator")
+    )
     if name not in calls.OPERATORS:
         raise ValueError(f"no operator {name!r}: give one of {', '.join(OPERATORS)}")
     return any_operator.AnyOperator(calls.OPERATORS[name])

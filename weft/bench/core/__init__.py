@@ -1,0 +1,1 @@
+"""What every benchmark shares: clocks, checks, ceilings, records, tables, options."""

@@ -1,0 +1,691 @@
+"""Benchmark of embedding pooling fused with the all-to-all: presets x variants.
+
+For each configuration all ranks build the same tables and inputs, scaled to what fits this machine. The roofline is
+what the bytes that move take at the rates measured in the same run; what a cache holds can take less.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from weft.bench.core import remarks
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.console import print_table
+from weft.bench.core.harness import Call, Mode, Ranks
+from weft.bench.core.measure import Step, Workload, measure_arms
+from weft.bench.core.operator import MeasuredArms, Operator
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, times
+from weft.bench.ops.embedding_presets import (
+    EmbeddingConfig,
+    EmbeddingPreset,
+    Scale,
+    find_presets,
+    fitting_scale,
+    jagged_input,
+)
+from weft.hw import available_memory_bytes
+from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.ops.embedding_pool import embedding_pool
+from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
+from weft.sparse import EmbeddingSharding, as_jagged
+from weft.sparse.check import check_jagged
+from weft.symm import domain
+from weft.timeline import Timeline
+from weft.words import counted
+
+BASELINE = "embedding_bag"
+_CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank must move in a call, whatever the algorithm.
+
+    Every row read counts, repeated or not (caches may do better: `distinct_rows` counts each row once); ids and offsets
+    are read; pooled vectors are written, here or at a peer; `wire` is the part of them that leaves the rank.
+    """
+
+    rows: float
+    distinct_rows: float
+    ids: float
+    offsets: float
+    outputs: float
+    wire: float
+
+    @property
+    def memory(self) -> float:
+        return self.rows + self.ids + self.offsets + self.outputs
+
+    def roofline_ms(self, ceilings: Ceilings) -> float:
+        """The larger of memory traffic and wire traffic over what this rank was measured to do. Rows that are read again may come
+        from a cache, and then a call takes less."""
+        return 1e3 * max(self.memory / ceilings.memory, self.wire / ceilings.link)
+
+
+class EmbeddingWorkload(Workload):
+    """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features."""
+
+    def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, seed: int = 0):
+        self.config, self.ranks, self.input_sets = config, ranks, input_sets
+        self.name, self.dtype = config.name, config.sharding.dtype
+        sharding, device, rank = config.sharding, ranks.device, ranks.rank
+        self.slots = sharding.local_slots(rank)
+        self.local_dim = sum(slot.dim for slot in self.slots)
+        self.local_batch = config.batch_sizes[rank]
+        owned = sharding.local_tables(rank)
+        generator = torch.Generator(device)
+        self.weights: list[torch.Tensor] = []
+        for t in owned:
+            shape = (sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim)
+            weight = torch.empty(shape, dtype=sharding.dtype, device=device)
+            self.weights.append(weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t)))
+        bags = [config.bags[t] for t in owned]
+        rows = [sharding.tables[t].num_embeddings for t in owned]
+        self.inputs = [
+            jagged_input(bags, rows, config.indices, config.global_batch, list(owned), seed + i, device)
+            for i in range(input_sets)
+        ]
+
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        """A variant may err at most twice as much as plain torch in the same dtype (`nn.EmbeddingBag`), or by one rounding
+        of the largest element; plain torch by one rounding for each row of the longest bag."""
+        eps = torch.finfo(self.dtype).eps
+        if name == BASELINE:
+            return eps * max(2 * bag.mean for bag in self.config.bags)
+        return max(2 * errors[BASELINE], eps)
+
+    def traffic(self) -> Traffic:
+        """This rank's bytes, exact for its inputs, in the mean over the input sets."""
+        sharding, itemsize = self.config.sharding, self.config.itemsize
+        rows = distinct = 0.0
+        for values, offsets in self.inputs:
+            cuts = offsets[:: self.config.global_batch].tolist()
+            for slot, start, end in zip(self.slots, cuts, cuts[1:], strict=False):
+                rows += (end - start) * slot.dim * itemsize
+                seen = torch.zeros(sharding.tables[slot.table].num_embeddings, dtype=torch.bool, device=values.device)
+                seen[values[start:end]] = True
+                distinct += float(seen.sum()) * slot.dim * itemsize
+        values, offsets = self.inputs[0]
+        count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
+        pooled = self.local_dim * itemsize
+        return Traffic(
+            rows=rows / self.input_sets,
+            distinct_rows=distinct / self.input_sets,
+            ids=count * values.element_size(),
+            offsets=offsets.numel() * offsets.element_size(),
+            outputs=self.config.global_batch * pooled,
+            wire=(self.config.global_batch - self.local_batch) * pooled,
+        )
+
+    def reference(self, which: int) -> torch.Tensor:
+        """float64 [local batch, sum of D]: what this rank must receive. Collective.
+
+        In round i every rank pools its i-th slot and sends it off, which keeps the memory for it small.
+        """
+        config, (values, offsets) = self.config, self.inputs[which]
+        batch, device = config.global_batch, self.ranks.device
+        output = torch.empty(self.local_batch, config.sharding.total_dim, dtype=torch.float64, device=device)
+        slots_of_rank = [config.sharding.local_slots(r) for r in range(self.ranks.world_size)]
+        for i in range(max(len(slots) for slots in slots_of_rank)):
+            current = [slots[i] if i < len(slots) else None for slots in slots_of_rank]
+            dims = [0 if slot is None else slot.dim for slot in current]
+            mine = dims[self.ranks.rank]
+            pooled = torch.empty(0, dtype=torch.float64, device=device)
+            if mine:
+                pooled = pooled_float64(self.weights[i], values, offsets[i * batch : (i + 1) * batch + 1]).view(-1)
+            received = torch.empty(self.local_batch * sum(dims), dtype=torch.float64, device=device)
+            dist.all_to_all_single(
+                received,
+                pooled,
+                output_split_sizes=[self.local_batch * dim for dim in dims],
+                input_split_sizes=[size * mine for size in config.batch_sizes],
+                group=self.ranks.group,
+            )
+            for slot, part in zip(current, received.split([self.local_batch * dim for dim in dims]), strict=True):
+                if slot is not None:
+                    output[:, slot.column : slot.column + slot.dim] = part.view(self.local_batch, slot.dim)
+        return output
+
+
+def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Sums of bags in float64: `values[offsets[b]:offsets[b + 1]]` name the rows of bag b. [len(offsets) - 1, D]."""
+    bags, dim = offsets.numel() - 1, weight.shape[1]
+    pooled = torch.zeros(bags, dim, dtype=torch.float64, device=weight.device)
+    ends = offsets.cpu()
+    limit = max(1, _CHUNK_BYTES // (8 * dim))
+    first = 0
+    while first < bags:
+        last = min(bags, max(first + 1, int(torch.searchsorted(ends, ends[first] + limit, right=True)) - 1))
+        rows = weight[values[ends[first] : ends[last]]].double()
+        pooled[first:last] = F.embedding_bag(
+            torch.arange(rows.shape[0], device=weight.device),
+            rows,
+            offsets[first : last + 1] - ends[first],
+            mode="sum",
+            include_last_offset=True,
+        )
+        first = last
+    return pooled
+
+
+_OUTPUT_BUFFERS = 1  # no result is held across calls
+
+
+class Arm(ABC):
+    """One way to compute the output of a workload's input set."""
+
+    def __init__(self, work: EmbeddingWorkload):
+        self.work = work
+
+    @abstractmethod
+    def __call__(self, which: int) -> torch.Tensor:
+        """The output [local batch, sum of D] for input set `which`, on the current stream."""
+
+    def extra_bytes(self) -> int:
+        """Bytes held at the worst moment beyond tables and inputs, output included, counted from the arm's buffers."""
+        return self._bytes(self.work.local_batch, self.work.config.sharding.total_dim)
+
+    def traced(self, which: int, timeline: Timeline) -> None:
+        """One call whose spans go into `timeline`; CPU only, times on the monotonic clock that all ranks share."""
+        raise ValueError(f"{type(self).__name__} records no timeline")
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        return rows * columns * self.work.config.itemsize
+
+
+class SerialArm(Arm):
+    """Pool, then exchange, then unpack."""
+
+    def __init__(self, work: EmbeddingWorkload):
+        super().__init__(work)
+        sharding = work.config.sharding
+        dims = [sum(s.dim for s in sharding.local_slots(r)) for r in range(sharding.world_size)]
+        self.send_splits = [size * work.local_dim for size in work.config.batch_sizes]
+        self.receive_splits = [work.local_batch * dim for dim in dims]
+        self.shapes = [(work.local_batch, dim) for dim in dims]
+        self.runs = column_runs(sharding)
+
+    @abstractmethod
+    def pool(self, which: int) -> torch.Tensor:
+        """This rank's pooled vectors, [global batch, local columns], contiguous."""
+
+    def _nothing_pooled(self) -> torch.Tensor:
+        """What a rank without tables pools."""
+        shape = (self.work.config.global_batch, 0)
+        return torch.empty(shape, dtype=self.work.config.sharding.dtype, device=self.work.ranks.device)
+
+    def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
+        """What all ranks pooled for this rank's samples, rank after rank, flat."""
+        received = pooled.new_empty(sum(self.receive_splits))
+        dist.all_to_all_single(
+            received, pooled.view(-1), self.receive_splits, self.send_splits, group=self.work.ranks.group
+        )
+        return received
+
+    def unpack(self, received: torch.Tensor) -> torch.Tensor:
+        parts = [p.view(s) for p, s in zip(received.split(self.receive_splits), self.shapes, strict=True)]
+        return torch.cat([parts[rank][:, start:end] for rank, start, end in self.runs], dim=1)
+
+    def __call__(self, which: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.unpack(self.exchange(self.pool(which)))
+
+    def extra_bytes(self) -> int:
+        pooled = self._bytes(self.work.config.global_batch, self.work.local_dim)
+        output = super().extra_bytes()
+        return max(pooled + output, 2 * output)  # sent and received buffers, then received and output
+
+    def traced(self, which: int, timeline: Timeline) -> None:
+        rank = self.work.ranks.rank
+        marks = [time.perf_counter()]
+        with torch.no_grad():
+            pooled = self.pool(which)
+            marks.append(time.perf_counter())
+            received = self.exchange(pooled)
+            marks.append(time.perf_counter())
+            self.unpack(received)
+            marks.append(time.perf_counter())
+        wire = (self.work.config.global_batch - self.work.local_batch) * self.work.local_dim * pooled.element_size()
+        for (start, end), (lane, name, sent) in zip(
+            pairwise(marks),
+            (("compute", "pool", 0), ("send", "all_to_all", wire), ("compute", "unpack", 0)),
+            strict=True,
+        ):
+            timeline.add(rank, lane, name, 1e6 * start, 1e6 * end, sent)
+
+
+class EmbeddingBagArm(SerialArm):
+    """One `nn.EmbeddingBag` per table: what a user of plain torch writes. (The PGAS paper starts from TorchRec's
+    EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the exchange.)"""
+
+    def __init__(self, work: EmbeddingWorkload):
+        super().__init__(work)
+        self.bags = [
+            nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
+            for weight in work.weights
+        ]
+        batch = work.config.global_batch
+        self.per_table = []
+        for values, offsets in work.inputs:
+            cuts = offsets[::batch].tolist()
+            self.per_table.append(
+                [
+                    (values[start:end], offsets[i * batch : (i + 1) * batch + 1] - start)
+                    for i, (start, end) in enumerate(pairwise(cuts))
+                ]
+            )
+
+    def pool(self, which: int) -> torch.Tensor:
+        if not self.bags:
+            return self._nothing_pooled()
+        with torch.no_grad():
+            pooled = [bag(*inputs) for bag, inputs in zip(self.bags, self.per_table[which], strict=True)]
+            return torch.cat(pooled, dim=1)
+
+    def extra_bytes(self) -> int:
+        return max(2 * self._bytes(self.work.config.global_batch, self.work.local_dim), super().extra_bytes())
+
+
+class BatchedArm(SerialArm):
+    """Our own kernel pools all tables in one launch; then the same exchange. The honest strong baseline."""
+
+    def __init__(self, work: EmbeddingWorkload):
+        super().__init__(work)
+        sharding = work.config.sharding
+        self.tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
+
+    def pool(self, which: int) -> torch.Tensor:
+        if not self.tables:
+            return self._nothing_pooled()
+        return embedding_pool(self.work.weights, self.work.inputs[which], self.tables)
+
+
+class FbgemmArm(SerialArm):
+    """FBGEMM's table-batched kernel (the one under TorchRec) with tables on the device, forward only."""
+
+    def __init__(self, work: EmbeddingWorkload):
+        super().__init__(work)
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        precision = SparseType.from_dtype(work.config.sharding.dtype)
+        self.kernel = SplitTableBatchedEmbeddingBagsCodegen(
+            [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights],
+            optimizer=EmbOptimType.EXACT_SGD,  # no state beside the tables
+            pooling_mode=PoolingMode.SUM,
+            weights_precision=precision,
+            output_dtype=precision,
+            device=work.ranks.device,
+        )
+        for theirs, ours in zip(self.kernel.split_embedding_weights(), work.weights, strict=True):
+            theirs.copy_(ours)
+
+    def pool(self, which: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.kernel(*self.work.inputs[which])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted."""
+
+    transport: Literal["direct", "put"]
+    order: Literal["remote_first", "natural"] = "remote_first"
+    slice_size: int | None = None  # None: the preset's
+
+    @classmethod
+    def parse(cls, name: str) -> Variant | None:
+        found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
+        if found is None:
+            return None
+        transport: Literal["direct", "put"] = "put" if found[1] == "put" else "direct"
+        return cls(transport, "natural" if found[2] else "remote_first", int(found[3]) if found[3] else None)
+
+
+class FusedArm(Arm):
+    """weft's operator."""
+
+    def __init__(self, work: EmbeddingWorkload, variant: Variant):
+        super().__init__(work)
+        self.variant = variant
+        preset = work.config
+        self.slice_size = variant.slice_size or preset.slice_size or default_slice_size(preset.sharding)
+
+    def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
+        return embedding_all_to_all(
+            self.work.weights,
+            self.work.inputs[which],
+            self.work.config.sharding,
+            group=self.work.ranks.group,
+            batch_sizes=self.work.config.batch_sizes,
+            transport=self.variant.transport,
+            order=self.variant.order,
+            slice_size=self.slice_size,
+            outputs=_OUTPUT_BUFFERS,
+            timeline=timeline,
+        )
+
+    def extra_bytes(self) -> int:
+        return _OUTPUT_BUFFERS * self._bytes(max(self.work.config.batch_sizes), self.work.config.sharding.total_dim)
+
+    def traced(self, which: int, timeline: Timeline) -> None:
+        self(which, timeline)
+
+    def operator(self) -> Any:
+        """What runs the calls. Collective where there has been no call yet."""
+        variant, ranks = self.variant, self.work.ranks
+        plan = EmbeddingPlan(
+            self.work.config.sharding, variant.transport, variant.order, self.slice_size, outputs=_OUTPUT_BUFFERS
+        )
+        return compiled(plan, domain(ranks.group, ranks.device))
+
+    def kernel(self) -> dict[str, int] | None:
+        """GPU: what the compiler made of the kernel that the calls launch, and how many programs of it are resident."""
+        if self.work.ranks.device.type != "cuda":
+            return None
+        used = (o for key, o in self.operator().kernel.occupancy.items() if self._launches(key.enter, key.leave))
+        return asdict(next(used))
+
+    def _launches(self, enter: bool, leave: bool) -> bool:
+        """Whether its calls have launches that open (`enter`) and close the call as given."""
+        return enter and leave
+
+    def slices_sent(self) -> int:
+        """Slices that this rank puts to its peers in a call."""
+        if self.variant.transport == "direct":
+            return 0
+        per_sample: int = self.operator().plan.slices_per_sample[self.work.ranks.rank]
+        return (self.work.config.global_batch - self.work.local_batch) * per_sample
+
+
+class PerTableArm(FusedArm):
+    """weft's kernel launched once for each table instead of once for all. (So does the fused paper within a node, by a kernel
+    that is not persistent; this one is.)"""
+
+    def __init__(self, work: EmbeddingWorkload):
+        super().__init__(work, Variant("direct"))
+        config, rank = work.config, work.ranks.rank
+        self.inputs = [as_jagged(features) for features in work.inputs]
+        self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
+        self.launching = self.operator()
+
+    def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.launching(
+            self.work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
+        )
+        return output
+
+    def _launches(self, enter: bool, leave: bool) -> bool:
+        return enter and leave == (len(self.work.slots) == 1)
+
+
+ARMS: dict[str, type[Arm]] = {
+    BASELINE: EmbeddingBagArm,
+    "batched": BatchedArm,
+    "fbgemm": FbgemmArm,
+    "per-table": PerTableArm,
+}
+BASELINES = tuple(name for name, arm in ARMS.items() if issubclass(arm, SerialArm))
+DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
+    if name not in ARMS and Variant.parse(name) is None:
+        raise ValueError(
+            f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -sliceN, "
+            f"such as put-natural-slice8"
+        )
+    if name == "per-table" and device.type != "cuda":
+        return "only GPU kernels are launched"
+    if name == "fbgemm":
+        if device.type != "cuda":
+            return "it is compared on GPUs"
+        try:
+            import fbgemm_gpu  # noqa: F401
+        except Exception as error:  # it loads shared objects: many things can be wrong with those
+            return f"fbgemm_gpu does not import ({type(error).__name__})"
+    return None
+
+
+def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
+    variant = Variant.parse(name)
+    return ARMS[name](work) if variant is None else FusedArm(work, variant)
+
+
+def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
+    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
+    taken = [0] * sharding.world_size
+    runs: list[tuple[int, int, int]] = []
+    for slot in sharding.slots:
+        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
+        taken[slot.rank] = end
+        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
+            runs[-1] = (slot.rank, runs[-1][1], end)
+        else:
+            runs.append((slot.rank, start, end))
+    return runs
+
+
+POOL = " pooling alone"
+DEFAULT = "direct"  # what transport="auto" takes
+
+
+@dataclass(frozen=True)
+class MeasuredEmbedding(MeasuredArms):
+    """A configuration's results, where arm + POOL is a serial arm's pooling alone. kernels: of fused arms on GPUs, on this rank."""
+
+    work: EmbeddingWorkload
+    built: Mapping[str, Arm]
+    traffic: list[Traffic]
+    memory: dict[str, tuple[int, str]]
+    kernels: dict[str, dict[str, int]]
+
+    baselines = BASELINES
+    columns = ("pool\nms", "extra\nMB")
+    optional = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
+
+    def roofline_ms(self, mode: Mode) -> float:
+        return max(t.roofline_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
+
+    def put_us_per_slice(self, mode: Mode, name: str) -> float | None:
+        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
+
+        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
+        """
+        arm, direct = self.built[name], next((n for n in self.built if n == name.replace("put", "direct", 1)), "direct")
+        longer, base = self.ms(mode, name), self.ms(mode, direct)
+        if not isinstance(arm, FusedArm) or name not in self.kernels or longer is None or base is None:
+            return None
+        slices = arm.slices_sent()
+        return 1e3 * (longer - base) * self.kernels[name]["grid"] / slices if slices else None
+
+    def described(self, mode: Mode) -> Record:
+        config = self.work.config
+        traffic = max(zip(self.traffic, self.ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
+        return {
+            "scale": float(config.scale.batch),
+            "rows_scale": float(config.scale.rows),
+            "shape": config.describe(),
+            "traffic_bytes": {field: round(value) for field, value in asdict(traffic).items()},
+        }
+
+    def judged(self, mode: Mode, name: str) -> Record:
+        extra_bytes, how = self.memory[name]
+        return {
+            "pool_ms": self.ms(mode, name + POOL),
+            "extra_bytes": extra_bytes,
+            "extra_bytes_how": how,
+            "kernel": self.kernels.get(name),
+            "put_us_per_slice": self.put_us_per_slice(mode, name),
+        }
+
+    def cells(self, mode: Mode, name: str) -> list[str]:
+        return [number(self.ms(mode, name + POOL), 3), f"{self.memory[name][0] / 1e6:.1f}"]
+
+    def said(self) -> list[str]:
+        """With a line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
+        config = self.work.config
+        said = [
+            f"{config.describe()}; {config.scale}",
+            f"roofline {self.roofline_ms('queued'):.3f} ms from {self.ceilings[0]}",
+        ]
+        for name, kernel in self.kernels.items():
+            line = (
+                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
+                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
+            )
+            costs = [(mode, self.put_us_per_slice(mode, name)) for mode, timed in self.results.timings if timed == name]
+            costing = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
+            said.append(f"{line}; put, fence and flag of a slice: {costing}" if costing else line)
+        return said
+
+
+def _scale(record: Record) -> str:
+    batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
+    if batch == rows:
+        return f" (1/{batch})" if batch > 1 else ""
+    return f" (batch 1/{batch}, rows 1/{rows})"
+
+
+def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
+    """`options.scale`, or the largest that fits here; all ranks choose the same."""
+    if options.scale is not None:
+        scale = Fraction(options.scale).limit_denominator(1 << 16)
+        return Scale(scale, scale)
+    dtype = DTYPES[options.dtype]
+    if ranks.device.type == "cuda":
+        free = -ranks.most(-torch.cuda.mem_get_info(ranks.device)[0])
+        # FBGEMM holds a copy of the tables. All arms together hold about ten outputs, the reference counts as two.
+        share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
+        rows_bytes = 2e9 if options.quick else math.inf
+        return fitting_scale(
+            preset, ranks.world_size, dtype, table_bytes=share * free, rows_bytes=rows_bytes, output_bytes=0.05 * free
+        )
+    free = -ranks.most(-available_memory_bytes()) / (16 if options.quick else 1)
+    rows_bytes = (min(64, options.read_mib) if options.quick else options.read_mib) * 2**20 * torch.get_num_threads()
+    share = free / ranks.world_size
+    return fitting_scale(
+        preset, ranks.world_size, dtype, table_bytes=share / 3, rows_bytes=rows_bytes, output_bytes=0.05 * share
+    )
+
+
+def _peak_bytes(arm: Arm, ranks: Ranks) -> tuple[int, str]:
+    """Bytes beyond tables and inputs at the worst moment of a call, on the worst rank, and how that is known."""
+    if ranks.device.type == "cuda" and isinstance(arm, SerialArm):
+        arm(0)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = arm(0)
+        torch.cuda.synchronize()
+        del output
+        return int(ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
+    return int(ranks.most(arm.extra_bytes())), "counted"
+
+
+class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
+    name = "embedding_all_to_all"
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("single", "queued")
+
+    def default_dtype(self, device: str) -> str:
+        return "fp32"
+
+    def check_options(self, options: BenchOptions) -> None:
+        if options.scale is not None and not 0 < options.scale <= 1:
+            raise ValueError(f"scale={options.scale} must be above 0 and at most 1: it shrinks batch and tables")
+        find_presets(options.preset)
+        for name in options.variants:
+            reason = why_not(name, torch.device(options.device))
+            if reason is not None:
+                raise ValueError(f"variant {name!r} cannot run here: {reason}")
+
+    def presets(self, options: BenchOptions) -> Sequence[EmbeddingPreset]:
+        return find_presets(options.preset)
+
+    def measure(
+        self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
+    ) -> MeasuredEmbedding:
+        step(f"{preset.name}: building tables and inputs", 0)
+        config = preset.config(ranks.world_size, choose_scale(preset, ranks, options), DTYPES[options.dtype])
+        work = EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
+        work.claims = [(DEFAULT, baseline) for baseline in BASELINES]
+        names = list(dict.fromkeys([BASELINE, *(options.variants or DEFAULT_VARIANTS)]))
+        arms = {name: make_arm(name, work) for name in names if why_not(name, ranks.device) is None}
+        pools: dict[str, Call] = {name + POOL: arm.pool for name, arm in arms.items() if isinstance(arm, SerialArm)}
+        results = measure_arms(
+            work, arms, pools, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
+        )
+        memory = {name: _peak_bytes(arm, ranks) for name, arm in arms.items()}
+        traffic = [Traffic(*values) for values in ranks.gather(list(asdict(work.traffic()).values()))]
+        kernels = {name: arm.kernel() for name, arm in arms.items() if isinstance(arm, FusedArm)}
+        known = {name: kernel for name, kernel in kernels.items() if kernel is not None}
+        return MeasuredEmbedding(
+            preset, ranks.world_size, tuple(arms), results, ceilings, (), work, arms, traffic, memory, known
+        )
+
+    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        """Print the geometric mean of each variant's speedup over all configurations."""
+        others = [name for name in BASELINES if any(r["variant"] == name for r in written)]
+        rows = []
+        for mode in options.modes:
+            for name in dict.fromkeys(r["variant"] for r in written):
+                mine = [r["speedup_over"] for r in written if r["variant"] == name and r["mode"] == mode]
+                over = [[s[o] for s in mine if o in s] for o in others]
+                rows.append(
+                    (name, mode, *(times(geomean(o)) for o in over), *(times(min(o, default=None)) for o in over))
+                )
+        columns = ("variant", "mode", *(f"vs\n{o}" for o in others), *(f"worst vs\n{o}" for o in others))
+        count = len({r["config"] for r in written})
+        print_table(f"Geometric mean over {counted(count, 'configuration')}", columns, rows, section=1)
+
+    def table(self, rows: Sequence[Record]) -> str:
+        """Markdown: the time of every arm, and the default variant's speedup over each baseline and time over the roofline."""
+        variants = list(dict.fromkeys(r["variant"] for r in rows))
+        baselines = [v for v in BASELINES if v in variants]
+        fused = [v for v in variants if v not in BASELINES]
+        # Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them.
+        judged = [DEFAULT] if DEFAULT in fused else fused[:1]
+        pairs = [(f, b) for f in judged for b in baselines]
+        header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
+        header += [f"{f} vs {b}" for f, b in pairs] + [f"{f} / roofline" for f in judged]
+        lines, gains = [], []
+        factors: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
+        for config in dict.fromkeys(r["config"] for r in rows):
+            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
+            cells = [config + _scale(next(iter(by_variant.values())))]
+            cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
+            gains += (mine := [remarks.gain(by_variant.get(f), by_variant.get(b)) for f, b in pairs])
+            for (f, b), found in factors.items():
+                found += [by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"]] if {f, b} <= set(by_variant) else []
+            ratios = [f"{by_variant[f]['roofline_ratio']:.2f}" if f in by_variant else "" for f in judged]
+            lines.append(cells + mine + ratios)
+        if len(lines) > 1:
+            empty = [""] * len(baselines + fused)
+            lines.append(
+                ["geometric mean", *empty, *(times(geomean(f)) for f in factors.values()), *([""] * len(judged))]
+            )
+        return "\n\n".join([markdown_table(header, lines), *remarks.unclear(gains)])
+
+
+OPERATOR = _EmbeddingAllToAll()

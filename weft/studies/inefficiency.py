@@ -1,0 +1,487 @@
+"""What a GEMM and an all-gather lose by being cut up, and what they lose beside each other: the FiCCO paper's characterisation
+on the machine at hand.
+
+For each GEMM of its table I, made smaller where need be: the library's GEMM against its pieces, an all-gather of its A
+against its pieces, and both at once, the all-gather by copy engines, by a copying kernel and by the library
+(`weft.studies.inefficiency_measure`). From records, a `Row` for each GEMM, come tables, pictures after figures 7 to 10, and whether
+the observations of the paper held.
+
+A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign and so
+clear a one would come up by chance, values put to GEMMs at random, in at most 5% of cases. A claim about each GEMM
+holds if at most one in ten is an exception: the other way round, by more than the 2% that repetitions may differ.
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.console import print_table
+from weft.bench.core.harness import Mode, Ranks
+from weft.bench.core.measure import Step
+from weft.bench.core.operator import Operator
+from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.records import common_fields
+from weft.bench.core.run import free_bytes
+from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number
+from weft.studies.inefficiency_measure import (
+    BASELINES,
+    CUTS,
+    PIECES,
+    TRANSPORTS,
+    WHOLE,
+    Effort,
+    Fitted,
+    Found,
+    Gemm,
+    cut_name,
+    find_gemms,
+    fit,
+    gather_beside,
+    gather_name,
+    gemm_beside,
+    measure,
+)
+from weft.trace.pyplot import pyplot
+from weft.words import counted
+
+# The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up; the text does not say by which transport, and FiCCO's is
+# DMA), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
+PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
+
+_SCALE = {"cuda": Fraction(1), "cpu": Fraction(1, 32)}
+_MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
+_MEMORY_SHARE = 0.5  # of what is free
+_REPETITIONS = 5  # as in the paper
+_TRANSPORTS_ARE = {
+    "cuda": "dma: copy engines; kernel: a copying kernel; library: NCCL",
+    "cpu": "dma: a copying thread, for there is no engine; kernel: copies by the threads that compute, in turns with the GEMM; "
+    "library: gloo",
+}
+_LEAST_GEMMS = 5  # for a trend: of five in order 1 in 120 is by chance
+_CHANCE, _EXCEPTIONS, _ALIKE, _SHUFFLES = 0.05, 0.1, 1.02, 20_000
+_OBSERVATION = ("observation", "section", "", "numbers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that was measured of one GEMM. `ms`, `overlap`: by variant; records may lack some."""
+
+    gemm: Gemm
+    scaled: str
+    item_bytes: int
+    gathered_bytes: int
+    ms: dict[str, float]
+    overlap: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return self.gemm.name
+
+    @property
+    def traffic(self) -> int:
+        return self.gemm.traffic(self.item_bytes)
+
+    @property
+    def op_to_byte(self) -> float:
+        return self.gemm.op_to_byte(self.item_bytes)
+
+    def piece_op_to_byte(self, cut: str, pieces: int) -> float:
+        return self.gemm.piece(**{cut: pieces}).op_to_byte(self.item_bytes)
+
+    def has(self, variant: str) -> bool:
+        """Whether its loss is known."""
+        return variant in self.ms and BASELINES[variant] in self.ms
+
+    def loss(self, variant: str) -> float:
+        """Its time over that of what it is compared with; 1 is no loss."""
+        return self.ms[variant] / self.ms[BASELINES[variant]]
+
+
+def rows_of(records: Sequence[Record]) -> list[Row]:
+    """A row per GEMM, in the order of first appearance; of the last run that has it."""
+    last = {r["config"]: r["run"] for r in records}
+    rows = []
+    for name, run in last.items():
+        mine = [r for r in records if (r["config"], r["run"]) == (name, run)]
+        first = mine[0]
+        gemm = replace(find_gemms([name])[0], m=first["m"], n=first["n"], k=first["k"])
+        overlap = {r["variant"]: r["overlap"] for r in mine if r["overlap"] is not None}
+        ms = {r["variant"]: r["p50_ms"] for r in mine}
+        rows.append(Row(gemm, first["scaled"], first["item_bytes"], first["gathered_bytes"], ms, overlap))
+    return rows
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    cells: list[tuple[str, ...]]
+
+
+_Column = tuple[str, Callable[[Row], str], str | None]  # what is above, a cell, the variant whose losses these are
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
+    of what was not recorded are left out."""
+    name: _Column = ("GEMM", lambda r: r.name, None)
+    whole: list[_Column] = [
+        ("M x N x K", lambda r: str(r.gemm), None),
+        ("paper's over", lambda r: r.scaled, None),
+        ("ops /\nbyte", lambda r: f"{r.op_to_byte:.0f}", None),
+        ("traffic\nMB", lambda r: f"{r.traffic / 1e6:.0f}", None),
+        ("whole\nms", lambda r: milliseconds(r.ms[WHOLE]), None),
+    ]
+    moved: list[_Column] = [("A, MB", lambda r: f"{r.gathered_bytes / 1e6:.1f}", None)]
+    moved += [(f"{by}\nms", lambda r, by=by: milliseconds(r.ms.get(gather_name(by, 1))), None) for by in TRANSPORTS]  # type: ignore[misc]
+    cuts = [_losses(variant.replace("-", "\n"), variant) for variant in (cut_name(*cut) for cut in CUTS)]
+    gathers = [_losses(f"{by}\nin {PIECES}", gather_name(by)) for by in TRANSPORTS]
+    beside = [_losses(f"GEMM,\n{by}", gemm_beside(by)) for by in TRANSPORTS]
+    beside += [_losses(f"gather,\n{by}", gather_beside(by)) for by in TRANSPORTS]
+    beside += [(f"overlap,\n{by}", partial(_overlap, gemm_beside(by)), None) for by in TRANSPORTS]
+    made = [
+        _table("GEMM cut into 8 and 64, over the whole (figure 7)", [name, *whole, *cuts], rows),
+        _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", [name, *moved, *gathers], rows),
+        _table(
+            f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9)", [name, *beside], rows
+        ),
+    ]  # fmt: skip
+    return [table for table in made if len(table.cells) > len(rows)]
+
+
+def _losses(header: str, variant: str) -> _Column:
+    return header, lambda r: f"{r.loss(variant):.2f}" if r.has(variant) else "", variant
+
+
+def _overlap(variant: str, row: Row) -> str:
+    return f"{row.overlap[variant]:.0%}" if variant in row.overlap else ""
+
+
+def _table(title: str, columns: Sequence[_Column], rows: Sequence[Row]) -> Table:
+    columns = [one for one in columns if any(one[1](row) for row in rows)]
+    lines = [tuple(cell(row) for _, cell, _ in columns) for row in rows]
+    variants = [variant or "" for _, _, variant in columns[1:]]
+    here = {v: geomean([row.loss(v) for row in rows if row.has(v)]) for v in variants if v}
+    for label, means in (("mean", here), ("paper's", PAPER_MEANS)):
+        line = [number(means.get(variant), 2) for variant in variants]
+        lines += [(label, *line)] if any(line) else []
+    return Table(title, tuple(header for header, _, _ in columns), lines)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`held` is None where there are too few GEMMs to tell."""
+
+    where: str
+    text: str
+    held: bool | None
+    numbers: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.text, self.where, {True: "held", False: "not held", None: "cannot tell"}[self.held], self.numbers
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """The paper's observations, in its order; those of which nothing is recorded are left out."""
+    found: list[Claim | None] = []
+    for cut in ("rows", "columns"):
+        few, many = cut_name(cut, 8), cut_name(cut, 64)
+        found.append(_of_each("IV-C1", f"64 pieces by {cut} lose more than 8", [(r, few, many) for r in rows]))
+    for pieces in (8, 64):
+        both = cut_name("rows", pieces), cut_name("columns", pieces)
+        pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
+        found.append(_of_each("IV-C1", f"in {pieces}, rows lose more where M < K, columns else", pairs))
+    for cut, pieces in CUTS:
+        along, name = partial(Row.piece_op_to_byte, cut=cut, pieces=pieces), cut_name(cut, pieces)
+        found.append(_trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte", rows, along, name, -1))
+    for name in map(gather_name, TRANSPORTS):
+        found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, lambda r: r.gathered_bytes, name, -1))
+    for by in TRANSPORTS[:0:-1]:
+        pairs = [(r, gemm_beside("dma"), gemm_beside(by)) for r in rows]
+        found.append(_of_each("IV-D1", f"a GEMM loses less beside dma than {by}", pairs))
+    for where, text, variant in (
+        ("IV-D1", "a GEMM's loss beside {} grows with its traffic", gemm_beside),
+        ("IV-D2", "{}'s loss beside a GEMM grows with the GEMM's traffic", gather_beside),
+    ):
+        found += [_trend(where, text.format(by), rows, lambda r: r.traffic, variant(by), 1) for by in TRANSPORTS]
+    return [claim for claim in found if claim is not None]
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float:
+    """Rank correlation, ties sharing their mean rank; NaN if one side does not vary. ValueError for unequal lengths."""
+    a, b = _ranks_of(x), _ranks_of(y)
+    if len(a) != len(b):
+        raise ValueError(f"{counted(len(a), 'value')} cannot be correlated with {len(b)}: give as many")
+    a, b = a - a.mean(), b - b.mean()
+    size = float(np.sqrt((a @ a) * (b @ b)))
+    return float(a @ b) / size if size else float("nan")
+
+
+def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
+    """How often `y`, put in any order, goes with `x` at least as clearly in the direction of `sign` (1 or -1)."""
+    a, b = _ranks_of(x), _ranks_of(y)
+    shuffled = np.random.default_rng(0).permuted(np.tile(b, (_SHUFFLES, 1)), axis=1)
+    as_clear = sign * (shuffled @ a) >= sign * (b @ a) - 1e-9
+    return (1 + int(as_clear.sum())) / (1 + _SHUFFLES)
+
+
+def _ranks_of(values: ArrayLike) -> np.ndarray:
+    """1 for the least; the same for the same values: the mean of the places that they share."""
+    _, which, count = np.unique(np.asarray(values, dtype=float), return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[which]
+
+
+def _trend(
+    where: str, text: str, rows: Sequence[Row], along: Callable[[Row], float], variant: str, sign: int
+) -> Claim | None:
+    rows = [row for row in rows if row.has(variant)]
+    if not rows:
+        return None
+    x, y = [along(row) for row in rows], [row.loss(variant) for row in rows]
+    if len(rows) < _LEAST_GEMMS:
+        return Claim(where, text, None, f"of {counted(len(rows), 'GEMM')}; it takes {_LEAST_GEMMS}")
+    rho = spearman(x, y)
+    if np.isnan(rho):
+        return Claim(where, text, None, "all GEMMs are alike in it")
+    chance = by_chance(x, y, sign)
+    return Claim(where, text, sign * rho > 0 and chance <= _CHANCE, f"rho {rho:+.2f}, by chance {chance:.1%}")
+
+
+def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Claim | None:
+    """Of (GEMM, variant, variant): that the first loses less than the second."""
+    pairs = [(row, less, more) for row, less, more in pairs if row.has(less) and row.has(more)]
+    if not pairs:
+        return None
+    exceptions = [row.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
+    holding = [row.name for row, _, _ in pairs if row.name not in exceptions]
+    numbers = f"{len(holding)} of {len(pairs)}"
+    if exceptions and holding:
+        numbers += f"; not {', '.join(exceptions)}" if len(exceptions) < len(holding) else f": {', '.join(holding)}"
+    return Claim(where, text, len(exceptions) <= _EXCEPTIONS * len(pairs), numbers)
+
+
+_COLOURS = {"dma": "#2f7d5b", "kernel": "#e1812c", "library": "#b8432f", "rows": "#4063a3", "columns": "#e1812c"}
+_LOSSES = {"decomposition": "#4063a3", "contention": "#e1812c"}
+
+
+def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
+    """Write the four pictures as PNG files into `directory`, made if need be. `title`: what ran where."""
+    if not rows:
+        raise ValueError("nothing to draw: no GEMM was measured")
+    plt = pyplot()
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, panels, drawing in (
+        ("figure-7-gemm-decomposition", 2, _gemms_cut),
+        ("figure-8-gather-decomposition", 1, _gathers_cut),
+        ("figure-9-contention", 2, _contention),
+        ("figure-10-shares", 3, _shares),
+    ):
+        figure, axes = plt.subplots(panels, 1, figsize=(11, 1 + 2.9 * panels), layout="constrained", squeeze=False)
+        drawing(axes[:, 0], rows)
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        written.append(directory / f"{name}.png")
+        figure.savefig(written[-1], dpi=130)
+        plt.close(figure)
+    return written
+
+
+def shares(decomposition: float, contention: float) -> tuple[float, float]:
+    """Which part of what is lost each of two losses is; a gain counts as no loss, and without loss both are 0."""
+    lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
+    total = sum(lost)
+    return (lost[0] / total, lost[1] / total) if total else (0.0, 0.0)
+
+
+def _gemms_cut(axes: Any, rows: Sequence[Row]) -> None:
+    ordered = sorted(rows, key=lambda r: r.op_to_byte)
+    labels = [f"{r.name}\n{r.op_to_byte:.0f}{' *' if r.gemm.m < r.gemm.k else ''}" for r in ordered]
+    for axis, pieces in zip(axes, (8, 64), strict=True):
+        bars = {cut: [r.loss(cut_name(cut, pieces)) for r in ordered] for cut in ("rows", "columns")}
+        _bars(axis, f"GEMM in {pieces} pieces over the whole", labels, bars)
+    axes[-1].set_xlabel("GEMM and its op-to-byte; * M < K")
+
+
+def _gathers_cut(axes: Any, rows: Sequence[Row]) -> None:
+    ordered = sorted(rows, key=lambda r: r.gathered_bytes)
+    labels = [f"{r.name}\n{r.gathered_bytes / 1e6:.3g}" for r in ordered]
+    bars = {by: [r.loss(gather_name(by)) for r in ordered] for by in TRANSPORTS}
+    _bars(axes[0], f"all-gather in {PIECES} pieces over one piece", labels, bars)
+    axes[0].set_xlabel("GEMM and the size of its A, MB")
+
+
+def _contention(axes: Any, rows: Sequence[Row]) -> None:
+    ordered = sorted(rows, key=lambda r: r.traffic)
+    labels = [f"{r.name}\n{r.traffic / 1e6:.3g}" for r in ordered]
+    titles = f"GEMM in {PIECES} beside an all-gather", "all-gather beside that GEMM"
+    for axis, what, variant in zip(axes, titles, (gemm_beside, gather_beside), strict=True):
+        bars = {by: [r.loss(variant(by)) for r in ordered] for by in TRANSPORTS}
+        _bars(axis, f"{what}, over alone", labels, bars)
+    axes[-1].set_xlabel("GEMM and its memory traffic, MB")
+
+
+def _shares(axes: Any, rows: Sequence[Row]) -> None:
+    """Of the schedule that copies by engines and cuts by rows; the contention of 64 pieces is taken from 8."""
+    for axis, what, cut, beside in zip(
+        axes,
+        ("GEMM in 8 by rows, dma", "GEMM in 64 by rows, contention as in 8", f"all-gather in {PIECES}, dma"),
+        (cut_name("rows", 8), cut_name("rows", 64), gather_name("dma")),
+        (gemm_beside("dma"), gemm_beside("dma"), gather_beside("dma")),
+        strict=True,
+    ):
+        of_gemm = cut != gather_name("dma")
+        ordered = sorted(rows, key=lambda r: r.op_to_byte * r.traffic if of_gemm else r.traffic)
+        parts = np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
+        base = np.zeros(len(ordered))
+        for (loss, colour), part in zip(_LOSSES.items(), parts.T, strict=True):
+            axis.bar([r.name for r in ordered], 100 * part, bottom=base, color=colour, label=f"{loss} loss", width=0.7)
+            base += 100 * part
+        axis.set_ylabel("share of what is lost, %", fontsize=9)
+        axis.set_ylim(0, 100)
+        _finish(axis, what, columns=2)
+    axes[1].set_xlabel("GEMMs by op-to-byte times traffic, the least first", fontsize=9)
+    axes[2].set_xlabel("GEMMs by traffic, the least first", fontsize=9)
+
+
+def _bars(axis: Any, what: str, labels: Sequence[str], bars: Mapping[Any, Sequence[float]]) -> None:
+    """A group of bars for each label; they begin at 1, which is no loss. The axis is logarithmic where losses differ much."""
+    width = 0.8 / len(bars)
+    if max(map(max, bars.values())) > 4:
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+    for i, (name, heights) in enumerate(bars.items()):
+        places = np.arange(len(labels)) + (i - (len(bars) - 1) / 2) * width
+        drawn = axis.bar(places, np.array(heights) - 1, width, bottom=1, color=_COLOURS[name], label=name)
+        if width * len(labels) < 16:  # numbers between bars can be read
+            axis.bar_label(drawn, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90, padding=2)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(labels)), labels, fontsize=8)
+    axis.set_ylabel("loss (1: none)", fontsize=9)
+    axis.margins(x=0.01, y=0.18)
+    _finish(axis, what, columns=len(bars))
+
+
+def _finish(axis: Any, what: str, columns: int) -> None:
+    axis.set_title(what, fontsize=10, loc="left", fontweight="bold")
+    axis.legend(fontsize=8, ncol=columns, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+@dataclass(frozen=True)
+class MeasuredGemm:
+    """One GEMM's results, as the benchmark hands them on. `alone`: it is the only one of the run, which has no summary."""
+
+    fitted: Fitted
+    found: Found
+    world_size: int
+    ceilings: list[Ceilings]
+    alone: bool
+
+    @property
+    def wrong(self) -> Sequence[str]:
+        return ()  # a wrong result ends the run
+
+    def records(self, options: BenchOptions, run: str) -> list[Record]:
+        gemm, found, item = self.fitted.run, self.found, DTYPES[options.dtype].itemsize
+        memory, link = (min(getattr(c, name) for c in self.ceilings) for name in ("memory", "link"))
+        gather_ms = 1e3 * found.gathered_bytes / self.world_size * (self.world_size - 1) / link
+        described = {
+            "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
+            "paper": {k: v for k, v in asdict(self.fitted.paper).items() if k != "name"}, "scaled": str(self.fitted),
+            "item_bytes": item, "op_to_byte": gemm.op_to_byte(item), "traffic_bytes": gemm.traffic(item),
+            "gathered_bytes": found.gathered_bytes,
+        }  # fmt: skip
+        records = []
+        for name, timing in found.timings.items():
+            base = BASELINES.get(name, name)
+            loss = timing.p50_ms / found.timings[base].p50_ms
+            roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
+            common = common_fields(options, gemm.name, self.world_size, base, roofline_ms, self.ceilings, run)
+            measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
+            judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
+            beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
+            records.append({**common, **described, "variant": name, **measured, **judged, **beside})
+        return records
+
+    def show(self, options: BenchOptions) -> None:
+        if self.alone:
+            OPERATOR.show_summary(self.records(options, ""), options)
+
+
+class _Inefficiency(Operator[Gemm]):
+    name = "inefficiency"
+    pictures = True
+
+    def modes(self, device: str) -> tuple[Mode, ...]:
+        return ("queued",)
+
+    def check_options(self, options: BenchOptions) -> None:
+        if options.ranks < 2:
+            raise ValueError(f"ranks={options.ranks}: an all-gather takes at least 2")
+        if options.scale is not None and not 0 < options.scale <= 1:
+            raise ValueError(f"scale={options.scale} must be above 0 and at most 1: it shrinks M, N and K")
+        if options.variants:
+            raise ValueError(
+                f"variants={options.variants}: inefficiency measures all of them, to compare them; give none"
+            )
+        if options.seconds is not None:
+            raise ValueError(
+                f"seconds={options.seconds}: inefficiency repeats each of its lanes {_REPETITIONS} times; give none, or --quick"
+            )
+        self.presets(options)
+
+    def presets(self, options: BenchOptions) -> Sequence[Gemm]:
+        return find_gemms([name.strip() for name in (options.preset or "").split(",") if name.strip()])
+
+    def measure(
+        self, preset: Gemm, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
+    ) -> MeasuredGemm:
+        device, dtype = ranks.device.type, DTYPES[options.dtype]
+        fitted = fit(
+            preset,
+            scale=_SCALE[device] if options.scale is None else Fraction(options.scale).limit_denominator(1 << 16),
+            most_ops=_MOST_OPS[device] / (8 if options.quick else 1),
+            most_bytes=_MEMORY_SHARE * -ranks.most(-free_bytes(ranks)),
+            item_bytes=dtype.itemsize,
+        )
+        alone_s, beside_s = (0.004, 0.02) if device == "cuda" else (0.01, 0.06)
+        effort = Effort(alone_s / 4, beside_s / 4, 2) if options.quick else Effort(alone_s, beside_s, _REPETITIONS)
+        found = measure(fitted.run, dtype, ranks, effort, step)
+        return MeasuredGemm(fitted, found, ranks.world_size, ceilings, alone=len(self.presets(options)) == 1)
+
+    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        """Tables and what they say of the paper's observations, and the pictures that were asked for."""
+        rows = rows_of(written)
+        for table in tables(rows):
+            print_table(table.title, table.columns, table.cells)
+        observations = [claim.cells for claim in claims(rows)]
+        print_table("The paper's observations, here", _OBSERVATION, observations, [_TRANSPORTS_ARE[options.device]])
+        if options.pictures is not None:
+            one = written[-1]
+            title = f"{counted(one['ranks'], 'rank')}, {one['dtype']}, {one['machine']}; {one['date'][:10]}, {one['commit']}"
+            for path in draw(options.pictures, rows, title):
+                print(f"drawn: {path}")
+
+    def table(self, rows: Sequence[Record]) -> str:
+        parts, measured = [], rows_of(rows)
+        for table in tables(measured):
+            parts += [table.title, markdown_table([column.replace("\n", " ") for column in table.columns], table.cells)]
+        return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])
+
+
+OPERATOR = _Inefficiency()

@@ -1,0 +1,611 @@
+"""What one GEMM loses by being cut up, what its all-gather loses, and what the two lose beside each other.
+
+    decomposition loss  time of the pieces, one after the other and alone, over the time of the whole
+    contention loss     time of the same pieces while the other side is busy, over their time alone
+
+Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV-A.
+
+All arms take turns in each repetition, with lanes (`weft.studies.inefficiency_measure`) of a fixed number of calls. Beside each
+other, GEMM and all-gather are both repeated, as often as makes both lanes equally long. Only the time in which both are
+under way counts: what each did in it is read off its marks. How much of the whole that was is kept as `overlap`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from weft import _core
+from weft.bench.core.harness import Ranks, Timing, summarise
+from weft.bench.core.measure import Step
+from weft.runtime.collectives import all_gather_single
+from weft.symm import SymmetricBuffer
+from weft.words import counted
+
+MOST_PIECES = 64  # of M and of K
+_N_MULTIPLE = 8  # bf16 rows of a multiple of 16 bytes, which the library's fast kernels want
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """C [m, n] = A [m, k] @ B [k, n]. A is what is gathered."""
+
+    name: str
+    parallelism: str
+    model: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def ops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def traffic(self, item_bytes: int) -> int:
+        return item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    def op_to_byte(self, item_bytes: int) -> float:
+        return self.ops / self.traffic(item_bytes)
+
+    def piece(self, rows: int = 1, columns: int = 1) -> Gemm:
+        """One of its pieces when A is cut into so many blocks of rows and of columns."""
+        return replace(self, m=self.m // rows, k=self.k // columns)
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}"
+
+
+_405B, _70B, _SP = "llama-3-405b", "llama-2-70b", "SP+TP"
+TABLE_1 = (
+    Gemm("g1", _SP, _405B, 16384, 16384, 131072),
+    Gemm("g2", _SP, _405B, 131072, 16384, 16384),
+    Gemm("g3", _SP, _405B, 53248, 16384, 131072),
+    Gemm("g4", _SP, _405B, 131072, 53248, 16384),
+    Gemm("g5", _SP, _70B, 8192, 8192, 262144),
+    Gemm("g6", _SP, _70B, 262144, 8192, 8192),
+    Gemm("g7", _SP, _70B, 28672, 8192, 262144),
+    Gemm("g8", _SP, _70B, 262144, 28672, 8192),
+    Gemm("g9", _SP, _405B, 196608, 18432, 16384),
+    Gemm("g10", _SP, _405B, 196608, 106496, 16384),
+    Gemm("g11", _SP, _70B, 1048576, 10240, 8192),
+    Gemm("g12", _SP, _70B, 1048576, 57344, 8192),
+    Gemm("g13", "EP", "DeepSeek", 1607680, 57344, 8192),
+    Gemm("g14", "EP", "Mixtral", 147456, 28672, 4096),
+    Gemm("g15", "EP", "Mixtral", 327680, 28672, 4096),
+    Gemm("g16", "EP", "Mixtral", 229376, 28672, 4096),
+)
+
+
+def find_gemms(names: Sequence[str]) -> tuple[Gemm, ...]:
+    """Those of table I, in its order; none named: all. Raises ValueError for a name that is not there."""
+    known = {gemm.name for gemm in TABLE_1}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
+    return tuple(gemm for gemm in TABLE_1 if gemm.name in names or not names)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A GEMM of the paper as it is run: M, N and K over `all_by`, then the larger of M and K over `large_by`."""
+
+    paper: Gemm
+    run: Gemm
+    all_by: Fraction
+    large_by: int
+
+    def __str__(self) -> str:
+        large = "M" if self.paper.m > self.paper.k else "K"
+        said = [f"all/{self.all_by}"] * (self.all_by != 1) + [f"{large}/{self.large_by}"] * (self.large_by != 1)
+        return ", ".join(said) or "as in the paper"
+
+
+def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float, item_bytes: int) -> Fitted:
+    """`gemm` with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and `most_bytes`.
+
+    Bytes are those of a run (see `run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
+    which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
+    all pieces are alike. Raises ValueError if nothing is left to halve.
+    """
+    all_by, large_by = 1 / scale, 1
+    while True:
+        fitted = Fitted(gemm, _divided(gemm, all_by, large_by), all_by, large_by)
+        if fitted.run.ops <= most_ops and run_bytes(fitted.run, item_bytes) <= most_bytes:
+            return fitted
+        smaller, larger = sorted((fitted.run.m, fitted.run.k))
+        if larger // 2 > smaller:
+            large_by *= 2
+        elif larger > MOST_PIECES:
+            all_by *= 2
+        else:
+            raise ValueError(
+                f"{gemm.name} does not fit even as {fitted.run}: {run_bytes(fitted.run, item_bytes)} bytes, and "
+                f"{most_bytes:.3g} are free for it: free memory on this machine"
+            )
+
+
+def run_bytes(gemm: Gemm, item_bytes: int) -> int:
+    """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
+    shard that is less than A."""
+    return item_bytes * (4 * gemm.m * gemm.k + gemm.k * gemm.n + 2 * gemm.m * gemm.n)
+
+
+def _divided(gemm: Gemm, all_by: Fraction, large_by: int) -> Gemm:
+    m = gemm.m / all_by / (large_by if gemm.m > gemm.k else 1)
+    k = gemm.k / all_by / (large_by if gemm.k >= gemm.m else 1)
+    return replace(gemm, m=_down(m, MOST_PIECES), n=_down(gemm.n / all_by, _N_MULTIPLE), k=_down(k, MOST_PIECES))
+
+
+def _down(size: Fraction, multiple: int) -> int:
+    return max(multiple, int(size) // multiple * multiple)
+
+
+By = Literal["dma", "kernel", "library"]
+TRANSPORTS: tuple[By, ...] = ("dma", "kernel", "library")
+Call = Callable[[], object]
+
+_PIECE_MULTIPLE = 512  # bytes: pieces begin where copy engines and 16-byte accesses are at their best
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any present GPU
+_LONGEST_SLEEP_S = 0.05
+
+
+@dataclass(eq=False)
+class Lane:
+    """`call`, `count` times in a row. `by`: what it keeps busy. `enqueue_s`: host time of the last play, where a call
+    returns before it is done."""
+
+    call: Call
+    count: int
+    by: Literal["gemm"] | By
+    enqueue_s: float = 0.0
+
+
+def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
+    """Bytes of a rank's shard, rounded up so that its pieces are alike and well aligned."""
+    multiple = pieces * _PIECE_MULTIPLE
+    return -(-gathered_bytes // (world_size * multiple)) * multiple
+
+
+class Side(ABC):
+    """Making one is collective. Every rank has a shard of `nbytes`, symmetric memory for all of them, and ordinary memory
+    for all of them, where the library leaves what it gathers. A context manager."""
+
+    def __init__(self, ranks: Ranks, nbytes: int) -> None:
+        self.ranks, self.nbytes = ranks, nbytes
+        world, device = ranks.world_size, ranks.device
+        self._box = SymmetricBuffer((world * nbytes,), torch.uint8, group=ranks.group, device=device)
+        self._gathered = torch.empty(world * nbytes, dtype=torch.uint8, device=device)
+        self._shard = self._bytes_of(ranks.rank)
+
+    def close(self) -> None:
+        """Give the memory between ranks up."""
+        self._box.close()
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def gather(self, by: By, pieces: int) -> Call:
+        """All-gather of the shards in so many pieces, all of the same size."""
+        size, rank, world = self.nbytes // pieces, self.ranks.rank, self.ranks.world_size
+        moves: list[Call] = []
+        for i, source in enumerate(self._shard.split(size)):
+            if by == "library":
+                moves.append(self._library(self._gathered[i * world * size :][: world * size], source))
+            else:
+                for peer in (p % world for p in range(rank + 1, rank + world)):
+                    place = self._box.peer(peer)[rank * self.nbytes + i * size :][:size]
+                    moves.append(self._put(by, place, source))
+        return _in_a_row(moves)
+
+    def check(self, by: By, pieces: int) -> None:
+        """Gather once and compare every byte; RuntimeError if one is wrong. Collective."""
+        world = self.ranks.world_size
+        found = self._gathered if by == "library" else self._box.local
+        found.zero_()
+        self._meet()
+        self.play([Lane(self.gather(by, pieces), 1, by)])
+        self._meet()
+        if by == "library":  # which leaves one piece of all ranks after the other
+            found = found.view(pieces, world, self.nbytes // pieces).transpose(0, 1).reshape(-1)
+        for rank, shard in enumerate(found.split(self.nbytes)):
+            own = by != "library" and rank == self.ranks.rank  # which nobody copies
+            if not own and not torch.equal(shard, self._bytes_of(rank)):
+                raise RuntimeError(
+                    f"all-gather by {by} in {counted(pieces, 'piece')}: rank {self.ranks.rank} got wrong bytes for rank "
+                    f"{rank}'s shard of {self.nbytes} bytes; nothing was timed"
+                )
+        self._meet()  # before the next check clears what a peer has not read yet
+
+    def _bytes_of(self, rank: int) -> torch.Tensor:
+        """What `rank` gathers: 32-bit words that no other place of any rank has."""
+        words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
+        return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
+
+    def _meet(self) -> None:
+        self.ranks.synchronize()
+        dist.barrier(self.ranks.control)
+
+    def _library(self, gathered: torch.Tensor, piece: torch.Tensor) -> Call:
+        return lambda: all_gather_single(gathered, piece, group=self.ranks.group)
+
+    @abstractmethod
+    def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
+        """One copy into a peer's memory, by `dma` or `kernel`."""
+
+    @abstractmethod
+    def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
+        """Start the lanes together. For each, in seconds of one clock: when it began, and when each of its calls ended."""
+
+
+class CpuSide(Side):
+    """A process. There is no copy engine: its part is played by a thread of its own beside those that compute, which the
+    system puts on an idle core if there is one. A copy by `kernel` takes the computing threads themselves: in turns with
+    the GEMM, so that each has come as far as the other, relative to what it has to do."""
+
+    def __init__(self, ranks: Ranks, nbytes: int) -> None:
+        super().__init__(ranks, nbytes)
+        self._thread = ThreadPoolExecutor(1)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
+
+    def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
+        if by == "kernel":
+            return lambda: place.copy_(source)
+        to, at, size = place.data_ptr(), source.data_ptr(), source.numel()
+        return lambda: _core.copy_2d(to, size, at, size, size, 1)
+
+    def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
+        marks: list[list[float]] = [[] for _ in lanes]
+        beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
+        here = [i for i in range(len(lanes)) if i not in beside]
+        start = threading.Barrier(2)
+        running = self._thread.submit(_run, lanes, beside, marks, start)
+        _run(lanes, here, marks, start)
+        running.result()
+        return marks
+
+
+def _run(lanes: Sequence[Lane], mine: Sequence[int], marks: list[list[float]], start: threading.Barrier) -> None:
+    start.wait()
+    for i in mine:
+        marks[i].append(time.perf_counter())
+    for j in in_turns([lanes[i].count for i in mine]):
+        lanes[mine[j]].call()
+        marks[mine[j]].append(time.perf_counter())
+
+
+class CudaSide(Side):
+    """A GPU. GEMMs go on the current stream, what moves on another one of high priority. Copies by `dma` are those of the
+    CUDA runtime, which it gives to a copy engine; by `kernel` those of `weft.kernels.move`."""
+
+    def __init__(self, ranks: Ranks, nbytes: int) -> None:
+        super().__init__(ranks, nbytes)
+        self._stream = torch.cuda.Stream(ranks.device, priority=-1)
+
+    def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
+        if by == "dma":
+            return lambda: place.copy_(source, non_blocking=True)
+        from weft.runtime.cuda.move import Move, Shape
+
+        size, at, to = source.numel(), source.data_ptr(), place.data_ptr()
+        move = Move(place.device, shape=Shape(1, size, size, size))
+        return lambda: move.launch(at, to)
+
+    def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
+        """Behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
+        main = torch.cuda.current_stream(self.ranks.device)
+        streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
+        marks = [[_event() for _ in range(lane.count + 1)] for lane in lanes]
+        before, done = _event(), [0] * len(lanes)
+        sleep_s = min(1.3 * sum(lane.enqueue_s for lane in lanes), _LONGEST_SLEEP_S)
+        torch.cuda._sleep(int(sleep_s * _SLEEP_CYCLES_PER_S))
+        before.record(main)
+        self._stream.wait_event(before)
+        for lane, events, stream in zip(lanes, marks, streams, strict=True):
+            lane.enqueue_s = 0.0
+            events[0].record(stream)
+        for i in in_turns([lane.count for lane in lanes]):
+            began = time.perf_counter()
+            with torch.cuda.stream(streams[i]):
+                lanes[i].call()
+            done[i] += 1
+            marks[i][done[i]].record(streams[i])
+            lanes[i].enqueue_s += time.perf_counter() - began
+        self.ranks.synchronize()
+        return [[before.elapsed_time(event) / 1e3 for event in events] for events in marks]
+
+
+def make_side(ranks: Ranks, nbytes: int) -> Side:
+    """Of this rank's device. Collective."""
+    return CudaSide(ranks, nbytes) if ranks.device.type == "cuda" else CpuSide(ranks, nbytes)
+
+
+def in_turns(counts: Sequence[int]) -> Iterator[int]:
+    """Each lane's number as often as its count, whichever has come least far next."""
+    done = [0] * len(counts)
+    for _ in range(sum(counts)):
+        i = min(range(len(counts)), key=lambda j: done[j] / counts[j])
+        done[i] += 1
+        yield i
+
+
+def _in_a_row(moves: list[Call]) -> Call:
+    def call() -> None:
+        for move in moves:
+            move()
+
+    return call
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+PIECES = 8  # of an all-gather, and of the GEMM that runs beside it
+WHOLE = "whole"
+CUTS = tuple((cut, pieces) for pieces in (8, 64) for cut in ("rows", "columns"))
+_LEAST_CALLS = 3  # of each lane of two
+_MOST_CALLS = 20_000
+_BALANCING = 2  # rounds of making two lanes equally long
+_LOOK_S = 2e-3  # how long a lane runs until it is believed
+_LEAST_SHARE = 0.4
+_ATTEMPTS = 5
+
+
+def cut_name(cut: str, pieces: int) -> str:
+    return f"{cut}-{pieces}"
+
+
+def gather_name(by: By, pieces: int = PIECES) -> str:
+    return f"gather-{by}-{pieces}"
+
+
+def gemm_beside(by: By) -> str:
+    return f"{_BESIDE} beside {gather_name(by)}"
+
+
+def gather_beside(by: By) -> str:
+    return f"{gather_name(by)} beside {_BESIDE}"
+
+
+_BESIDE = cut_name("rows", PIECES)  # the GEMM that runs beside an all-gather
+# What a variant's loss is relative to. The others, the whole GEMM and the all-gathers in one piece, have none.
+BASELINES = (
+    {cut_name(*cut): WHOLE for cut in CUTS}
+    | {gather_name(by): gather_name(by, 1) for by in TRANSPORTS}
+    | {gemm_beside(by): _BESIDE for by in TRANSPORTS}
+    | {gather_beside(by): gather_name(by) for by in TRANSPORTS}
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one GEMM, the same on every rank, by variant. `timings`: a call is all its pieces. `overlap`: of what ran beside
+    something, the least over ranks of the median share. `errors`: of each cut, as `check_cuts` has them."""
+
+    timings: dict[str, Timing]
+    overlap: dict[str, float]
+    errors: dict[str, float]
+    gathered_bytes: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a lane lasts at least, alone and beside another. One more repetition comes first and does not count."""
+
+    alone_s: float
+    beside_s: float
+    repetitions: int
+
+
+def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: Step) -> Found:
+    """Check and time one GEMM and the all-gather of its A. Collective. RuntimeError if a result is wrong.
+
+    `step` is told of two shares of 1.
+    """
+    step(f"{gemm.name}: checking pieces against the whole", 0)
+    matrices = Matrices(gemm, dtype, ranks)
+    errors = check_cuts(matrices)
+    nbytes = shard_bytes(matrices.a.nbytes, ranks.world_size, PIECES)
+    with make_side(ranks, nbytes) as side:
+        alone = {WHOLE: Lane(matrices.whole, 1, "gemm")}
+        alone |= {cut_name(cut, pieces): Lane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
+        for by in TRANSPORTS:
+            for pieces in (1, PIECES):
+                side.check(by, pieces)
+                alone[gather_name(by, pieces)] = Lane(side.gather(by, pieces), 1, by)
+        step(f"{gemm.name}: checking pieces against the whole", 1)
+        pairs = make_lanes(alone, side, effort)
+        arms: dict[str, tuple[Lane, ...]] = {**{name: (lane,) for name, lane in alone.items()}, **pairs}
+        found = _repeat(arms, side, effort.repetitions, partial(step, f"{gemm.name}: timing"))
+    values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
+    timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
+    overlap = {}
+    for by in TRANSPORTS:
+        share = float(np.median(values[by][:, 2::3], axis=1).min()) / 1e3
+        for i, name in enumerate((gemm_beside(by), gather_beside(by))):
+            timings[name] = summarise(values[by][:, i::3].T.tolist(), pairs[by][i].count)
+            overlap[name] = share
+    return Found(timings, overlap, errors, nbytes * ranks.world_size)
+
+
+def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, tuple[Lane, Lane]]:
+    """Give lanes that run alone their counts, and make those that run beside each other, by transport. Collective."""
+    seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
+    for name, lane in alone.items():
+        lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
+    pairs = {}
+    for by in TRANSPORTS:
+        pair = (Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by))
+        pairs[by] = balanced(pair, (seconds[_BESIDE], seconds[gather_name(by)]), effort.beside_s, side)
+    return {str(by): pair for by, pair in pairs.items()}
+
+
+def _repeat(
+    arms: dict[str, tuple[Lane, ...]], side: Side, repetitions: int, advance: Callable[[float], object]
+) -> dict[str, list[float]]:
+    """For each arm and repetition the seconds of a call, or for two lanes what `together` says; starting with another
+    arm each time."""
+    names, found = list(arms), {name: list[float]() for name in arms}
+    for repetition in range(repetitions + 1):
+        start = repetition % len(names)
+        for name in names[start:] + names[:start]:
+            if len(arms[name]) == 1:
+                side.ranks.start_together()
+                values = [_per_call(side.play(arms[name])[0])]
+            else:
+                values = _play_together(arms[name], side)
+            found[name] += values if repetition else []
+        advance(1 / (repetitions + 1))
+    return found
+
+
+def _play_together(lanes: tuple[Lane, ...], side: Side) -> list[float]:
+    """What `together` says of a play in which enough of the time counts on every rank; RuntimeError if none does."""
+    for _ in range(_ATTEMPTS):
+        side.ranks.start_together()
+        marks = side.play(lanes)
+        found = together(*marks)
+        share = -side.ranks.most(-found[2])
+        if share >= _LEAST_SHARE:
+            return found
+        balance(lanes, marks, side, longer=2)
+    raise RuntimeError(
+        f"GEMM and all-gather by {lanes[1].by} ran beside each other for only {share:.0%} of the time, in {_ATTEMPTS} "
+        f"attempts: is something else keeping this machine busy?"
+    )
+
+
+def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
+    """Seconds of a call of each of two lanes while both were under way, and the share of the time in which they were.
+
+    A lane is when it began and when each call ended; between two marks it is taken to get on evenly.
+    """
+    first, last = max(gemm[0], gather[0]), min(gemm[-1], gather[-1])
+    if not first < last:
+        return [math.nan, math.nan, 0.0]
+    calls = [float(np.diff(np.interp([first, last], marks, np.arange(len(marks))))[0]) for marks in (gemm, gather)]
+    share = (last - first) / (max(gemm[-1], gather[-1]) - min(gemm[0], gather[0]))
+    return [(last - first) / calls[0], (last - first) / calls[1], share]
+
+
+def balanced(lanes: tuple[Lane, Lane], seconds: tuple[float, float], least_s: float, side: Side) -> tuple[Lane, Lane]:
+    """The lanes with counts that make them about as long as each other side by side; the same on all ranks.
+
+    seconds: of a call of each alone. least_s: how long they last at least.
+    """
+    lasting = max(least_s, _LEAST_CALLS * max(seconds))
+    _set_counts(lanes, [lasting / alone for alone in seconds])
+    for _ in range(_BALANCING):
+        side.ranks.start_together()
+        balance(lanes, side.play(lanes), side)
+    return lanes
+
+
+def balance(lanes: tuple[Lane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
+    """Give the lane that ended first, by `marks`, more calls, and then both so many times more. Collective."""
+    took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
+    _set_counts(lanes, [lane.count * longer * max(took) / s for lane, s in zip(lanes, took, strict=True)])
+
+
+def _set_counts(lanes: Sequence[Lane], counts: Sequence[float]) -> None:
+    fewer = min(1.0, _MOST_CALLS / max(counts))
+    for lane, count in zip(lanes, counts, strict=True):
+        lane.count = max(1, round(count * fewer))
+
+
+def _seconds(lane: Lane, side: Side) -> float:
+    """Of one call of `lane` alone, on the slowest rank: of the second of two plays, after one call that may have had to load
+    a kernel or found memory cold."""
+    for _ in range(2):
+        side.ranks.start_together()
+        found = max(1e-6, side.ranks.most(_per_call(side.play([lane])[0])))
+        lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)
+    return found
+
+
+def _per_call(marks: Sequence[float]) -> float:
+    return (marks[-1] - marks[0]) / (len(marks) - 1)
+
+
+class Matrices:
+    """A and B of random numbers, and the calls that multiply them: the library's, into one result."""
+
+    def __init__(self, gemm: Gemm, dtype: torch.dtype, ranks: Ranks) -> None:
+        device = ranks.device
+        self.ranks = ranks
+        self.a = torch.randn(gemm.m, gemm.k, dtype=dtype, device=device)
+        self.b = torch.randn(gemm.k, gemm.n, dtype=dtype, device=device)
+        self.out = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
+
+    def whole(self) -> torch.Tensor:
+        return torch.mm(self.a, self.b, out=self.out)
+
+    def cut(self, cut: str, pieces: int) -> Call:
+        """The whole in so many pieces of A: `rows`, each a GEMM of its own, or `columns`, which add up in the result."""
+        if cut == "rows":
+            parts = list(zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True))
+
+            def rows() -> None:
+                for a, out in parts:
+                    torch.mm(a, self.b, out=out)
+
+            return rows
+        blocks = list(zip(self.a.tensor_split(pieces, dim=1), self.b.tensor_split(pieces), strict=True))
+
+        def columns() -> None:
+            torch.mm(*blocks[0], out=self.out)
+            for a, b in blocks[1:]:
+                self.out.addmm_(a, b)
+
+        return columns
+
+
+def check_cuts(matrices: Matrices) -> dict[str, float]:
+    """The error of every cut against the whole, largest over ranks. Collective. RuntimeError if one is too large.
+
+    Errors are root mean squares, relative to that of the whole's elements. Allowed is eps x sqrt(pieces that add up), for
+    each addition rounds the sum anew, plus eps of fp32 x sqrt(K), for libraries add in fp32 in orders of their own. A piece
+    left out would cost at least 1 / sqrt(64) = 0.125.
+    """
+    whole = matrices.whole().clone()
+    eps, k = torch.finfo(whole.dtype).eps, matrices.a.shape[1]
+    errors = {}
+    for cut, pieces in CUTS:
+        matrices.out.fill_(math.nan)
+        matrices.cut(cut, pieces)()
+        error = matrices.ranks.most(_distance(matrices.out, whole))
+        limit = eps * math.sqrt(pieces if cut == "columns" else 1) + torch.finfo(torch.float32).eps * math.sqrt(k)
+        if not error <= limit:
+            raise RuntimeError(
+                f"GEMM {whole.shape[0]} x {whole.shape[1]} x {k} in {pieces} pieces by {cut} differs from the whole by "
+                f"{error:.3g} of its elements' root mean square; at most {limit:.3g} is allowed: nothing was timed"
+            )
+        errors[cut_name(cut, pieces)] = error
+    return errors
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Root mean square of the difference over that of `wanted`, in blocks of rows to save memory."""
+    squares = np.zeros(2)
+    for ours, theirs in zip(found.split(1024), wanted.split(1024), strict=True):
+        reference = theirs.double()
+        squares += [float((ours.double() - reference).square().sum()), float(reference.square().sum())]
+    return float(np.sqrt(squares[0] / squares[1]))
