@@ -167,7 +167,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         else:
             jagged = self._own_features(features)
         values = embedding_all_to_all(
-            list(self._local_weights().values()),
+            self._weights(),
             jagged,
             self.sharding,
             group=self.group,
@@ -192,8 +192,14 @@ class ShardedEmbeddingBagCollection(nn.Module):
         device = self._input_dist.device
         release(self.sharding, group=self.group, device=device, deadline_s=self.deadline_s, **self._settings)
 
-    def _local_weights(self) -> dict[str, torch.Tensor]:
-        return {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
+    def _weights(self) -> list[torch.Tensor]:
+        """Past `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch; unless something stands where
+        the parameter was."""
+        bags = cast(dict[str, nn.EmbeddingBag], self.embedding_bags._modules).values()
+        try:
+            return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
+        except KeyError:
+            return [bag.weight for bag in bags]
 
     def _own_features(self, features: Any) -> JaggedInput | Unreadable:
         """The global batch's features, without keys that no table uses and without weights that nobody asked for.
@@ -207,9 +213,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def _without_unused(self, jagged: JaggedInput) -> JaggedInput:
         if not self._is_weighted:
-            jagged = replace(jagged, weights=None)
+            jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
         elif jagged.weights is None:  # no weights: too few, unless there are no ids either
-            jagged = replace(jagged, weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
+            jagged = jagged._replace(weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
         keys = jagged.keys
         if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
@@ -230,7 +236,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         names = [table.name for table in self.sharding.tables]
         if unknown := [name for name in weights if name not in set(names)]:
             raise ValueError(f"weights name {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
-        local = self._local_weights()
+        local = dict(zip(self.embedding_bags, self._weights(), strict=True))
         for name, weight in local.items():
             if name not in weights:
                 raise ValueError(f"weights lack table {name!r} of rank {self.rank}: they have {', '.join(weights)}")
