@@ -294,7 +294,7 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     for it.
     """
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    if device.index is None and device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     store = store_of(group)
     if (known := _known(group, device)) is not None:
@@ -325,7 +325,7 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
 def _known(group: dist.ProcessGroup, device: torch.device) -> Domain | None:
     """The open one."""
     for known in list(_cache):
-        if known._group() is group and known.device.type == device.type:
+        if known._group() is group and (known.device == device or known.device.type == device.type):
             known.check()
             if known.device != device:
                 raise ValueError(f"this group has a domain on {known.device}: close it to use {device}")
