@@ -32,6 +32,9 @@ class Region:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return torch.from_numpy(self.memory[offset_bytes : offset_bytes + nbytes]).view(dtype).view(shape)
 
+    def owner(self, rank: int) -> np.ndarray | None:
+        return self.memory
+
     def close(self) -> None:
         self.memory = None
 

@@ -23,7 +23,7 @@ from weft.arguments import check_tensor, checked_deadline
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import embedding_all_to_all, release
+from weft.ops.embedding_all_to_all import OPERATOR, device_of, embedding_all_to_all, plan_of, pool_and_send, release
 from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.sparse.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
 from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged
@@ -92,6 +92,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.input = input
         self.deadline_s: float | None = None
         self._is_weighted = is_weighted
+        self._plan: EmbeddingPlan | None = None
         self._settings: dict[str, Any] = {
             "transport": transport,
             "order": order,
@@ -149,8 +150,16 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._pooled(features, batch_sizes)
-        with together(type(self).__name__, self.group, lambda: self._input_dist.device, self.deadline_s):
-            return self._pooled(features, batch_sizes)
+        if self.input == "local_batch":  # two calls, of which the ranks meet for one
+            with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
+                return self._pooled(features, batch_sizes)
+        with together(OPERATOR, self.group, self._speaks_on, self.deadline_s):
+            if self._plan is None:
+                self._plan = plan_of(self.sharding, **self._settings)
+            weights, jagged, group = self._weights(), self._own_features(features), self.group
+            device = device_of(weights, jagged, group)
+            values = pool_and_send(self._plan, weights, jagged, group, device, batch_sizes, self.deadline_s)
+            return KeyedTensor(self._keys, self._length_per_key, values)
 
     def _pooled(self, features: Any, batch_sizes: Sequence[int] | None) -> KeyedTensor:
         jagged: JaggedInput | Unreadable
@@ -167,7 +176,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         else:
             jagged = self._own_features(features)
         values = embedding_all_to_all(
-            list(self._local_weights().values()),
+            self._weights(),
             jagged,
             self.sharding,
             group=self.group,
@@ -189,11 +198,19 @@ class ShardedEmbeddingBagCollection(nn.Module):
         `DisagreementError` if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as
         calls do: the memory of a group that has failed goes with the group.
         """
-        device = self._input_dist.device
-        release(self.sharding, group=self.group, device=device, deadline_s=self.deadline_s, **self._settings)
+        release(self.sharding, group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s, **self._settings)
 
-    def _local_weights(self) -> dict[str, torch.Tensor]:
-        return {name: cast(nn.EmbeddingBag, bag).weight for name, bag in self.embedding_bags.items()}
+    def _weights(self) -> list[torch.Tensor]:
+        """Past `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch; unless something stands where
+        the parameter was."""
+        bags = cast(dict[str, nn.EmbeddingBag], self.embedding_bags._modules).values()
+        try:
+            return [bag._parameters["weight"] for bag in bags]  # type: ignore[misc]
+        except KeyError:
+            return [bag.weight for bag in bags]
+
+    def _speaks_on(self) -> torch.device:
+        return self._input_dist.device
 
     def _own_features(self, features: Any) -> JaggedInput | Unreadable:
         """The global batch's features, without keys that no table uses and without weights that nobody asked for.
@@ -207,9 +224,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def _without_unused(self, jagged: JaggedInput) -> JaggedInput:
         if not self._is_weighted:
-            jagged = replace(jagged, weights=None)
+            jagged = jagged if jagged.weights is None else jagged._replace(weights=None)
         elif jagged.weights is None:  # no weights: too few, unless there are no ids either
-            jagged = replace(jagged, weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
+            jagged = jagged._replace(weights=torch.empty(0, dtype=torch.float32, device=jagged.values.device))
         keys = jagged.keys
         if keys is None or self._features.issuperset(keys) or not self._own.issubset(keys):
             return jagged
@@ -230,7 +247,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         names = [table.name for table in self.sharding.tables]
         if unknown := [name for name in weights if name not in set(names)]:
             raise ValueError(f"weights name {unknown[0]!r}, which is no table: the tables are {', '.join(names)}")
-        local = self._local_weights()
+        local = dict(zip(self.embedding_bags, self._weights(), strict=True))
         for name, weight in local.items():
             if name not in weights:
                 raise ValueError(f"weights lack table {name!r} of rank {self.rank}: they have {', '.join(weights)}")
@@ -245,6 +262,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
         """Take note of what the tables are and of the device that they are on."""
         self.sharding, self.device = sharding, device
+        self._plan = None  # of calls with these tables, until the next one has made it
         # Ranks with tables on meta still take part, to say that they refuse.
         speaks_on = _device_for(self.group, None) if device.type == "meta" else device
         self._input_dist = InputDist(

@@ -91,6 +91,7 @@ class Prepared:
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
+        self._executors: list[Any] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
             self._turns = Turns(f"{op.name}, {p}", self.domain)
@@ -150,8 +151,10 @@ class Prepared:
             # On GPUs, where a call may be over in tens of microseconds, tensors are looked at in the first call of each layout:
             # of all that may differ between those of two calls, but for where they lie.
             layout = (id(executor), tuple([t.stride() for t in inputs.values()]))
-            made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=layout in self._ran)
-            self._ran.add(layout)
+            known = layout in self._ran
+            made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=known)
+            if not known:
+                self._ran.add(layout)
         return [made.get(name, outputs[name]) for name in self._results]
 
     @property
@@ -171,7 +174,7 @@ class Prepared:
 
     def close(self) -> None:
         """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
-        chosen, self._chosen = self._chosen, None
+        chosen, self._chosen, self._executors = self._chosen, None, []
         self._ran.clear()
         if chosen is not None and not self.stale:
             if self.device.type == "cuda":
@@ -216,7 +219,7 @@ class Prepared:
     def executor(self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None) -> Any:
         """What runs this call; None: the library's calls do. Collective at the first call, which chooses, and for that computes
         with a call's `tensors`."""
-        if self._chosen is not None and (self._chosen.gone if capturing else self._chosen.stale):
+        if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()
         if self._chosen is None:
             if capturing:
@@ -235,6 +238,7 @@ class Prepared:
                     p, domain, tensors, self.pinned, deadline_s=deadline_s,
                     serial=lambda: self._in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
                 )  # fmt: skip
+            self._executors = [one for one in (self._chosen.usual, self._chosen.captured) if one is not None]
         return self._chosen.captured if capturing else self._chosen.usual
 
 
@@ -307,6 +311,8 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
     """Matrices as GEMMs take them."""
+    if w.is_contiguous():
+        return w
     (rows, cols), (row, col) = w.shape[-2:], w.stride()[-2:]
     if (col == 1 and row >= cols) or (row == 1 and col >= rows) or not is_scattered(w):
         return w

@@ -71,7 +71,15 @@ class Operator(ABC, Generic[C]):
 
     def key(self, call: C) -> Hashable:
         """Of calls of one description. What differs here differs in `said`, so that a shape is new on all ranks or on none."""
-        return tuple([_likeness(kind, value) for kind, value in zip(self.kinds, call, strict=True)])
+        found: list[Hashable] = []
+        for kind, value in zip(self.kinds, call, strict=True):
+            if kind in _ONE and value is not None:
+                found.append((value.shape, value.dtype, value.device))
+            elif kind in _SEVERAL:
+                found.append(tuple([None if t is None else (t.shape, t.dtype, t.device) for t in value]))
+            else:
+                found.append(tuple(value) if type(value) is list else value)
+        return tuple(found)
 
     def checked(self, call: C, group: dist.ProcessGroup) -> C:
         """Before anything else, in every call. A compiled call, which no public function has seen, is checked here alone."""
@@ -179,13 +187,5 @@ class Operator(ABC, Generic[C]):
         return f"gradients wanted of ({', '.join(self.gradients_of.values())}): {wanted}" if self._none else ""
 
 
-def _likeness(kind: str, value: Any) -> Hashable:
-    if kind in _ONE:
-        return None if value is None else (value.shape, value.dtype, value.device)
-    if kind in _SEVERAL:
-        return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in value])
-    return tuple(value) if type(value) is list else value
-
-
 def _wants(value: Any) -> bool:
-    return any(t.requires_grad for t in value) if isinstance(value, list) else value.requires_grad
+    return True in [t.requires_grad for t in value] if isinstance(value, list) else value.requires_grad

@@ -42,7 +42,7 @@ class together:
     """Around all of a call of `operator` on this rank, or of its backward. like: a tensor, or a function that gives a
     device: where the call takes place."""
 
-    __slots__ = ("_deadline_s", "_group", "_like", "_operator", "_said")
+    __slots__ = ("_calls", "_deadline_s", "_group", "_like", "_operator", "_said")
 
     def __init__(self, operator: str, group: dist.ProcessGroup, like: Any, deadline_s: Any) -> None:
         self._operator, self._group, self._like, self._deadline_s = operator, group, like, deadline_s
@@ -57,7 +57,7 @@ class together:
 
     def _begin(self) -> None:
         self._said = 0
-        calls = calls_of(self._group, symm.require_member)
+        calls = self._calls = calls_of(self._group, symm.require_member)
         if calls.unanswered and (domain := symm.open_domain(self._group, "cuda")) is not None:
             domain.await_answers()
         if refused := calls.begin():
@@ -71,7 +71,7 @@ class together:
     ) -> None:
         group = self._group
         if error is None:
-            if (refused := calls_of(group).end()) and (domain := symm.open_domain(group, "cuda")) is not None:
+            if (refused := self._calls.end()) and (domain := symm.open_domain(group, "cuda")) is not None:
                 domain.poison(refused)
                 domain.check()
             return

@@ -11,7 +11,8 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from operator import is_
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
 from weft.words import counted, kind
 
-_OPERATOR = "embedding_all_to_all"
+OPERATOR = "embedding_all_to_all"
 
 
 @opaque
@@ -92,8 +93,8 @@ def embedding_all_to_all(
 
     Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
     """
-    with together(_OPERATOR, group, lambda: _device_of(weights, features, group), deadline_s):
-        device = _device_of(weights, features, group)
+    with together(OPERATOR, group, lambda: device_of(weights, features, group), deadline_s):
+        device = device_of(weights, features, group)
         deadline_s = checked_deadline(deadline_s)
         if not isinstance(sharding, EmbeddingSharding):
             raise TypeError(f"sharding is {kind(sharding)}: pass weft.place_tables(tables, {group.size()})")
@@ -104,28 +105,36 @@ def embedding_all_to_all(
                 f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {group.size()}: call "
                 f"place_tables(tables, {group.size()})"
             )
-        plan, rank = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs), group.rank()
-        jagged = as_jagged(features)
-        weights = _listed(weights)
-        known = _known(weights, plan, rank)
-        checked = check_jagged(jagged, sharding, rank, batch_sizes, device if known else weights)
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            raise ValueError(
-                "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
-                "torch.no_grad(), or weight.requires_grad_(False)"
-            )
-        if not known:
-            _remember(weights, plan, rank)
-        operator = compiled(plan, symm.domain(group, device, deadline_s=deadline_s), deadline_s=deadline_s)
-        if timeline is not None:
-            return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
-        if not is_in_torch_dispatch_mode():
-            # The dispatcher would unpack and pack a list of tensors: a microsecond per table, for nothing.
-            return operator(weights, jagged, checked, deadline_s=deadline_s)
-        return torch.ops.weft.embedding_all_to_all(
-            weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
-            operator.handle, deadline_s or 0.0,
-        )  # fmt: skip
+        plan = plan_of(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+        return pool_and_send(plan, _listed(weights), features, group, device, batch_sizes, deadline_s, timeline)
+
+
+@opaque
+def pool_and_send(
+    plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, device: torch.device,
+    batch_sizes: Sequence[int] | None, deadline_s: float | None, timeline: Timeline | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`embedding_all_to_all` with options that were checked, inside of `together`."""
+    jagged, rank = as_jagged(features), group.rank()
+    known = _known(weights, plan, rank)
+    checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights)
+    if torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
+        raise ValueError(
+            "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
+            "torch.no_grad(), or weight.requires_grad_(False)"
+        )
+    if not known:
+        _remember(weights, plan, rank)
+    operator = compiled(plan, symm.domain(group, device, deadline_s=deadline_s), deadline_s=deadline_s)
+    if timeline is not None:
+        return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
+    if not is_in_torch_dispatch_mode():
+        # The dispatcher would unpack and pack a list of tensors: a microsecond per table, for nothing.
+        return operator(weights, jagged, checked, deadline_s=deadline_s)
+    return torch.ops.weft.embedding_all_to_all(
+        weights, jagged.values, jagged.offsets, jagged.weights, checked.batch_sizes, checked.key_of_slot,
+        operator.handle, deadline_s or 0.0,
+    )  # fmt: skip
 
 
 def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
@@ -158,7 +167,7 @@ def release(
 ) -> None:
     """Give back the symmetric memory of calls with these options, as `ShardedEmbeddingBagCollection.close` says. Collective."""
     domain = symm.domain(group, device, deadline_s=deadline_s)
-    plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+    plan = plan_of(sharding, transport, order, slice_size, bounds_check, hash, outputs)
     operator = _operators.get(domain, {}).get(plan)
     if operator is not None:
         operator.synchronize()
@@ -175,7 +184,7 @@ def release(
         operator.close()
 
 
-def _plan(
+def plan_of(
     sharding: EmbeddingSharding, transport: str, order: Order, slice_size: int | None, bounds_check: BoundsCheck, hash: bool,
     outputs: int,
 ) -> EmbeddingPlan:  # fmt: skip
@@ -205,12 +214,12 @@ def _planned(
 
 def _listed(weights: Any) -> list[torch.Tensor]:
     """`TypeError` if that is not what it is."""
-    if not isinstance(weights, Sequence | torch.Tensor):
+    if not isinstance(weights, (list, Sequence, torch.Tensor)):
         raise TypeError(f"weights is {kind(weights)}: pass a list with one tensor per table of this rank")
     return list(weights)
 
 
-def _device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
+def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
     """Where this rank's call takes place. Arguments that do not tell will be refused, where the other ranks hear it."""
     try:
         device = weights[0].device if len(weights) else as_jagged(features).values.device
@@ -222,12 +231,19 @@ def _device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.d
 
 
 # Checking 64 tables takes longer than launching the kernel, and they are the same at every call.
-_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], list[tuple[Any, ...]]]] = {}
+_Layout: TypeAlias = tuple[list[int], list[torch.dtype], list[int], list[tuple[int, ...]]]
+_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], _Layout]] = {}
 
 
-def _layout(weights: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """What an in-place change of a tensor that was checked would change."""
-    return [(weight.data_ptr(), weight.dtype, weight.size(0), weight.stride(0)) for weight in weights]
+def _layout(weights: list[torch.Tensor]) -> _Layout:
+    """What an in-place change of a tensor that was checked would change. Methods without arguments, which take a third of the
+    time of `size(0)`."""
+    return (
+        [weight.data_ptr() for weight in weights],
+        [weight.dtype for weight in weights],
+        [weight.numel() for weight in weights],
+        [weight.stride() for weight in weights],
+    )
 
 
 def _known(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> bool:
@@ -235,14 +251,19 @@ def _known(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> bool:
     known = _known_weights.get((plan, rank))
     if known is None or len(known[0]) != len(weights):
         return False
-    same = all(ref() is weight for ref, weight in zip(known[0], weights, strict=True))
+    same = all(map(is_, [ref() for ref in known[0]], weights))
     return same and _layout(weights) == known[1]
 
 
 def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> None:
     if len(_known_weights) >= 64:
         _known_weights.clear()
-    _known_weights[plan, rank] = [weakref.ref(weight) for weight in weights], _layout(weights)
+
+    def forget(_: object, pop: Any = _known_weights.pop) -> None:
+        """With one of them gone: None is what its reference says then, and what a caller may give."""
+        pop((plan, rank), None)
+
+    _known_weights[plan, rank] = [weakref.ref(weight, forget) for weight in weights], _layout(weights)
 
 
 # --- compiled operators: one per (domain, plan), known to the dispatcher by a number ---
@@ -261,7 +282,7 @@ def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | No
     operator: Any = operators.get(plan)
     if operator is None:
         if domain.device.type == "cuda":
-            agree(_OPERATOR, domain.group, domain.device, lambda: ("a plan", 0), deadline_s)
+            agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", 0), deadline_s)
         with symm.set_up_within(deadline_s):
             agree_on_new(domain, plan, deadline_s=deadline_s)
             if domain.device.type == "cuda":

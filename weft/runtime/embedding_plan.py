@@ -58,6 +58,9 @@ class EmbeddingPlan:
                 f"outputs={self.outputs!r} must be between 1 and 255: how many result buffers each rank keeps"
             )
 
+    def __hash__(self) -> int:
+        return self.fingerprint
+
     @cached_property
     def text(self) -> dict[str, str]:
         """Everything that ranks must agree on, by name, as text that fits into an error message."""

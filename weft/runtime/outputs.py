@@ -45,6 +45,7 @@ class OutputPool:
         if not 1 <= count <= 255:
             raise ValueError(f"outputs={count} must be between 1 and 255: how many result buffers each rank keeps")
         self._domain = domain
+        self._dlpack_device = _DLPACK_DEVICE[domain.device.type], domain.device.index or 0
         self.count = count
         self.copied = 0
         self.slot_bytes = 0
@@ -100,16 +101,12 @@ class OutputPool:
 
     def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The result in `slot` as the user's tensor; the slot is free again when the tensor and all its views are gone."""
-        region, device = self._region, self._domain.device
+        region, rank = self._region, self._domain.rank
         # The lease holds the memory and not the region, which is closed with the domain; and it binds today's list of
         # free slots: after growth the old slots go back to a list that nobody reads.
-        memory = region.tensor(self._domain.rank, (0,), torch.uint8)
-        lease = _Lease(memory, self._free, slot)
-        code, bits = _DLPACK_TYPE[dtype]
-        tensor = _core.lease(
-            region.address(self._domain.rank) + slot * self.slot_bytes, list(shape), code, bits, _DLPACK_DEVICE[device.type],
-            device.index or 0, lease,
-        )  # fmt: skip
+        lease = _Lease(region.owner(rank), self._free, slot)
+        address = region.address(rank) + slot * self.slot_bytes
+        tensor = _core.lease(address, list(shape), *_DLPACK_TYPE[dtype], *self._dlpack_device, lease)
         del lease
         if not self._free and self.count > 1:
             self.copied += 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 _OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second reading of each offset comes from the cache
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedInput:
+class CheckedInput(NamedTuple):
     """A rank's input, understood: local slot s reads bags `key_of_slot[s] * global_batch + sample`.
 
     `batch_sizes[r]` samples of the global batch belong to rank r, in rank order.
@@ -50,19 +49,18 @@ def check_jagged(
     their device if they were checked before. Without `batch_sizes` the global batch is divided evenly, the first ranks
     get the odd samples. Raises `ValueError`.
     """
-    slots = sharding.local_slots(rank)
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)
     if jagged.keys is None:
-        key_of_slot, blocks, named = tuple(range(len(slots))), len(slots), "local feature"
+        blocks, named = len(sharding.local_slots(rank)), "local feature"
+        key_of_slot = tuple(range(blocks))
     else:
-        key_of_slot, blocks, named = blocks_of_slots(jagged.keys, sharding, rank), len(jagged.keys), "key"
-        refuse_unknown_features(jagged.keys, sharding)
+        key_of_slot, blocks, named = _blocks_of_known(jagged.keys, sharding, rank), len(jagged.keys), "key"
     sizes = None if batch_sizes is None else _checked_sizes(batch_sizes, sharding.world_size)
     global_batch = _global_batch(jagged, blocks, named, sizes)
     if sizes is None:
         each, odd = divmod(global_batch, sharding.world_size)
-        sizes = tuple(each + (rank < odd) for rank in range(sharding.world_size))
+        sizes = (each + 1,) * odd + (each,) * (sharding.world_size - odd)
     elif sum(sizes) != global_batch:
         raise ValueError(
             f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {counted(global_batch, 'sample')}: every rank needs "
@@ -119,18 +117,14 @@ def no_tables_on(device: torch.device) -> str:
     return f"the weight is on {device}: tables are pooled on {' or '.join(DEVICE_TYPES)}, move it there"
 
 
-def refuse_unknown_features(keys: Sequence[str], sharding: EmbeddingSharding) -> None:
-    """Raise `ValueError` if a key is looked up in no table of any rank."""
-    if unknown := _unknown_features(tuple(keys), sharding):
-        raise ValueError(
-            f"feature {unknown[0]!r} has no table: name it in some table's feature_names, or leave it out of the input "
-            f"(tables have the features {_some(slot.feature for slot in sharding.slots)})"
-        )
-
-
 def blocks_of_slots(keys: Sequence[str], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
     """For each local slot of `rank` the index of its feature in `keys`; `ValueError` if a feature is missing."""
-    return _blocks_of_slots(tuple(keys), sharding, rank)
+    block_of_key = {key: block for block, key in enumerate(keys)}
+    slots: tuple[Slot, ...] = sharding.local_slots(rank)
+    for slot in slots:
+        if slot.feature not in block_of_key:
+            raise ValueError(missing_feature(slot, keys, sharding))
+    return tuple(block_of_key[slot.feature] for slot in slots)
 
 
 def missing_feature(slot: Slot, keys: Sequence[str], sharding: EmbeddingSharding) -> str:
@@ -209,21 +203,23 @@ def first_bad_index(
 
 def check_parts(jagged: JaggedInput, device: torch.device | None) -> None:
     """That values, offsets and weights are tensors on `device` that go together. Raises `ValueError`."""
-    tensors: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
+    device_of_all = device or getattr(jagged.values, "device", None)
+    for name, tensor, dtypes in (
         ("values", jagged.values, INDEX_DTYPES),
         ("offsets", jagged.offsets, INDEX_DTYPES),
-    ]
-    if jagged.weights is not None:
-        tensors.append(("per_sample_weights", jagged.weights, (torch.float32,)))
-    for name, tensor, dtypes in tensors:
+        ("per_sample_weights", jagged.weights, (torch.float32,)),
+    ):
+        if tensor is None and name == "per_sample_weights":
+            continue
         check_tensor(name, tensor)
+        assert tensor is not None
         if tensor.dim() != 1:
             raise ValueError(f"{name} has shape {list(tensor.shape)}: pass one dimension")
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}: pass {name}.contiguous()")
-        if tensor.device != (device or jagged.values.device):
+        if tensor.device != device_of_all:
             beside = f"the tables are on {device}" if device else f"values is on {jagged.values.device}"
             raise ValueError(f"{name} is on {tensor.device} but {beside}: move the features there")
     if jagged.weights is not None and jagged.weights.numel() != jagged.values.numel():
@@ -267,19 +263,15 @@ def _global_batch(jagged: JaggedInput, blocks: int, named: str, sizes: tuple[int
 
 
 @lru_cache(maxsize=256)
-def _unknown_features(keys: tuple[str, ...], sharding: EmbeddingSharding) -> tuple[str, ...]:
-    used = {slot.feature for slot in sharding.slots}
-    return tuple(key for key in keys if key not in used)
-
-
-@lru_cache(maxsize=256)
-def _blocks_of_slots(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
-    block_of_key = {key: block for block, key in enumerate(keys)}
-    slots: tuple[Slot, ...] = sharding.local_slots(rank)
-    for slot in slots:
-        if slot.feature not in block_of_key:
-            raise ValueError(missing_feature(slot, keys, sharding))
-    return tuple(block_of_key[slot.feature] for slot in slots)
+def _blocks_of_known(keys: tuple[str, ...], sharding: EmbeddingSharding, rank: int) -> tuple[int, ...]:
+    """`blocks_of_slots`; also a `ValueError` if a key is looked up in no table of any rank."""
+    blocks, used = blocks_of_slots(keys, sharding, rank), {slot.feature for slot in sharding.slots}
+    if unknown := [key for key in keys if key not in used]:
+        raise ValueError(
+            f"feature {unknown[0]!r} has no table: name it in some table's feature_names, or leave it out of the input "
+            f"(tables have the features {_some(slot.feature for slot in sharding.slots)})"
+        )
+    return blocks
 
 
 def _block_text(block: int, jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from weft.words import counted, kind
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class JaggedInput:
+class JaggedInput(NamedTuple):
     """What the kernels read: `values` [N], `offsets` [T * B + 1], `weights` [N] or None, and the T keys if named.
 
     `stride` is B where the container knows it (it must when T = 0), otherwise None. `whole`: the bags were told by lengths alone,
@@ -340,6 +339,17 @@ def as_jagged(features: Any) -> JaggedInput:
 
 def check_keyed(features: Any) -> None:
     """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and one story of its bags."""
+    if type(features) is not KeyedJaggedTensor:
+        _check_container(features)
+    # Those that were given. Where the container cannot say, those that it has.
+    lengths = features.lengths_or_none() if hasattr(features, "lengths_or_none") else features.lengths()
+    if lengths is not None:
+        _check_lengths(lengths, len(features.keys()), features.stride())
+    _check_bags(_answer(features, "lengths_or_none"), _answer(features, "offsets_or_none"))
+
+
+def _check_container(features: Any) -> None:
+    """Of a class that is not ours: that it has what is asked for, and nothing that is not taken."""
     wanted = ("keys", "values", "lengths", "offsets", "weights_or_none", "stride")
     if missing := [name for name in wanted if not hasattr(features, name)]:
         raise TypeError(
@@ -350,11 +360,6 @@ def check_keyed(features: Any) -> None:
         raise ValueError("features has a variable stride per key: give every key the same batch (one bag per sample)")
     if _answer(features, "inverse_indices_or_none") is not None:
         raise ValueError("features has inverse indices: expand the batch first, each sample with its own bags")
-    # Those that were given. Where the container cannot say, those that it has.
-    lengths = features.lengths_or_none() if hasattr(features, "lengths_or_none") else features.lengths()
-    if lengths is not None:
-        _check_lengths(lengths, len(features.keys()), features.stride())
-    _check_bags(_answer(features, "lengths_or_none"), _answer(features, "offsets_or_none"))
 
 
 def wrong_sum(total: int, count: int) -> str:

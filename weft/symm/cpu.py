@@ -49,6 +49,9 @@ class CpuRegion:
         flat = _core.lease(mapping.address + offset_bytes, [wanted], *_UINT8, *_CPU, mapping)
         return flat.view(dtype).view(shape)
 
+    def owner(self, rank: int) -> _core.Mapping:
+        return self._mapping(rank)
+
     def close(self) -> None:
         self._mappings = []
 

@@ -55,6 +55,9 @@ class CudaRegion:
         begin = self._offset + offset_bytes
         return self._open().buffers[rank][begin : begin + nbytes].view(dtype).view(tuple(shape))
 
+    def owner(self, rank: int) -> torch.Tensor:
+        return self._open().buffers[rank]
+
     def give_back(self) -> None:
         """Close it, and let later allocations have the memory once every rank has given it back. No kernel of any rank, no
         captured graph and no tensor may use it any more."""

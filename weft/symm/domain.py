@@ -279,20 +279,16 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     for it.
     """
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    if device.index is None and device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     store = store_of(group)
+    if (known := _known(group, device)) is not None:
+        return known
     with _cache_lock:
         lock = _setup_locks.setdefault(group, threading.Lock())
     with lock:
-        for known in list(_cache):
-            if known._group() is group and known.device.type == device.type:
-                known.check()
-                if known.device != device:
-                    raise ValueError(f"this group has a domain on {known.device}: close it to use {device}")
-                return known
-            if not is_registered(known._group()):  # destroyed, though something still refers to it
-                known._close("its process group was destroyed")
+        if (known := _known(group, device)) is not None:  # another thread has made it
+            return known
         if (failure := failures.of(group)) is not None:
             raise unusable(str(failure))
         deadline_s = _setup_deadline_s(deadline_s)
@@ -309,6 +305,19 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
             _cache.append(made)
         _close_at_exit()
         return made
+
+
+def _known(group: dist.ProcessGroup, device: torch.device) -> Domain | None:
+    """The open one."""
+    for known in list(_cache):
+        if known._group() is group and (known.device == device or known.device.type == device.type):
+            known.check()
+            if known.device != device:
+                raise ValueError(f"this group has a domain on {known.device}: close it to use {device}")
+            return known
+        if not is_registered(known._group()):  # destroyed, though something still refers to it
+            known._close("its process group was destroyed")
+    return None
 
 
 def open_domain(group: dist.ProcessGroup, device_type: str) -> Domain | None:

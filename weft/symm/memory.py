@@ -21,6 +21,9 @@ class Region(Protocol):
     def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
         """A view of `rank`'s memory; it stays valid after `close`, for as long as it is held."""
 
+    def owner(self, rank: int) -> Any:
+        """What keeps `rank`'s memory mapped here, as a view does, for as long as it is held."""
+
     def close(self) -> None:
         """Give the memory up. It is unmapped when the last view goes; other ranks keep what they have mapped."""
 

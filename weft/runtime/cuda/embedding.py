@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,9 +46,10 @@ class EmbeddingAllToAllCuda:
         self._flag_count = 1
         self._memory: Memory | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
-        self._record = (
-            self.kernel.record.numpy()
-        )  # the same memory: reading it costs nanoseconds, a tensor microseconds
+        self._record = _numbers_of(self.kernel.record)
+        self._row_bytes = plan.sharding.total_dim * plan.sharding.dtype.itemsize
+        self._flags_per_sample = sum(plan.slices_per_sample) if plan.transport == "put" else 0
+        self._usual_deadline_s = env.deadline_s()
         # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
         self._poison_stream = torch.cuda.Stream(domain.device, priority=-1)
@@ -77,12 +78,11 @@ class EmbeddingAllToAllCuda:
             if bad is not None:
                 refuse(self.domain, bad, deadline_s=deadline_s)
         plan, domain = self.plan, self.domain
-        item_bytes = plan.sharding.dtype.itemsize
         largest = max(checked.batch_sizes, default=0)
-        patience_s = deadline_s or env.deadline_s()  # another rank may still compile what it runs before
-        grown = self.outputs.reserve(largest * plan.sharding.total_dim * item_bytes, self._quiesce, patience_s)
-        if plan.transport == "put" and largest * sum(plan.slices_per_sample) > self._flag_count:
-            flag_count = max(largest * sum(plan.slices_per_sample), 2 * self._flag_count)
+        patience_s = deadline_s or self._usual_deadline_s  # another rank may still compile what it runs before
+        grown = self.outputs.reserve(largest * self._row_bytes, self._quiesce, patience_s)
+        if largest * self._flags_per_sample > self._flag_count:
+            flag_count = max(largest * self._flags_per_sample, 2 * self._flag_count)
             with set_up_within(patience_s):
                 self._quiesce()
                 fewer, self._flags = self._flags, domain.allocate(8 * flag_count)
@@ -125,16 +125,16 @@ class EmbeddingAllToAllCuda:
     def look(self) -> None:
         """End the group if the device has noted that a call failed. Also called by the watching thread, so that calls of other
         operators hear of it."""
-        if int(self._record[device_code.R_STATUS]):
+        if self._record[device_code.R_STATUS]:
             with self._noting:
                 self._note_failure(self._record)
 
     def _note_failure(self, record: Any) -> None:
-        status = int(record[device_code.R_STATUS])
+        status = record[device_code.R_STATUS]
         record[device_code.R_STATUS] = 0
         if status == 0 or self.domain.failed:  # a failure elsewhere has ended our waits, or came before our deadline
             return
-        epoch, peer, wanted, found = (int(record[i]) for i in range(device_code.R_EPOCH, device_code.R_FOUND + 1))
+        epoch, peer, wanted, found = record[device_code.R_EPOCH : device_code.R_FOUND + 1]
         if status == device_code.DISAGREE:
             text = (
                 f"rank {self.domain.rank}, call {epoch}: rank {peer} called embedding_all_to_all with other batch_sizes: pass "
@@ -230,9 +230,10 @@ def _warn_of_bad_input(
     kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None
 ) -> None:
     """Warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
-    bad, at, bad_offsets = (int(record[i]) for i in range(device_code.R_BAD_INDICES, device_code.R_BAD_OFFSETS + 1))
+    bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
         return
+    at = record[device_code.R_BAD_POSITION]
     record[device_code.R_BAD_INDICES] = 0
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
@@ -254,12 +255,17 @@ def _warn_of_bad_input(
         warn(f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
 
 
+def _numbers_of(record: torch.Tensor) -> Any:
+    """The same memory: reading a number of it costs nanoseconds, of a tensor microseconds."""
+    return memoryview(cast(Any, record.numpy()))
+
+
 class _LocalPool:
     """The kernel in a world of one, and what it was last given."""
 
     def __init__(self, plan: EmbeddingPlan, device: torch.device) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device)
-        self.record = self.kernel.record.numpy()
+        self.record = _numbers_of(self.kernel.record)
         self.words = torch.zeros(4, dtype=torch.int64, device=device)  # stand in for signals and flags
         self.last_input: tuple[JaggedInput, CheckedInput] | None = None
 

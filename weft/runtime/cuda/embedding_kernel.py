@@ -87,7 +87,7 @@ class EmbeddingKernel:
         # All ranks' slots shape the kernel, not only its own: in which order a bag is added up must depend on neither who
         # owns the table nor on how many ranks there are.
         dims = [slot.dim for slot in sharding.slots] or [1]
-        self._mean_dim = sum(slot.dim for slot in self._slots) / max(1, len(self._slots))
+        self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
         self._rows = max(1, min(_MAX_ROWS, _TILE // self._block_d))
         self._interpreted = env.triton_interpreted()
@@ -166,12 +166,11 @@ class EmbeddingKernel:
         """How many pooled vectors a program grabs at once for `direct`: about _UNIT_BYTES, but enough units for all."""
         n = max(1, len(self._slots))
         bags = max(1, batch * n)
-        bag_bytes = max(1.0, n_values / bags * self._mean_dim * self._item_bytes)
-        most = min(_MAX_UNIT_SLOTS, n, max(1, bags // (4 * 32 * self._sms)))
-        slots = 1
-        while slots * 2 <= most and slots * 2 * bag_bytes <= _UNIT_BYTES:
-            slots *= 2
-        return slots
+        bag_bytes = n_values / bags * self._mean_bytes
+        most = min(
+            _MAX_UNIT_SLOTS, n, bags // (4 * 32 * self._sms), int(_UNIT_BYTES / bag_bytes) if bag_bytes > 1 else n
+        )
+        return 1 << (most.bit_length() - 1) if most else 1
 
     # --- launching ---
 
@@ -199,13 +198,12 @@ class EmbeddingKernel:
             raise ValueError("launch_per_table goes with transport='direct': a slice of 'put' spans tables")
         slot_table = self._slot_table(weights, checked.key_of_slot)
         last = len(self._slots) - 1
-        parts = (
-            [(n, n == 0, n == last) for n in range(last + 1)] if launch_per_table and last > 0 else [(None, True, True)]
-        )
-        for number, enter, leave in parts:
-            self._launch_part(
-                slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, number, enter, leave
-            )
+        call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline
+        if not launch_per_table or last <= 0:
+            self._launch_part(*call, None, True, True)
+            return
+        for number in range(last + 1):
+            self._launch_part(*call, number, number == 0, number == last)
 
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
         """Units of work of a call with this input: the lines that its timeline has."""
@@ -229,21 +227,30 @@ class EmbeddingKernel:
         starts, owners, order = self._batch_tables(checked.batch_sizes)
         weighted, timed = jagged.weights is not None, timeline is not None
         wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
-        key = VariantKey(jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
-        variant = self._variants.get(key) or self._compile(key)
-        arguments = (
+        key = (jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
+        variant = self._variants.get(key) or self._compile(VariantKey(*key))  # type: ignore[call-overload]
+        tensors = (
             slot_table, units, jagged.values, jagged.offsets, jagged.weights if weighted else self.state, starts, owners,
             order, memory.outputs, memory.signals, memory.flags, variant.staging, self.state, self.record,
-            timeline if timed else self.state, batch, per_sample * batch, n_values, out_slot,
-            memory.output_bytes, self._fingerprint(checked), int(deadline_s * 1e9), max(1, per_sample),
-            self._slices_before, self._slices_in_all,
+            timeline if timed else self.state,
+        )  # fmt: skip
+        numbers = (
+            batch, per_sample * batch, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
+            int(deadline_s * 1e9), max(1, per_sample), self._slices_before, self._slices_in_all,
         )  # fmt: skip
         grid = (max(1, min(variant.occupancy.grid, per_sample * batch)), 1, 1)
         if variant.compiled is None:
-            device_code.embedding_all_to_all_kernel[grid](*arguments, *variant.constants)
+            device_code.embedding_all_to_all_kernel[grid](*tensors, *numbers, *variant.constants)
             return
-        with torch.cuda.device(self.device):
-            variant.compiled[grid](*arguments, *variant.constants)
+        # Of a tensor Triton would ask the driver where it is: a dozen questions, which take longer than the launch.
+        addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
+        device = self.device.index
+        if torch._C._cuda_getDevice() == device:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            variant.compiled[grid](*addresses, *numbers, *variant.constants, stream=stream)
+        else:
+            with torch.cuda.device(device):
+                variant.compiled[grid](*addresses, *numbers, *variant.constants)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
         """What ranks must agree on in a call beyond the plan."""
