@@ -16,7 +16,7 @@ from made_up import require_runnable_on_gpus
 from test_stream_tokens import Recorded, context_of
 
 from weft.runtime.cuda import compile as stream_compiler
-from weft.runtime.cuda.calls import void
+from weft.runtime.cuda.calls import Operation, void
 from weft.schedule import AllToAllMatmul, Compute, Draft, Expr, NotApplicableError, Schedule, Tiles, candidates
 from weft.schedule.kernels import TileKernel
 
@@ -40,7 +40,7 @@ class Launched(TileKernel):
 @stream_compiler.emit_tiles.register
 def launched(kernel: Launched, step: Tiles, compiler: stream_compiler.Compiler, lane: int) -> None:
     y = compiler.regions.view(compiler.context.buffers["y"].part())
-    compiler.items.call(lane, lambda tensors: void(y(tensors).fill_(float(int(step.extent)))))
+    compiler.items.call(lane, Operation(lambda tensors: void(y(tensors).fill_(float(int(step.extent))))))
 
 
 def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +53,9 @@ def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.Mon
     schedule = d.schedule()
     require_runnable_on_gpus(schedule, 0)
     items = stream_compiler.compile_streams(context_of(schedule, 0), False)
-    ((lane, call),) = items.calls
+    ((lane, operation),) = items.calls
     out = torch.zeros(3, 2)
-    call({"y": out})
+    operation.call({"y": out})
     assert (lane, out.tolist()) == (0, [[3.0, 3.0]] * 3)
 
 
