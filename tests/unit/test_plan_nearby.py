@@ -63,11 +63,15 @@ def test_a_new_size_is_a_look_and_a_new_half_octave_a_few_candidates(monkeypatch
 
 
 def test_where_it_does_not_go_a_size_is_planned_by_itself() -> None:
+    """Among the same candidates, and without a change of what goes for the sizes around it."""
     model = gpu("h200", 2)
-    plan.names_near(problem(4096), model, MODES)
-    odd = problem(4094)
-    for name in plan.names_near(odd, model, MODES, itself=True):
-        assert plan.choose(odd, model, mode="queued", pinned=name).problem == odd
+    around = plan.names_near(problem(4096), model, MODES)
+    (family,), odd = nearby._families.values(), problem(4094)
+    found = plan.names_near(odd, model, MODES, itself=True)
+    assert found[0] == plan.choose(odd, model, mode="queued", among=family.contenders).candidate.name
+    for name in found:
+        assert plan.choose(odd, model, mode="queued", pinned=name).candidate.name == name
+    assert plan.names_near(problem(4098), model, MODES) == around
 
 
 def test_families() -> None:

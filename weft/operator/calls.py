@@ -131,20 +131,21 @@ _backward_of: dict[str, Callable[..., tuple[Any, ...]]] = {}
 
 def _backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
     prepared, wanted = ctx.prepared, ctx.needs_input_grad[4:]
-    found = _gradients(prepared, saved, list(grads), wanted, ctx.deadline_s, ctx.beside)
-    return (None, None, None, None, *found)
+    of_call = prepared.op, prepared.group, prepared.device, lambda: (prepared, ctx.beside)
+    return (None, None, None, None, *_gradients(*of_call, saved, list(grads), wanted, ctx.deadline_s))
 
 
 def _gradients(
-    prepared: Prepared, saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool],
-    deadline_s: float | None, beside: Any,
+    op: Operator[Any], group: dist.ProcessGroup, device: torch.device, found: Callable[[], tuple[Prepared, Any]],
+    saved: Sequence[torch.Tensor | None], grads: list[torch.Tensor], wanted: Sequence[bool], deadline_s: float | None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Autocast, which would reach some of the library's calls only, does not reach in."""
-    op, group, device = prepared.op, prepared.group, prepared.device
+    """found: gives what was prepared for the call, and what was begun behind it; its errors are told to peers too. Autocast, which
+    would reach some of the library's calls only, does not reach in."""
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
-            return _gradients(prepared, saved, grads, wanted, deadline_s, beside)
+            return _gradients(op, group, device, found, saved, grads, wanted, deadline_s)
     with together(f"backward of {op.name}", group, lambda: device, deadline_s):
+        prepared, beside = found()
         return op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
 
 
@@ -157,7 +158,6 @@ def registered(op: O) -> O:
     _backward_of[op.name] = once(op.name)(_backward)
     fields, options = op.fields, "str group, str schedule, float deadline_s"
     _library.define(f"{op.name}({fields}, {options}) -> Tensor[]", tags=op.tags)
-    names = [op.name]
 
     @opaque
     def run(*arguments: Any) -> list[torch.Tensor]:
@@ -175,7 +175,6 @@ def registered(op: O) -> O:
     _implement(op.name, run, fake)
     if op.gradients_of:
         _define_backward(op, fields, options)
-        names.append(f"{op.name}_backward")
     _compiled[op.name] = getattr(torch.ops.weft, op.name)
     return op
 
@@ -195,10 +194,14 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         """Those that are wanted."""
         *given, group_name, schedule, deadline_s, wanted = arguments
         group = group_of(group_name)
-        call = op.checked(op.form(*given), group)
-        prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
-        found = _gradients(prepared, saved, list(grads), wanted, deadline_s or None, op.beside(saved))
-        return [grad.contiguous() for grad in found if grad is not None]
+
+        def found() -> tuple[Prepared, Any]:
+            call = op.checked(op.form(*given), group)
+            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
+            return prepared, op.beside(saved)
+
+        made = _gradients(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
+        return [grad.contiguous() for grad in made if grad is not None]
 
     def fake(saved: Any, grads: Any, *arguments: Any) -> list[torch.Tensor]:
         *given, _, _, _, wanted = arguments
@@ -215,25 +218,24 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
         ctx.lengths = [len(value) if kind.endswith("[]") else 0 for kind, value in zip(op.kinds, call, strict=True)]
         ctx.save_for_backward(*saved, *tensors)
 
+    def in_fields(ctx: Any, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """What is there for each tensor, as the call's fields; others: for those that are none."""
+        left = iter(flat)
+        return [
+            other
+            if not kind.startswith("Tensor")
+            else [next(left) for _ in range(n)]
+            if kind.endswith("[]")
+            else next(left)
+            for kind, n, other in zip(op.kinds, ctx.lengths, others, strict=True)
+        ]
+
     def backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-        both = ctx.saved_tensors
-        saved, left = list(both[: ctx.count]), iter(both[ctx.count :])
-        call: list[Any] = []
-        for kind, value, length in zip(op.kinds, ctx.plain, ctx.lengths, strict=True):
-            if kind.startswith("Tensor"):
-                call.append([next(left) for _ in range(length)] if kind.endswith("[]") else next(left))
-            else:
-                call.append(value)
-        wanted = op.flat(ctx.needs_input_grad)
+        both, wanted = ctx.saved_tensors, op.flat(ctx.needs_input_grad)
+        saved, call = list(both[: ctx.count]), in_fields(ctx, both[ctx.count :], ctx.plain)
         made = iter(getattr(torch.ops.weft, name)(saved, list(grads), *call, *ctx.rest, wanted))
-        flat = iter([next(made) if want else None for want in wanted])
-        of_fields: list[Any] = []
-        for kind, length in zip(op.kinds, ctx.lengths, strict=True):
-            if kind.startswith("Tensor"):
-                of_fields.append([next(flat) for _ in range(length)] if kind.endswith("[]") else next(flat))
-            else:
-                of_fields.append(None)
-        return (*of_fields, None, None, None)
+        flat = [next(made) if want else None for want in wanted]
+        return (*in_fields(ctx, flat, [None] * len(op.kinds)), None, None, None)
 
     _implement(name, run, fake)
     torch.library.register_autograd(f"weft::{op.name}", backward, setup_context=set_up, lib=_library)

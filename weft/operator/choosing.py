@@ -79,15 +79,6 @@ class Chosen:
     """Of the schedules."""
 
     @property
-    def stale(self) -> bool:
-        """Whether there is something better to run calls than this by now."""
-        return any(one.stale for one in self._executors())
-
-    @property
-    def gone(self) -> bool:
-        return any(one.gone for one in self._executors())
-
-    @property
     def was_captured(self) -> bool:
         return any(one.was_captured for one in self._executors())
 

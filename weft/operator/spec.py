@@ -125,7 +125,9 @@ class Operator(ABC, Generic[C]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """For each tensor of the call, those that are wanted, by the same ones on all ranks; sums over ranks, not means. grads: of
         the results."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{self.name} has gradients of {', '.join(self.gradients_of)}: its spec must say them"
+        )
 
     # --- the way without overlap, where the steps of the serial schedule do not say it ---
 
@@ -137,11 +139,13 @@ class Operator(ABC, Generic[C]):
 
     def drawn(self, p: Any, rank: int, generator: torch.Generator) -> C:
         """A call of `p` on random numbers, on the generator's device."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} cannot be measured: its spec draws no calls (`drawn`)")
 
     def expected(self, p: Any, rank: int, calls: Sequence[C]) -> list[torch.Tensor]:
         """The results of a rank in float64, from the calls of all ranks."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{self.name} cannot be measured: its spec has no results to compare with (`expected`)"
+        )
 
     # --- made from these ---
 
@@ -158,13 +162,7 @@ class Operator(ABC, Generic[C]):
 
     def tensors(self, call: C) -> list[torch.Tensor | None]:
         """One after the other."""
-        found: list[torch.Tensor | None] = []
-        for kind, value in zip(self.kinds, call, strict=True):
-            if kind in _ONE:
-                found.append(value)
-            elif kind in _SEVERAL:
-                found += value
-        return found
+        return self.flat(call)
 
     def wanted(self, call: C) -> tuple[bool, ...]:
         """Of the fields that can be differentiated, those whose gradients are."""
@@ -172,14 +170,14 @@ class Operator(ABC, Generic[C]):
             return self._none
         return tuple([_wants(call[i]) for i in self.differentiable])
 
-    def flat(self, flags: Sequence[Any]) -> list[bool]:
-        """Flags of fields, of a list one for each, as flags of `tensors`."""
-        found: list[bool] = []
-        for kind, flag in zip(self.kinds, flags, strict=False):
+    def flat(self, of_fields: Sequence[Any]) -> list[Any]:
+        """What is said of the fields that are tensors, as a call has them, or torch its flags: of a list, one for each."""
+        found: list[Any] = []
+        for kind, one in zip(self.kinds, of_fields, strict=False):
             if kind in _ONE:
-                found.append(flag)
+                found.append(one)
             elif kind in _SEVERAL:
-                found += flag
+                found += one
         return found
 
     def described(self, wanted: tuple[bool, ...]) -> str:
