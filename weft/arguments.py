@@ -71,17 +71,17 @@ def check_flag(name: str, given: Any) -> None:
     raise ValueError(f"{name}={given!r} is {kind(given)}: pass True or False")
 
 
-def checked_dimension(A_shard: torch.Tensor, gather_dim: Any) -> int:
-    """`gather_dim` from 0 on, if A_shard is [..., gather_dim, ..., K]."""
-    if type(gather_dim) is int and 0 <= gather_dim < A_shard.dim() - 1:
-        return gather_dim
-    shape, dim = tuple(A_shard.shape), _whole("gather_dim", gather_dim, "pass the number of a dimension, an int")
+def checked_dimension(A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim")) -> int:
+    """`dim` from 0 on, if A is [..., dim, ..., K]. names: of A and of dim."""
+    if type(dim) is int and 0 <= dim < A.dim() - 1:
+        return dim
+    what, name = names
+    shape, dim = tuple(A.shape), _whole(name, dim, "pass the number of a dimension, an int")
     if len(shape) < 2:
-        raise ValueError(f"A_shard has shape {shape}: pass at least two dimensions, [rows, K]")
+        raise ValueError(f"{what} has shape {shape}: pass at least two dimensions, [rows, K]")
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
-            f"gather_dim={dim} must name a dimension of A_shard {shape} before the last: the last one is what the matmul sums "
-            f"over"
+            f"{name}={dim} must name a dimension of {what} {shape} before the last: the last one is what the matmul sums over"
         )
     return dim % len(shape)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.schedule import Collective, Compute, Copy, Lane, Region, Schedule, Set, Step, Tiles, Wait
+from weft.schedule import Collective, Compute, Copy, Lane, Reduce, Region, Schedule, Set, Step, Tiles, Wait
 
 Tensors = dict[str, np.ndarray]
 OPERATIONS = {
@@ -154,6 +154,8 @@ class _Machine:
             else:
                 result = OPERATIONS[step.op](*(self._view(region) for region in step.inputs))
             self._view(step.out)[:] = self._view(step.out) + result if step.accumulate else result
+        elif isinstance(step, Reduce):
+            self._view(step.out)[:] = sum(self._view(part) for part in step.parts)
         elif isinstance(step, Collective):
             before = sum(isinstance(s, Collective) for s in self.lanes[rank][i].steps[: self.at[rank][i]])
             gather = self.gathers.setdefault((self.runs[rank], i, before), {})
@@ -164,7 +166,10 @@ class _Machine:
             if step.op == "all_to_all":
                 begin = sum(self._received(r, i) for r in range(rank))
                 parts = [part[begin : begin + step.dst.rows] for part in parts]
-            self._view(step.dst)[:] = np.concatenate(parts, axis=int(step.op == "all_to_all"))
+            if step.op == "reduce_scatter":  # into equal parts
+                self._view(step.dst)[:] = sum(parts)[rank * step.dst.rows : (rank + 1) * step.dst.rows]
+            else:
+                self._view(step.dst)[:] = np.concatenate(parts, axis=int(step.op == "all_to_all"))
         return True
 
     def _received(self, rank: int, i: int) -> int:

@@ -42,6 +42,6 @@ def test_parts_of_scaled_gemms_are_timed_with_their_scales() -> None:
     assert timer.x.shape == (16 * 32,)
     assert 0.8 < timer.x.float().std() < 1.2
     a, b, y = timer.x[: 8 * 32].view(8, 32), tensors["w1"][:, :16], tensors["y1"][:8, :16]
-    timer._gemm(1, a, b, y)()
+    timer._gemm("w1", a, b, y)()
     exact = a.double() @ (b.double() * tensors["w_scale1"][:, :16]) + tensors["bias1"][:, :16]
     assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-4)

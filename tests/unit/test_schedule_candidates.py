@@ -30,7 +30,6 @@ from weft.schedule import (
     NotApplicableError,
     Scaled,
     Schedule,
-    Set,
     Wait,
     candidates,
 )
@@ -149,8 +148,7 @@ def check_order(schedule: Schedule) -> None:
                 waits = isinstance(step, Wait) and not step.previous
                 if waits and counters[rank, step.signal, step.index] < step.count:
                     break
-                if isinstance(step, Set):
-                    counters[step.at, step.signal, step.index] += 1
+                counters.update(step.sets())
                 at[rank] += 1
                 moved = True
     assert at == {rank: len(issued) for rank, issued in order.items()}

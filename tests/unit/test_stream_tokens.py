@@ -31,6 +31,7 @@ from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,
     Draft,
+    MatmulReduceScatter,
     NotApplicableError,
     Schedule,
     candidates,
@@ -44,6 +45,8 @@ PROBLEMS = {
     "3 ranks, uneven": AllGatherMatmul(3, (8, 24, 16), (32,), 32, "bf16"),
     "4 ranks, the gathered input wanted": AllGatherMatmul(4, (16, 16, 16, 16), (32,), 32, "bf16", True),
     "a rank without rows": AllGatherMatmul(2, (0, 64), (32,), 32, "bf16"),
+    "scattered to 2 ranks": MatmulReduceScatter(2, 1024, 300, 32, "bf16"),
+    "scattered to 4 ranks": MatmulReduceScatter(4, 1200, 40, 32, "fp32"),
 }
 
 
@@ -75,9 +78,21 @@ class Launch:
         return True
 
 
+class TrackedLaunch(stream_compiler.Tracked):
+    """A tracked GEMM on the first stream that puts all its tokens when it ends."""
+
+    def __init__(self, context: Context, regions: Any, kernel: Any, step: Any, words_set: Any) -> None:
+        super().__init__(context, regions, kernel, step, words_set)
+        sets = [address for counter in step.sets() for address in words_set(*counter)]
+        words_set.__self__.program.launch(0, {"opens": [], "waits": [], "sets": sets, "answers": []})
+
+
 class Memory:
     def address(self, rank: int) -> int:
         return WORDS * (1 + rank)
+
+    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def context_of(schedule: Schedule, rank: int) -> Context:
@@ -119,6 +134,7 @@ def compiled(schedule: Schedule, rank: int) -> list[tuple]:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_compiler, "_core", SimpleNamespace(StreamProgram=Recorded))
     monkeypatch.setattr(stream_compiler, "Move", Launch)
+    monkeypatch.setattr(stream_compiler, "Tracked", TrackedLaunch)
 
 
 class Played:
@@ -217,7 +233,9 @@ class Played:
             assert moved, "all streams stand still"
 
 
-@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "3 ranks, uneven"))
+@pytest.mark.parametrize(
+    "name", mostly(PROBLEMS, "2 ranks", "3 ranks, uneven", "scattered to 2 ranks", "scattered to 4 ranks")
+)
 def test_tokens_come_to_the_run_that_waits_for_them(recorded: None, name: str) -> None:
     count = 0
     for candidate in candidates(PROBLEMS[name]):

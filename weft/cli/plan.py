@@ -55,6 +55,12 @@ _Json = Annotated[
 ]
 
 
+_EvenRanks = Annotated[
+    int,
+    typer.Option(min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other; M must be divisible by them. {_MANY}"),
+]
+
+
 @plan.command("all_gather_matmul")
 def all_gather_matmul(
     shape: Annotated[
@@ -63,12 +69,7 @@ def all_gather_matmul(
             metavar="M,N,K", help="M: gathered rows. N: columns of one rank's weight. K: what is summed over."
         ),
     ],
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other; M must be divisible by them. {_MANY}"
-        ),
-    ] = 2,
+    ranks: _EvenRanks = 2,
     hw: _Hw = None,
     dtype: _Dtype = "bf16",
     mode: _Mode = PlanMode.queued,
@@ -87,6 +88,33 @@ def all_gather_matmul(
         weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
     """
     _plan("all_gather_matmul", shape, ranks, hw, dtype, mode, everything, json)
+
+
+@plan.command("matmul_reduce_scatter")
+def matmul_reduce_scatter(
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K", help="M: rows of every rank's product. N: its columns. K: what one rank sums over."
+        ),
+    ],
+    ranks: _EvenRanks = 2,
+    hw: _Hw = None,
+    dtype: _Dtype = "bf16",
+    mode: _Mode = PlanMode.queued,
+    everything: _All = False,
+    json: _Json = None,
+) -> None:
+    """Plan y = reduce_scatter(x @ w): [M, K] and [K, N] on each rank, and of the sum M / ranks rows to each.
+
+    DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
+    rank has nothing to compute.
+
+        weft plan matmul_reduce_scatter --shape 8192,8192,4096
+
+        weft plan matmul_reduce_scatter --shape 16384,8192,4096 --ranks 8 --all
+    """
+    _plan("matmul_reduce_scatter", shape, ranks, hw, dtype, mode, everything, json)
 
 
 @plan.command("all_to_all_matmul")

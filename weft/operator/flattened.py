@@ -1,6 +1,6 @@
-"""Shards of any shape as matrices: [..., gather_dim, ..., K] is [rows, K] with the gathered dimension outermost, and back.
+"""Shards of any shape as matrices: [..., dim, ..., K] is [rows, K] with the gathered (or scattered) dimension outermost, and back.
 
-What operators that gather rows have in common before they know what is multiplied how.
+What operators that gather or scatter rows have in common before they know what is multiplied how.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft.arguments import checked_rows
-from weft.operator.prepared import group_of
+from weft.operator.prepared import group_of, size_of
 
 UNEVEN = "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks"
 
 
-def check_weights(A_shard: torch.Tensor, Bs: Sequence[torch.Tensor]) -> None:
-    """That each is a matrix which follows A_shard, of its dtype and on its device."""
-    shape = A_shard.shape
+def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A_shard", each: str = "Bs[{}]") -> None:
+    """That each is a matrix which follows A, of its dtype and on its device. what, each: their names."""
+    shape = A.shape
     if not Bs:
         raise ValueError("Bs is empty: pass at least one matrix [K, N]")
     for i, B in enumerate(Bs):
+        name = each.format(i)
         if B.dim() != 2 or B.shape[0] != shape[-1]:
             raise ValueError(
-                f"Bs[{i}] has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow A_shard [..., {shape[-1]}]"
+                f"{name} has shape {tuple(B.shape)}: it must be [K={shape[-1]}, N] to follow {what} [..., {shape[-1]}]"
             )
-        if B.dtype != A_shard.dtype or B.device != A_shard.device:
+        if B.dtype != A.dtype or B.device != A.device:
             raise ValueError(
-                f"Bs[{i}] is {B.dtype} on {B.device} and A_shard is {A_shard.dtype} on {A_shard.device}: use one dtype and device"
+                f"{name} is {B.dtype} on {B.device} and {what} is {A.dtype} on {A.device}: use one dtype and device"
             )
 
 
@@ -63,11 +64,12 @@ def restored(
     rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> list[torch.Tensor]:
-    """[gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them. shape: of a shard."""
+    """[gathered rows x others, N] -> [gathered, others ..., N] -> the dimensions where the caller has them. shape: of a shard.
+    rows: what ranks gather, if not as much as this one."""
     gather_dim %= len(shape)
     if gather_dim == 0 and len(shape) == 2:
         return results
     others = [size for d, size in enumerate(shape[:-1]) if d != gather_dim]
     one = rows_of_one(shape, gather_dim)
-    extent = results[0].shape[0] // one if one else sum(rows or [shape[gather_dim] * group_of(group).size()])
+    extent = results[0].shape[0] // one if one else sum(rows or [shape[gather_dim] * size_of(group)])
     return [result.view(extent, *others, result.shape[1]).movedim(0, gather_dim) for result in results]

@@ -21,19 +21,24 @@ _CYCLES_PER_US = 2000  # at least the clock of any present GPU
 
 class GemmTimer:
     """Of library GEMMs that are parts of `p`'s: right operands are the first rows and columns of the weights, as they lie,
-    results the first of the results, which the call overwrites. The left operand is random, since what has been gathered is not
-    there yet, and GEMMs on zeros run at a higher clock: in the gathered x, if the call returns it, else in memory of its size,
-    as the serial schedule takes, or symmetric memory the others. It goes back to torch's allocator with this object.
+    results the first of the results, which the call overwrites, or where these have fewer rows in memory of their own. The left
+    operand is random, since what has been gathered is not there yet, and GEMMs on zeros run at a higher clock: in the gathered x,
+    if the call returns it, else in memory of its size, as the serial schedule takes, or symmetric memory the others. It goes back
+    to torch's allocator with this object.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: of a call of `p`, w0, w1, ..., y0, y1, ..., if it is returned, x, and if it has scales, these."""
-        weight = tensors["w0"]
-        self.tensors, self.device = tensors, weight.device
+        """tensors: of a call of `p`, w and y, or w0, w1, ..., y0, y1, ..., if it is returned, x, and if it has scales, these."""
+        self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
+        weight = next(iter(self.weights.values()))
+        self.device, shapes, gathers = weight.device, library_gemms(p), isinstance(p, AllGatherMatmul)
         self.scaled = p.scaled if isinstance(p, AllGatherMatmul) else None
-        largest = max(m * k for m, _, k, _ in library_gemms(p))
-        x = tensors["x"].view(-1) if "x" in tensors else torch.empty(largest, dtype=weight.dtype, device=self.device)
+        rows, largest = max(m for m, *_ in shapes), max(m * k for m, _, k, _ in shapes)
+        results = {name: tensors[name.replace("w", "y")] for name in self.weights}
+        self.results = {name: y if len(y) >= rows else y.new_empty(rows, y.shape[1]) for name, y in results.items()}
+        returned = gathers and "x" in tensors
+        x = tensors["x"].view(-1) if returned else torch.empty(largest, dtype=weight.dtype, device=self.device)
         # A generator of its own: the user's random numbers stay what they are.
         generator = torch.Generator(self.device).manual_seed(0)
         if self.scaled is None:
@@ -50,9 +55,9 @@ class GemmTimer:
         wide = {name: w for name, w in self.weights.items() if w.shape[1] >= n}
         which = min(wide, key=lambda name: wide[name].shape[1])
         a, b = self.x[: m * k].view(m, k), wide[which][:k, :n]
-        out = self.tensors[which.replace("w", "y")][:m, :n]
+        out = self.results[which][:m, :n]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        gemm = self._gemm(int(which[1:]), a, b, out)
+        gemm = self._gemm(which, a, b, out)
         gemm()  # finds and loads a kernel
         torch.cuda._sleep(int(_CYCLES_PER_US * (_SLEEP_US + _HOST_US * (warm + calls))))
         for _ in range(warm - 1):
@@ -64,10 +69,11 @@ class GemmTimer:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / calls
 
-    def _gemm(self, i: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        """Of a part of weight i."""
+    def _gemm(self, weight: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        """Of a part of it."""
         if self.scaled is None:
             return partial(torch.mm, a, b, out=out)
+        i = int(weight[1:])
         x_scale, w_scale, bias = (self.tensors.get(name) for name in ("x_scale", f"w_scale{i}", f"bias{i}"))
         assert x_scale is not None
         assert w_scale is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve_process_group
 
 from weft import env, plan, symm
 from weft.arguments import checked_deadline
@@ -51,6 +51,13 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
             f"group={group!r} is no process group that this rank belongs to: only its members make this call"
         )
     return group
+
+
+def size_of(group: dist.ProcessGroup | str | None) -> int:
+    """How many ranks it has; also where a call is traced, when torch finds no group by its name."""
+    if isinstance(group, str) and torch.compiler.is_compiling():
+        return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
+    return group_of(group).size()
 
 
 def check_options(deadline_s: float | None, timeline: Timeline | None) -> float | None:

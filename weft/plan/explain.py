@@ -158,6 +158,7 @@ def explain(
     """What would be chosen for `op`, what else there is, and why; as text.
 
     op: all_gather_matmul: M rows gathered, M / ranks from each, of K columns, times [K, N] on each rank.
+        matmul_reduce_scatter: M rows of K columns on each rank, times [K, N] on each, added up, M / ranks rows to each.
         all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
         `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.

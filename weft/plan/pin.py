@@ -21,9 +21,9 @@ _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 
 
 @contextmanager
-def use(schedule: str) -> Iterator[None]:
-    """Take `schedule` wherever a schedule is chosen, or with "autotune" the one that is measured to be the fastest.
-    `ValueError` at the operator, if it has none of that name."""
+def use(schedule: str | None) -> Iterator[None]:
+    """Take `schedule` wherever a schedule is chosen, or with "autotune" the one that is measured to be the fastest; None: none is
+    pinned. `ValueError` at the operator, if it has none of that name."""
     token = _pinned.set(schedule)
     try:
         yield

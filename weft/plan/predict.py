@@ -79,7 +79,8 @@ class Row:
     stops_host: bool = False
     """Whether the host waits for them before it issues the rest, and what is queued runs out."""
     rough: bool = False
-    """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM: it is taken only if it is pinned."""
+    """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM (unless that is the problem's way anyway): it is
+    taken only if it is pinned."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The different GEMMs of a rank that are the library's."""
     problem: Problem | None = field(default=None, repr=False)
@@ -177,7 +178,9 @@ def predicted_rows(
         times: dict[str, float | str] = dict.fromkeys(schedules, 0.0)
     else:
         times = _times(problem, built, model, mode, needed, progress)
-    rows = [replace(one.row, problem=problem, model=model) for one in built]
+    rows = [
+        replace(one.row, problem=problem, model=model, rough=one.row.rough and not problem.rounds_sums) for one in built
+    ]
     return [_timed(row, times.get(row.candidate.name)) for row in rows], schedules
 
 

@@ -64,7 +64,7 @@ class Turn:
 
     def __init__(self, turns: Turns | None, deadline_s: float | None, marks: Marks | None = None) -> None:
         self._turns, self._marks = turns, marks
-        self._deadline_s = deadline_s or env.deadline_s()
+        self.deadline_s = deadline_s or env.deadline_s()
 
     def begin(
         self, collective: str, function: Callable[..., dist.Work], *arguments: Any, group: dist.ProcessGroup
@@ -72,7 +72,7 @@ class Turn:
         """For `function(*arguments, group=group)` of torch.distributed, begun when all ranks have come: what to wait for."""
         if self._turns is None:
             return function(*arguments, group=group, async_op=True)
-        return self._turns.begin(collective, function, arguments, group, self._deadline_s)
+        return self._turns.begin(collective, function, arguments, group, self.deadline_s)
 
     def run(self, collective: str, function: Callable[..., Any], *arguments: Any, group: dist.ProcessGroup) -> None:
         """The same, done; on GPUs in stream order."""

@@ -1,10 +1,18 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
-from weft.schedule import dispatch, ficco, gather, serial, shard, slices  # noqa: F401  (registers their builders)
+from weft.schedule import dispatch, ficco, gather, scatter, serial, shard, slices  # noqa: F401  (registers their builders)
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
-from weft.schedule.problem import AllGatherMatmul, AllToAllMatmul, EmbeddingAllToAll, Problem, Scaled, described
+from weft.schedule.problem import (
+    AllGatherMatmul,
+    AllToAllMatmul,
+    EmbeddingAllToAll,
+    MatmulReduceScatter,
+    Problem,
+    Scaled,
+    described,
+)
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
@@ -31,6 +39,7 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "NotApplicableError", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles",
-    "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total", "unregister", "value",
+    "Lane", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set",
+    "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total",
+    "unregister", "value",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ class Problem:
     world_size: int
     name: ClassVar[str]
     """The operator's."""
+    rounds_sums: ClassVar[bool] = False
+    """Whether the library, too, rounds what ranks have computed to the result's dtype before it adds it up."""
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -66,6 +68,16 @@ class Problem:
 
 PROBLEMS: dict[str, type[Problem]] = {}
 """By the operator's name."""
+
+
+def _require_even(m: int, n: int, k: int, world_size: int) -> None:
+    """Raises `ValueError` for sizes that cannot be, or an m of which ranks do not have equal parts."""
+    if not all(isinstance(size, int) and size >= 0 for size in (m, n, k)) or world_size < 1:
+        raise ValueError(f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1")
+    if m % world_size:
+        below = m - m % world_size
+        raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}")
+
 
 SCALED_MULTIPLE = 16
 """Of k and n: what the libraries' fp8 GEMMs take."""
@@ -142,13 +154,7 @@ class AllGatherMatmul(Problem):
     @staticmethod
     def even(m: int, n: int, k: int, world_size: int, dtype: str = "bf16") -> AllGatherMatmul:
         """[m, k] gathered from equal shards times one [k, n] on every rank."""
-        if not all(isinstance(size, int) and size >= 0 for size in (m, n, k)) or world_size < 1:
-            raise ValueError(
-                f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1"
-            )
-        if m % world_size:
-            below = m - m % world_size
-            raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}")
+        _require_even(m, n, k, world_size)
         return AllGatherMatmul(world_size, (m // world_size,) * world_size, (n,), k, dtype)
 
     @classmethod
@@ -192,6 +198,55 @@ class AllGatherMatmul(Problem):
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
             "serial", "gather[by=kernel]", "shard[chunks=1,send=in_turn,by=dma]", "shard[chunks=2,send=in_turn,by=dma]"
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulReduceScatter(Problem):
+    """y = this rank's rows of the sum of all ranks' x @ w.
+
+    Buffers: x [m, k] and w [k, n] in; y [m / ranks, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained
+    Overlap of Compute & Collectives", 4.
+    """
+
+    name: ClassVar[str] = "matmul_reduce_scatter"
+    rounds_sums: ClassVar[bool] = True
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "fp16", "bf16"):
+            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in fp32, fp16 or bf16")
+        _require_even(self.m, self.n, self.k, self.world_size)
+
+    @property
+    def rows(self) -> int:
+        """Of a rank's result."""
+        return self.m // self.world_size
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of M."""
+        return replace(self, m=self.world_size), float(self.rows)
+
+    def resized(self, size: float) -> MatmulReduceScatter:
+        return replace(self, m=max(1, round(size)) * self.world_size)
+
+    @property
+    def text(self) -> str:
+        ranks = counted(self.world_size, "rank")
+        return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, added up, {self.rows} rows to each, {self.dtype}"
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "scatter", "direct[chunks=1,by=dma,add=reduce]", "direct[chunks=2,by=dma,add=gemm]"
         )  # fmt: skip
 
 

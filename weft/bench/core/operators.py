@@ -9,16 +9,18 @@ from typing import Any
 OPERATORS = {
     "embedding_all_to_all": "weft.bench.ops.embedding_all_to_all",
     "all_gather_matmul": "weft.bench.ops.all_gather_matmul",
+    "matmul_reduce_scatter": "weft.ops.matmul_reduce_scatter",
     "all_to_all_matmul": "weft.bench.ops.all_to_all_matmul",
     "inefficiency": "weft.studies.inefficiency",
 }
 
 
 def operator(name: str) -> Any:
-    """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One that somebody has registered
-    (`weft.operator`) needs no file here."""
-    if name in OPERATORS:
-        return importlib.import_module(OPERATORS[name]).OPERATOR
+    """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One that has a spec only
+    (`weft.operator`), weft's or somebody else's, needs no file here."""
+    home = importlib.import_module(OPERATORS[name]) if name in OPERATORS else None
+    if home is not None and not home.__name__.startswith("weft.ops."):
+        return home.OPERATOR
     calls, any_operator = (
         importlib.import_module(one) for one in ("weft.operator.calls", "weft.bench.ops.any_operator")
     )

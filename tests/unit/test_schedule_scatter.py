@@ -1,0 +1,179 @@
+"""Every registered way to do GEMM + reduce-scatter: it verifies, keeps its value in JSON, can be issued from one thread, is taken
+by GPUs, and adds up the products in random legal orders over several runs.
+
+Small whole numbers, so that sums are exact in any order and results are compared for equality.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_up import require_runnable_on_gpus
+from schedule_interpreter import Tensors, edited, interpret
+from sim_toys import gpu
+from slow import mostly
+from test_schedule_candidates import check_order, same
+
+from weft import plan
+from weft.plan import nearby
+from weft.plan.gemms import ladder
+from weft.schedule import (
+    Candidate,
+    Compute,
+    MatmulReduceScatter,
+    NotApplicableError,
+    Schedule,
+    Set,
+    Tiles,
+    Wait,
+    candidates,
+    named,
+)
+from weft.schedule.kernels import TrackedMatmul
+from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
+from weft.sim import NULL, simulate
+
+PROBLEMS = (
+    MatmulReduceScatter(1, 5, 3, 4, "fp32"),
+    MatmulReduceScatter(2, 14, 3, 4, "bf16"),
+    MatmulReduceScatter(2, 600, 270, 2, "fp16"),  # tiles in several chunks, the last of them smaller
+    MatmulReduceScatter(3, 15, 2, 3, "bf16"),
+    MatmulReduceScatter(4, 36, 17, 3, "fp32"),
+    MatmulReduceScatter(8, 32, 3, 2, "bf16"),
+)
+
+
+def applicable(problem: MatmulReduceScatter) -> list[tuple[Candidate, Schedule]]:
+    found = []
+    for candidate in candidates(problem):
+        try:
+            found.append((candidate, candidate.build()))
+        except NotApplicableError:
+            continue
+    return found
+
+
+def inputs_of(p: MatmulReduceScatter, runs: int, seed: int) -> list[list[Tensors]]:
+    rng = np.random.default_rng(seed)
+
+    def small(rows: int, cols: int) -> np.ndarray:
+        return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
+
+    return [[{"x": small(p.m, p.k), "w": small(p.k, p.n)} for _ in range(p.world_size)] for _ in range(runs)]
+
+
+def expected(p: MatmulReduceScatter, inputs: list[list[Tensors]]) -> list[list[Tensors]]:
+    sums = [sum(t["x"] @ t["w"] for t in ranks) for ranks in inputs]
+    return [[{"y": part} for part in np.split(np.asarray(total), p.world_size)] for total in sums]
+
+
+def check(p: MatmulReduceScatter, schedule: Schedule, name: str, runs: int = 3) -> None:
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    check_order(schedule)
+    for rank in {0, p.world_size - 1}:
+        require_runnable_on_gpus(schedule, rank)
+    inputs = inputs_of(p, runs, seed=len(name))
+    for seed in range(2):
+        assert same(interpret(schedule, inputs, seed), expected(p, inputs)), (p, name, seed)
+
+
+@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:4]), ids=str)
+def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatter) -> None:
+    found = applicable(p)
+    overlapping = {"scatter", "direct", "tracked"} | ({"ring"} if p.world_size > 2 else set())
+    assert {candidate.builder for candidate, _ in found} == {"serial"} | (overlapping if p.world_size > 1 else set())
+    for candidate, schedule in found:
+        check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)
+        assert simulate(schedule, NULL).end_us >= 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_some_small_shapes(data: st.DataObject) -> None:
+    world, rows = data.draw(st.integers(1, 4), label="world_size"), data.draw(st.integers(0, 40), label="rows")
+    n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
+    p = MatmulReduceScatter(world, rows * world, n, k, "fp32")
+    candidate, schedule = data.draw(st.sampled_from(applicable(p)), label="candidate")
+    check(p, schedule, candidate.name, runs=2)
+
+
+@pytest.mark.parametrize("builder", ["direct", "tracked", "ring"])
+def test_who_fills_a_slot_again_too_early_is_noticed(builder: str) -> None:
+    p = MatmulReduceScatter(3, 18, 2, 3, "fp32")
+    schedule = candidates(p, (builder,))[0].build()
+    hasty = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
+    inputs = inputs_of(p, 3, seed=0)
+    assert not all(same(interpret(hasty, inputs, seed), expected(p, inputs)) for seed in range(20))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 5000), n=st.integers(1, 2000), chunks=st.sampled_from([1, 2, 4]), rank=st.integers(0, 1))
+def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, chunks: int, rank: int) -> None:
+    p = MatmulReduceScatter(2, 2 * rows, n, 8, "bf16")
+    try:
+        schedule = named(p, f"tracked[chunks={chunks},to=dma]").build()
+    except NotApplicableError:
+        assert rows <= 128 * (chunks - 1)
+        return
+    (step,) = (s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Tiles))
+    kernel = step.kernel
+    assert isinstance(kernel, TrackedMatmul)
+    done, order = np.zeros((2 * rows, n), int), []
+    for number in range(step.extent):
+        matmul, told = step.tile(number)
+        assert isinstance(matmul, Compute)
+        assert isinstance(told, Set)
+        x, w = matmul.inputs
+        assert 1 <= x.rows <= kernel.rows
+        assert 1 <= w.cols <= kernel.cols
+        assert matmul.out.row == (x.row + (1 + rank) * rows) % (
+            2 * rows
+        )  # as they are computed: the other rank's first
+        done[x.row : x.row + x.rows, w.col : w.col + w.cols] += 1
+        order.append(told.index)
+    assert (done == 1).all()
+    assert order == sorted(order)
+    assert len(set(order)) == 2 * chunks
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
+        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
+        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in fp32, fp16 or bf16"),
+        ({"dtype": "int64"}, "dtype='int64'"),
+    ],
+)
+def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        replace(PROBLEMS[1], **change)  # type: ignore[arg-type]
+
+
+def test_it_is_planned_by_the_model_and_explained() -> None:
+    """Overlap is faster by much where the GEMM and the reduce-scatter take as long as each other. Sums in 16 bits are no reason
+    against a schedule here: the library's are."""
+    text = plan.explain("matmul_reduce_scatter", M=8192, N=8192, K=4096, ranks=2, hw="h200")
+    assert "less than serial's" in text
+    assert "errs more" not in text
+    choice = plan.choose(MatmulReduceScatter(2, 16384, 16384, 2048, "bf16"), gpu("h200", 2))
+    assert choice.predicted_us < 0.75 * choice.row("serial").predicted_us  # type: ignore[operator]
+    with pytest.raises(ValueError, match="m=8191 must be divisible"):
+        plan.explain("matmul_reduce_scatter", M=8191, N=8192, K=4096, ranks=2, hw="h200")
+
+
+def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby, "_families", {})
+    p, model = MatmulReduceScatter(2, 8192, 4096, 2048, "bf16"), gpu("h200", 2)
+    others = [replace(p, m=m) for m in (8190, 8400, 7800)]
+    assert {one.family[0] for one in others} == {p.family[0]} != {replace(p, n=8).family[0]}
+    assert p.resized(p.family[1]) == p
+    assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
+    assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))

@@ -1,0 +1,170 @@
+"""weft.matmul_reduce_scatter: a GEMM whose rows leave for their ranks, where they are added up, while it goes on with others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft import plan
+from weft.arguments import check_tensor, checked_dimension
+from weft.operator.calls import made, registered
+from weft.operator.flattened import check_weights, flattened, restored
+from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.spec import Operator
+from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.runtime.in_turn import Turn
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.unfused import all_gather
+from weft.schedule import MatmulReduceScatter
+from weft.timeline import Timeline
+
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+
+
+def matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group: dist.ProcessGroup | str,
+    *,
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Multiply `A` with `B`, add up the products of all ranks of `group`, and give each rank its part along `scatter_dim`.
+
+    Signature and result are those of `torch.ops.symm_mem.fused_matmul_reduce_scatter`. Equals
+
+        return reduce_scatter(A @ B, reduce_op, scatter_dim)
+
+    but rows that are computed travel while others are. Shape and machine decide how. Where nothing beats the plain sequence of
+    GEMM and collective, that is what runs. Collective over `group`. Differentiable in A and B, once: gradients are sums over ranks,
+    and all ranks must want the same ones. Backward gathers the result's gradient while it multiplies with it, by
+    `all_gather_matmul`. Autocast does not apply: inputs are multiplied in the dtype that they have.
+
+    A: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()). Integers and fp8 are
+        refused: products are rounded to A's dtype before they are added up, and these cannot hold sums. Copied if
+        `A.movedim(scatter_dim, 0)` is not contiguous.
+    B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
+    reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
+    scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
+    group: a process group, or its name.
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward only;
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
+        the serial schedule calls NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks call the
+        same, once a shape is known.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+
+    Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. It has N in place of K,
+    and of scatter_dim a part. Overlapped schedules add up in fp32, in an order that the schedule and the number of ranks fix, so
+    that equal calls give equal bits; the ring's rounds at each rank, and so does NCCL. Results of two schedules differ by what
+    they round. "avg" divides what has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The
+    first call of a shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
+    Memory: the result; as much as A @ B in symmetric or other memory that is kept, on GPUs that of the largest A for all calls that
+        differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
+
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
+    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
+    """
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        check_tensor("A", A)
+        check_tensor("B", B)
+        if reduce_op not in ("sum", "avg"):
+            raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
+        dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"))
+        _check_even(A.shape, dim, size_of(group))
+        return _Call(flattened(A, dim), B)
+
+    (y,) = made(OPERATOR, group, A, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    world = size_of(group)
+    if reduce_op == "avg":
+        y = y.div_(world)
+    (y,) = restored([y], A.shape, scatter_dim, [A.shape[scatter_dim] // world], group)
+    return y
+
+
+def _check_even(shape: Sequence[int], dim: int, world: int) -> None:
+    if shape[dim] % world:
+        below = shape[dim] - shape[dim] % world
+        raise ValueError(
+            f"A has shape {tuple(shape)}, and the {shape[dim]} of scatter_dim={dim} must be divisible by world_size={world}, as "
+            f"every rank gets as many: pad to {below + world}"
+        )
+
+
+class _Call(NamedTuple):
+    """Of matrices."""
+
+    x: torch.Tensor
+    B: torch.Tensor
+
+
+class _MatmulReduceScatter(Operator[_Call]):
+    """With y this rank's part of the sum over ranks of x @ B, and `whole` all ranks' grad y, gathered:
+
+    grad x = whole @ B^T      grad B = x^T @ whole
+    """
+
+    name, form = "matmul_reduce_scatter", _Call
+    gradients_of: ClassVar[Mapping[str, str]] = {"x": "A", "B": "B"}
+
+    def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
+        x, B = call
+        if x.dtype not in _DTYPES:
+            raise ValueError(
+                f"A is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}, in which the ranks' products can be added up"
+            )
+        check_weights(x, [B], what="A", each="B")
+        _check_even(x.shape, 0, world)
+        return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], _DTYPES[x.dtype])
+
+    def inputs(self, p: MatmulReduceScatter, call: _Call) -> dict[str, Any]:
+        return {"x": contiguous(call.x, "A"), "w": strided(call.B, "B")}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        return {"y": call.x.new_empty(call.x.shape[0] // world, call.B.shape[1])}
+
+    def gradients(
+        self, p: MatmulReduceScatter, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
+        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        (x, B), (grad,) = saved, grads
+        grad_x: torch.Tensor | None = None
+        whole = grad.contiguous()
+        if p.world_size == 1:
+            grad_x = grad @ B.t() if wanted[0] else None
+        elif wanted[0]:
+            deadline_s = None if turn is None else turn.deadline_s
+            with plan.use(None):  # what is pinned is this operator's
+                gathered, (grad_x,) = all_gather_matmul(
+                    whole, [B.t()], 0, group, return_A=wanted[1], deadline_s=deadline_s
+                )
+            whole = whole if gathered is None else gathered
+        else:
+            rows = [p.rows] * p.world_size
+            whole = all_gather(whole, rows, group.rank(), group, turn, "all_gather of the result's gradient")
+        return [grad_x, x.t() @ whole if wanted[1] else None]
+
+    def drawn(self, p: MatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
+        def random(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator, device=generator.device)
+            return drawn.to(TORCH_DTYPE[p.dtype])
+
+        return _Call(random(p.m, p.k), random(p.n, p.k).t())
+
+    def expected(self, p: MatmulReduceScatter, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
+        mine = slice(rank * p.rows, (rank + 1) * p.rows)
+        return [torch.stack([x[mine].double() @ B.double() for x, B in calls]).sum(0)]
+
+
+OPERATOR = registered(_MatmulReduceScatter())
