@@ -134,6 +134,13 @@ def all_gather_scaled_matmul(group: dist.ProcessGroup) -> Operator:
     return Operator(weft.all_gather_scaled_matmul, arguments, places(*names))
 
 
+def matmul_reduce_scatter(group: dist.ProcessGroup) -> Operator:
+    arguments = {
+        "A": data(group, 4, 8), "B": data(group, 8, 3), "reduce_op": "sum", "scatter_dim": 0, "group": group,
+    }  # fmt: skip
+    return Operator(weft.matmul_reduce_scatter, arguments, places("A", "B"))
+
+
 def all_to_all_matmul(group: dist.ProcessGroup) -> Operator:
     arguments = {
         "tokens": data(group, 4, 8), "w_experts": data(group, 1, 8, 3), "splits": torch.tensor([1, 3]), "group": group,
@@ -190,6 +197,7 @@ class Features:
 OPERATORS: dict[str, Callable[[dist.ProcessGroup], Operator]] = {
     "all_gather_matmul": all_gather_matmul,
     "all_gather_scaled_matmul": all_gather_scaled_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
     "all_to_all_matmul": all_to_all_matmul,
     "embedding_all_to_all": embedding_all_to_all,
     "local_batch": partial(module, input="local_batch"),
@@ -265,9 +273,22 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("return_A", "no", "return_A='no' is a str: pass True or False"),
     ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
 ]
+SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
+    ("scatter_dim", "0", f"scatter_dim='0' is a str: {NO_DIMENSION}"),
+    ("scatter_dim", 1, "scatter_dim=1 must name a dimension of A (4, 8) before the last"),
+    ("scatter_dim", -3, "scatter_dim=-3 must name a dimension of A (4, 8) before the last"),
+    ("A", torch.ones(8), "A has shape (8,): pass at least two dimensions"),
+    ("A", torch.ones(5, 8), "A has shape (5, 8), and the 5 of scatter_dim=0 must be divisible by world_size=2, as"),
+    ("A", torch.ones(3, 2, 8), "A has shape (3, 2, 8), and the 3 of scatter_dim=0 must be divisible by world_size=2"),
+    ("B", [torch.ones(8, 3)], "B is a list: pass a torch.Tensor"),
+    ("reduce_op", "max", 'reduce_op=\'max\': use "sum" or "avg"'),
+    ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
+    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+]
+ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {"matmul_reduce_scatter": SCATTERS_REFUSE}
 DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
 # Deadlines are taken by all, and by the module when it is made.
-DIRECT = [*GATHERS, "all_to_all_matmul", "embedding_all_to_all"]
+DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "embedding_all_to_all"]
 
 
 def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
@@ -280,11 +301,12 @@ def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]])
     return found
 
 
-@pytest.mark.parametrize("operator", GATHERS)
+@pytest.mark.parametrize("operator", ARGUMENTS_REFUSED)
 def test_arguments_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
-    bad = [(name, value) for name, value, _ in GATHERS_REFUSE]
+    refuses = ARGUMENTS_REFUSED[operator]
+    bad = [(name, value) for name, value, _ in refuses]
     for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
-        for text, (name, value, words) in zip(found, GATHERS_REFUSE, strict=True):
+        for text, (name, value, words) in zip(found, refuses, strict=True):
             assert text.startswith("RefusedError: rank 1: "), (name, value, text)
             assert words in text, (name, value, text)
 
@@ -421,6 +443,16 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
         "slow": option(use_fast_accum=[False]),
         "no result scales": option(result_scales=(None,)),
     },
+    "matmul_reduce_scatter": {
+        "a name": lambda a: a.update(group=a["group"].group_name),
+        "from behind": option(scatter_dim=-2),
+        "blocks of rows": of_each("A", lambda x: x.view(2, 2, -1)),
+        "scattered rows": of_each("A", scattered),
+        "weights by columns": of_each("B", lambda w: w.t().contiguous().t()),
+        "scattered weights": of_each("B", scattered),
+        "another type": of_each("A", lambda x: x.as_subclass(Named)),
+        "a deadline": option(deadline_s=30),
+    },
     "all_to_all_matmul": {
         "int32": of_each("splits", torch.Tensor.int),
         "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
@@ -441,6 +473,7 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
 SCHEDULES: dict[str, list[str | None]] = {
     "all_gather_matmul": ["serial", "gather[by=kernel]"],
     "all_gather_scaled_matmul": ["serial", "gather[by=kernel]"],
+    "matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=gemm]"],
     "all_to_all_matmul": ["serial", "dispatch[by=dma,rest=each]"],
     "embedding_all_to_all": [None],
 }

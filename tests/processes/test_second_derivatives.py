@@ -25,6 +25,13 @@ def gathered(group: dist.ProcessGroup, return_A: bool = False) -> Call:
     return call
 
 
+def scattered(group: dist.ProcessGroup) -> Call:
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return weft.matmul_reduce_scatter(x, w[0], "avg", 0, group.group_name)
+
+    return call
+
+
 def dispatched(group: dist.ProcessGroup) -> Call:
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         splits = torch.tensor([len(x)] + [0] * (group.size() - 1))
@@ -36,6 +43,7 @@ def dispatched(group: dist.ProcessGroup) -> Call:
 CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
     "all_gather_matmul": gathered,
     "all_gather_matmul, A wanted": lambda group: gathered(group, return_A=True),
+    "matmul_reduce_scatter": scattered,
     "all_to_all_matmul": dispatched,
 }
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -79,7 +79,7 @@ def matmul_reduce_scatter(
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         check_tensor("A", A)
         check_tensor("B", B)
-        if reduce_op not in ("sum", "avg"):
+        if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
             raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
         dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"))
         _check_even(A.shape, dim, size_of(group))

@@ -75,8 +75,8 @@ def _overlapped(name: str, p: MatmulReduceScatter) -> _Operands:
 def serial(p: MatmulReduceScatter) -> Schedule:
     o = _Operands("serial", p)
     lane = o.d.lane("compute")
-    if p.world_size == 1:
-        lane.matmul(o.y.part(), o.x.part(), o.w.part())
+    if p.world_size == 1 or not p.m * p.n:  # nothing to send
+        o.multiply(lane, o.y.part(), RANK)
     else:
         whole = o.parts("whole", p.world_size, "scratch")
         lane.matmul(whole.part(), o.x.part(), o.w.part()).reduce_scatter(whole.part(), o.y.part())

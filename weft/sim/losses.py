@@ -26,6 +26,7 @@ from weft.schedule import (
     Schedule,
     Set,
     Step,
+    Tiles,
     Wait,
     candidates,
     lookup,
@@ -158,6 +159,9 @@ def _communicating(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     for step in steps:
         if isinstance(step, For):
             kept.append(replace(step, body=_communicating(step.body)))
+        elif isinstance(step, Tiles):
+            sets = tuple(inner for inner in step.body if isinstance(inner, Set))
+            kept += [replace(step, body=sets)] if sets else []
         elif isinstance(step, Set | Wait | Collective) or (isinstance(step, Copy) and step.src.at != step.dst.at):
             kept.append(step)
     return tuple(kept)

@@ -444,7 +444,8 @@ class _Given:
         self.name, self.dtype, self.steps = buffer.name, TORCH_DTYPE[buffer.dtype], steps
         self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # what becomes known in a run
         self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
-        for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for b in steps for s in b.step.inner or (b.step,))
+        users = [s for b in steps for s in b.step.inner or (b.step,) if s.accesses()]
+        for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for s in users)
         self.transposable = buffer.role == "input" and for_matmuls
         self.key = (-1, 0, 0, 0)
 

@@ -1,0 +1,253 @@
+"""matmul_reduce_scatter in tests, on CPU processes and on GPUs: what runs on the ranks.
+
+Data are made from seeds, so every rank knows every other's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matmul_ranks import close, data, device, own_group, told
+
+import weft
+from weft.ops.matmul_reduce_scatter import OPERATOR
+from weft.schedule import Candidate, MatmulReduceScatter, NotApplicableError, candidates
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Operands:
+    """Of all ranks, and what rank r must get of them; and gets by the library's GEMM and all-reduce, which ranks call together."""
+
+    def __init__(
+        self, world: int, shape: tuple[int, ...], dim: int, n: int, dtype: torch.dtype, op: str, seed: int
+    ) -> None:
+        self.world, self.dim, self.parts = world, dim, world if op == "avg" else 1
+        self.As = [data(r, shape, dtype, seed) for r in range(world)]
+        self.Bs = [data(r, (n, shape[-1]), dtype, 50 + seed).t() for r in range(world)]
+
+    def exact(self, rank: int) -> torch.Tensor:
+        total = torch.stack([A.double() @ B.double() for A, B in zip(self.As, self.Bs, strict=True)]).sum(0)
+        return total.chunk(self.world, self.dim)[rank] / self.parts
+
+    def usual(self, group: dist.ProcessGroup) -> torch.Tensor:
+        total = self.As[group.rank()] @ self.Bs[group.rank()]
+        dist.all_reduce(total, group=group)
+        return total.chunk(self.world, self.dim)[group.rank()] / self.parts
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """New results hold NaN."""
+    native = OPERATOR.outputs
+
+    def outputs(call: Any, world: int) -> dict[str, Any]:
+        return {name: t.fill_(torch.nan) for name, t in native(call, world).items()}
+
+    OPERATOR.outputs = outputs  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OPERATOR.outputs = native  # type: ignore[method-assign]
+
+
+def forward(
+    group: dist.ProcessGroup, shape: tuple[int, ...], dim: int, n: int, dtype: torch.dtype, op: str, schedule: str | None,
+    calls: int,
+) -> None:  # fmt: skip
+    """Calls in a row, compared afterwards."""
+    found = []
+    for call in range(calls):
+        x = Operands(group.size(), shape, dim, n, dtype, op, call)
+        with poisoned():
+            y = weft.matmul_reduce_scatter(x.As[group.rank()], x.Bs[group.rank()], op, dim, group, schedule=schedule)
+        found.append((y, x))
+    for y, x in found:
+        exact = x.exact(group.rank())
+        assert y.shape == exact.shape
+        assert y.dtype == dtype
+        close(y, exact, x.usual(group))
+
+
+def every(p: MatmulReduceScatter) -> list[Candidate]:
+    """Those that can do it."""
+    found = []
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            candidate.build()
+            found.append(candidate)
+    return found
+
+
+def every_schedule(
+    group: dist.ProcessGroup, m: int, n: int, k: int, dtype: torch.dtype, late_s: float
+) -> tuple[str, ...]:
+    """Each candidate called several times with fresh data, results poisoned; the last call is the first again, to the bit. The
+    first rank comes late to the second call, the last one to the third."""
+    rank, world = group.rank(), group.size()
+    operands = [Operands(world, (m, k), 0, n, dtype, "sum", seed) for seed in range(3)]
+    usuals = [x.usual(group) for x in operands]
+    names = [candidate.name for candidate in every(MatmulReduceScatter(world, m, n, k, NAMES[dtype]))]
+    for name in names:
+        found = []
+        for call in (0, 1, 2, 0):
+            if (call, rank) in ((1, 0), (2, world - 1)):
+                time.sleep(late_s)
+            x = operands[call]
+            with poisoned():
+                found.append(weft.matmul_reduce_scatter(x.As[rank], x.Bs[rank], "sum", 0, group, schedule=name))
+        for y, x, usual in zip(found, operands, usuals, strict=False):
+            try:
+                close(y, x.exact(rank), usual)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+        assert torch.equal(found[0], found[3]) or name == "serial", name
+    return tuple(names)
+
+
+def backward(
+    group: dist.ProcessGroup, shape: tuple[int, ...], dim: int, n: int, op: str, wanted: Sequence[bool], compiled: bool,
+    schedule: str | None,
+) -> None:  # fmt: skip
+    """Gradients of a random weighing of all results, against autograd of the unfused computation in float64."""
+    rank, world = group.rank(), group.size()
+    x = Operands(world, shape, dim, n, torch.float32, op, 1)
+    weights = [data(r, tuple(x.exact(r).shape), torch.float32, 70) for r in range(world)]
+
+    def loss(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        y = weft.matmul_reduce_scatter(A, B, op, dim, group.group_name)
+        return (y * weights[rank]).sum()
+
+    A, B = (t.clone().requires_grad_(want) for t, want in zip((x.As[rank], x.Bs[rank]), wanted, strict=True))
+    torch._dynamo.reset()
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    with weft.plan.use(schedule):  # which names none of the gather's
+        run(A, B).backward()
+    As, Bs = ([t.double().requires_grad_() for t in one] for one in (x.As, x.Bs))
+    total = torch.stack([a @ b for a, b in zip(As, Bs, strict=True)]).sum(0) / x.parts
+    (total * torch.cat(weights, dim).double()).sum().backward()
+    for given, exact, want in zip((A, B), (As[rank], Bs[rank]), wanted, strict=True):
+        assert (given.grad is not None) == want
+        if want:
+            assert given.grad is not None
+            torch.testing.assert_close(given.grad.double(), exact.grad, rtol=2e-4, atol=2e-3)
+
+
+def many_sizes(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype) -> None:
+    """Of one weight, one after the other: on GPUs in one memory."""
+    found = []
+    for call, rows in enumerate((64, 192, 8, 64, 320, 16, 192)):
+        x = Operands(group.size(), (rows * group.size(), 128), 0, 96, dtype, "sum", call)
+        y = weft.matmul_reduce_scatter(x.As[group.rank()], x.Bs[group.rank()], "sum", 0, group, schedule=schedule)
+        found.append((y, x))
+    for y, x in found:
+        close(y, x.exact(group.rank()), x.usual(group))
+
+
+def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
+    """The warnings of calls whose operands lie otherwise on the first rank."""
+    rank, first = group.rank(), group.rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(4):
+            x = Operands(group.size(), (16 * group.size(), 24), 0, 8, torch.float32, "sum", call)
+            A, B = x.As[rank], x.Bs[rank]
+            if first:
+                A = A.t().contiguous().t() if call % 2 else A
+                B = B.contiguous() if call < 2 else B.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
+            y = weft.matmul_reduce_scatter(A, B, "sum", 0, group, schedule=schedule)
+            close(y, x.exact(rank), x.usual(group))
+    return [str(w.message) for w in caught]
+
+
+def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
+    first = group.rank() == 0
+    A, B = data(group.rank(), (4 * group.size(), 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
+    whole, of_8 = torch.int64, torch.float8_e4m3fn
+    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "integers": (A.to(whole), B.to(whole)), "fp8": (A.to(of_8), B.to(of_8)), "float64": (A.double(), B.double()),
+        "other K": (A, B[:5]), "other dtype": (A, B.half()), "three dimensions": (A, B[None]),
+    }  # fmt: skip
+    found = {}
+    for name, (a, b) in calls.items():
+        for who, given in (("all", (a, b)), ("one", (a, b) if first else (A, B))):
+            found[f"{name}, {who}"] = told(lambda given=given: weft.matmul_reduce_scatter(*given, "sum", 0, group))
+    y = weft.matmul_reduce_scatter(A, B, "sum", 0, group)
+    assert y.shape == (4, 3)
+    return found
+
+
+def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    first = group.rank() == 0
+    A, B = torch.randn(8, 6, device=device()), torch.randn(6, 3, device=device())
+    calls: dict[str, Any] = {
+        "rows": lambda g: weft.matmul_reduce_scatter(A[:4] if first else A, B, "sum", 0, g),
+        "schedule": lambda g: weft.matmul_reduce_scatter(A, B, "sum", 0, g, schedule="serial" if first else "scatter"),
+        "gradients": lambda g: weft.matmul_reduce_scatter(A, B.clone().requires_grad_(first), "sum", 0, g),
+    }
+    return {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
+
+
+def backward_alone(group: dist.ProcessGroup) -> str:
+    """The others do not come to backward."""
+    A = torch.randn(4, 8, requires_grad=True)
+    y = weft.matmul_reduce_scatter(A, torch.randn(8, 3), "sum", 0, group, deadline_s=1)
+    if group.rank() == 0:
+        return told(y.sum().backward)
+    time.sleep(3)
+    return ""
+
+
+def spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
+    x, timeline = Operands(group.size(), (16, 8), 0, 4, torch.float32, "avg", 1), weft.Timeline()
+    weft.matmul_reduce_scatter(
+        x.As[group.rank()], x.Bs[group.rank()], "avg", 0, group, schedule=schedule, timeline=timeline
+    )
+    assert all(span.duration_us >= 0 for span in timeline)
+    return {span.name.split()[0] for span in timeline if span.rank == group.rank()}
+
+
+def checked_as_op(group: dist.ProcessGroup) -> None:
+    A, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    weft.matmul_reduce_scatter(A, B, "sum", 0, group)
+    torch.library.opcheck(torch.ops.weft.matmul_reduce_scatter.default, (A, B, group.group_name, "", 0.0))
+
+
+def captured(group: dist.ProcessGroup, m: int, n: int, k: int, schedule: str | None, replays: int) -> str:
+    """A CUDA graph with two calls in it, replayed with fresh data; how a first call inside a capture fails."""
+    rank, world, dtype = group.rank(), group.size(), torch.bfloat16
+    first = Operands(world, (m, k), 0, n, dtype, "sum", 1)
+    A, B = first.As[rank], first.Bs[rank]
+
+    def call(x: torch.Tensor, op: str) -> torch.Tensor:
+        return weft.matmul_reduce_scatter(x, B, op, 0, group, schedule=schedule)
+
+    stream, refused = torch.cuda.Stream(), ""
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                call(A, "sum")
+        except ValueError as error:
+            refused = str(error)
+        call(A, "sum")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y, z = call(A, "sum"), call(A * 2, "avg")
+    for replay in range(replays):
+        x = Operands(world, (m, k), 0, n, dtype, "sum", 10 + replay)
+        x.Bs = first.Bs
+        A.copy_(x.As[rank])
+        y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        close(y, x.exact(rank), x.usual(group))
+        close(z, 2 * x.exact(rank) / world, 2 * x.usual(group) / world)
+    return refused
