@@ -74,6 +74,14 @@ def forward(
         close(y, exact, x.usual(group))
 
 
+def late(seconds: float) -> None:
+    """What this rank calls next begins later, on the host or on its GPU."""
+    if device().type == "cuda":
+        torch.cuda._sleep(int(seconds * 1e9))  # about so many cycles a second
+    else:
+        time.sleep(seconds)
+
+
 def every(p: MatmulReduceScatter) -> list[Candidate]:
     """Those that can do it."""
     found = []
@@ -97,7 +105,7 @@ def every_schedule(
         found = []
         for call in (0, 1, 2, 0):
             if (call, rank) in ((1, 0), (2, world - 1)):
-                time.sleep(late_s)
+                late(late_s)
             x = operands[call]
             with poisoned():
                 found.append(weft.matmul_reduce_scatter(x.As[rank], x.Bs[rank], "sum", 0, group, schedule=name))
