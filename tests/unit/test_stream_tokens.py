@@ -7,9 +7,11 @@ writes of one signal one by one, and events hold as CUDA's do: for the last reco
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,7 @@ from weft.schedule import (
     RANK,
     AllGatherMatmul,
     AllToAllMatmul,
+    Collective,
     Draft,
     MatmulReduceScatter,
     NotApplicableError,
@@ -247,6 +250,46 @@ def test_tokens_come_to_the_run_that_waits_for_them(recorded: None, name: str) -
             Played(schedule).play(seed)
         count += any(tokens_of(schedule))
     assert count >= 4
+
+
+class Shared(Memory):
+    """Of all ranks, in this process."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        return self.tensors.setdefault((rank, offset), torch.full(shape, 7, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", mostly(PROBLEMS, "2 ranks", "scattered to 2 ranks", "scattered to 4 ranks"))
+def test_kernels_are_loaded_without_a_change_of_what_peers_read(
+    recorded: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A new layout's kernels are loaded while peers may be in the run before, or have sent what is for the next one."""
+    for what in ("current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
+    loaded = set()
+    for candidate in candidates(PROBLEMS[name]):
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        if any(isinstance(step, Collective) for lane in schedule.lanes for step in lane.steps):
+            continue  # there is no library here
+        context, shared = context_of(schedule, 1), Shared()
+        places = context.layout.buffers  # of symmetric ones
+        own = {
+            buffer: shared.tensor(1, t.shape, t.dtype, places[buffer])
+            if buffer in places
+            else torch.ones_like(t, device="cpu")
+            for buffer, t in context.own.items()
+        }
+        items = stream_compiler.compile_streams(replace(context, region=shared, own=own), False)
+        items.warm_up({b.name: torch.ones(int(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype]) for b in context.given})
+        assert all((t == 7).all() for t in shared.tensors.values()), candidate.name
+        loaded |= {candidate.builder} if items.calls else set()
+    assert len(loaded) >= 2
 
 
 def test_tokens_of_experts_can_be_taken_in_time() -> None:

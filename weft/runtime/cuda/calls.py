@@ -17,8 +17,9 @@ from weft.runtime.collectives import all_gather_single, reduce_scatter_single, s
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions, View
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import SCALED_MATMULS, Collective, Compute, Reduce, Schedule
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Reduce, Region, Schedule
 
+ALIGNMENT = 256  # bytes: more than libraries choose kernels by
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": torch.add,
@@ -30,16 +31,46 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 
 class Operation(NamedTuple):
     """call: of a run's tensors. what, views: of the library's operation, its operands: calls in which these are alike run the same
-    kernel. None: nothing is known of that."""
+    kernel. None: nothing is known of that. aside: loads the same kernel where `call` writes what peers read, or add to."""
 
     call: Callable[[Tensors], None]
     what: tuple[str, bool] | None = None
     views: tuple[View, ...] = ()
+    aside: Callable[[Tensors], None] | None = None
 
 
 def compute_call(step: Compute, regions: Regions) -> Operation:
     """`ScheduleError` if the library has no call that does it."""
-    out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
+    inputs = [regions.view(region) for region in step.inputs]
+    return _writing(step.out, regions, lambda out: _computing(step, out, inputs))
+
+
+def reduce_call(step: Reduce, regions: Regions) -> Operation:
+    parts = [regions.view(part) for part in step.parts]
+    return _writing(step.out, regions, lambda out: _reducing(step, out, parts))
+
+
+def _writing(region: Region, regions: Regions, made: Callable[[View], Operation]) -> Operation:
+    """made: of where it writes."""
+    out = regions.view(region)
+    if not regions.is_shared(region):
+        return made(out)
+
+    def aside(t: Tensors) -> None:
+        result = _like(out(t))
+        made(lambda _: result).call(t)
+
+    return made(out)._replace(aside=aside)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """Memory of this rank's alone for which libraries choose the same kernels."""
+    items, last = ALIGNMENT // x.itemsize, sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    flat = x.new_empty(items + last + 1)
+    return flat.as_strided(x.shape, x.stride(), (x.data_ptr() - flat.data_ptr()) % ALIGNMENT // x.itemsize)
+
+
+def _computing(step: Compute, out: View, inputs: list[View]) -> Operation:
     what, views = (step.op, step.accumulate), (out, *inputs)
     if step.op == "matmul":
         a, b = inputs
@@ -55,8 +86,7 @@ def compute_call(step: Compute, regions: Regions) -> Operation:
     return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
 
 
-def reduce_call(step: Reduce, regions: Regions) -> Operation:
-    out, parts = regions.view(step.out), [regions.view(part) for part in step.parts]
+def _reducing(step: Reduce, out: View, parts: list[View]) -> Operation:
     if len(parts) == 2 and not step.accumulate:  # which the library adds in fp32 too, and rounds once
         a, b = parts
         return Operation(lambda t: void(torch.add(a(t), b(t), out=out(t))))

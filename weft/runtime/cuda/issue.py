@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import _core
-from weft.runtime.cuda.calls import Operation
+from weft.runtime.cuda.calls import ALIGNMENT, Operation
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.move import Stamps
 from weft.timeline import Timeline
 
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
-_ALIGNMENT = 256  # bytes: more than libraries choose kernels by
 
 
 class _Item(NamedTuple):
@@ -109,7 +108,7 @@ class StreamItems:
 
     def warm_up(self, tensors: Tensors) -> None:
         """Load what will be launched, and every library call once, on its stream, on whatever the memory holds; of those that run
-        the same kernel one."""
+        the same kernel one. Peers may be in a run: what they read, or have sent already, stays as it is."""
         main = torch.cuda.current_stream(self.device)
         for prepare in self.prepares:
             prepare(tensors)
@@ -120,13 +119,13 @@ class StreamItems:
                 like = (
                     where,
                     operation.what,
-                    *((x.shape, x.stride(), x.dtype, x.data_ptr() % _ALIGNMENT) for x in operands),
+                    *((x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT) for x in operands),
                 )
                 if like in done:
                     continue
                 done.add(like)
             with torch.cuda.stream(self.side[where - 1] if where else main):
-                operation.call(tensors)
+                (operation.aside or operation.call)(tensors)
             torch.cuda.synchronize(self.device)
 
     def read(self, timeline: Timeline, rank: int) -> None:

@@ -62,6 +62,10 @@ class Regions:
             return None, places + self.bases[base], buffer.cols * item
         return base, places, buffer.cols * item
 
+    def is_shared(self, region: Region) -> bool:
+        """Whether peers may read or write there."""
+        return self._context.buffers[region.buffer].role == "symmetric"
+
     def fixed_pitch(self, region: Region) -> int | None:
         """Bytes from row to row, for a region in memory of the schedule's own."""
         known = region.buffer in self._context.own
