@@ -34,27 +34,65 @@ struct ExchangeApi {  // DLPackExchangeAPI
 
 class LayoutReader {
   public:
-    explicit LayoutReader(nb::capsule capsule) : capsule_(capsule), api_(static_cast<ExchangeApi *>(capsule.data())) {
+    LayoutReader(nb::object tensor, nb::object parameter)
+        : tensor_(tensor), parameter_(parameter), capsule_(nb::cast<nb::capsule>(tensor.attr("__dlpack_c_exchange_api__"))),
+          api_(static_cast<ExchangeApi *>(capsule_.data())) {
         if (api_->major != 1 || !api_->tensor_of)
             throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
     }
-    // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts.
     nb::bytes read(nb::list tensors) {
         words_.clear();
-        for (nb::handle object : tensors) {
-            Tensor tensor{};
-            if (api_->tensor_of(object.ptr(), &tensor)) throw nb::python_error();
-            words_.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
-            words_.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
-            words_.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
-                             tensor.dtype_lanes);
-            words_.insert(words_.end(), tensor.shape, tensor.shape + tensor.ndim);
-            words_.insert(words_.end(), tensor.strides, tensor.strides + tensor.ndim);
-        }
-        return nb::bytes(reinterpret_cast<const char *>(words_.data()), words_.size() * sizeof(int64_t));
+        for (nb::handle object : tensors) add(object, true);
+        return bytes();
+    }
+    // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if a
+    // gradient is wanted and a tensor requires one.
+    nb::object signature(nb::tuple arguments, bool gradients) {
+        words_.clear();
+        for (nb::handle argument : arguments)
+            if (!sign(argument, gradients)) return nb::none();
+        return bytes();
     }
 
   private:
+    enum Tag : int64_t { none = 1, flag, number, list };
+
+    // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts.
+    void add(nb::handle object, bool where) {
+        Tensor tensor{};
+        if (api_->tensor_of(object.ptr(), &tensor)) throw nb::python_error();
+        if (where) words_.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
+        words_.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
+        words_.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
+                         tensor.dtype_lanes);
+        words_.insert(words_.end(), tensor.shape, tensor.shape + tensor.ndim);
+        words_.insert(words_.end(), tensor.strides, tensor.strides + tensor.ndim);
+    }
+    bool sign(nb::handle argument, bool gradients) {
+        PyObject *const object = argument.ptr();
+        if (argument.is_none()) {
+            words_.push_back(none);
+        } else if (PyBool_Check(object)) {
+            words_.insert(words_.end(), {flag, object == Py_True});
+        } else if (PyLong_CheckExact(object)) {
+            words_.insert(words_.end(), {number, nb::cast<int64_t>(argument)});
+        } else if (PyList_Check(object)) {
+            words_.insert(words_.end(), {list, int64_t(nb::len(argument))});
+            for (nb::handle item : nb::borrow<nb::list>(argument))
+                if (!sign(item, gradients)) return false;
+        } else if (argument.type().is(tensor_) || argument.type().is(parameter_)) {
+            if (gradients && nb::cast<bool>(argument.attr("requires_grad"))) return false;
+            add(argument, false);
+        } else {
+            return false;
+        }
+        return true;
+    }
+    nb::bytes bytes() const {
+        return nb::bytes(reinterpret_cast<const char *>(words_.data()), words_.size() * sizeof(int64_t));
+    }
+
+    nb::object tensor_, parameter_;
     nb::capsule capsule_;
     ExchangeApi *api_;
     std::vector<int64_t> words_;
@@ -64,6 +102,7 @@ class LayoutReader {
 
 void register_layouts(nb::module_ &m) {
     nb::class_<LayoutReader>(m, "LayoutReader", "Reads where tensors lie, and how, by DLPack's C exchange API.")
-        .def(nb::init<nb::capsule>(), nb::arg("exchange_api"))
-        .def("read", &LayoutReader::read, nb::arg("tensors"));
+        .def(nb::init<nb::object, nb::object>(), nb::arg("tensor"), nb::arg("parameter"))
+        .def("read", &LayoutReader::read, nb::arg("tensors"))
+        .def("signature", &LayoutReader::signature, nb::arg("arguments"), nb::arg("gradients"));
 }

@@ -40,15 +40,21 @@ class LayoutReader:
     """Reads where tensors lie, and how, by DLPack's C exchange API.
 
     Args:
-        exchange_api: the capsule `__dlpack_c_exchange_api__` of the tensors' type.
+        tensor, parameter: the types of tensors. Not of others that derive from these, which may keep their values elsewhere.
 
     Raises:
-        RuntimeError: it is of a version that is not known here.
+        AttributeError, RuntimeError: they offer no such API, or one of a version that is not known here.
     """
 
-    def __init__(self, exchange_api: object) -> None: ...
-    def read(self, tensors: list[torch.Tensor]) -> bytes:
-        """Address, device, dtype, sizes and strides of all: equal if all of these are. Not for two threads at once."""
+    def __init__(self, tensor: type, parameter: type) -> None: ...
+    def read(self, tensors: list[object]) -> bytes:
+        """Address, device, dtype, sizes and strides of all: equal if all of these are."""
+
+    def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
+        """What a call depends on: of tensors all but where they lie, numbers, flags, None, and lists of these.
+
+        None if there is anything else; and, with `gradients`, if a tensor requires one.
+        """
 
 # csrc/mapping.cpp
 class Mapping:
