@@ -6,6 +6,7 @@ one; the one packet sent on that connection says who it is, shows the token of w
 one end of a fresh socket pair, which alone is used from there on (an accepted socket would go on bearing the listener's
 name). When a rank has all its sockets it sends "ready" with the other's token down each of them and waits for the same
 from all. Then the listener is closed and the published entry wiped: nothing has a name, and only the pairs remain.
+Entries say which kernel and network namespace a rank is in, since no such socket leads elsewhere: all refuse a group on several.
 A rank that fails half-way leaves the reason in its entry and hangs up. It is for those whose entries that rank had seen; and an
 error of its own, no missed deadline, is for every other rank once, also for one that comes later.
 
