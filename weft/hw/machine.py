@@ -19,9 +19,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 UNITS = {
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9,
@@ -31,6 +30,7 @@ UNITS = {
     "Hz": 1.0, "GHz": 1e9, "1": 1.0,
 }  # fmt: skip
 SOURCES = ("measured", "datasheet", "paper", "assumed")
+_FOLDERS = {"machine": "weft.hw", "topology": "weft.hw.topology"}
 _TIMES = ("ns", "us", "ms", "s")
 _RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s")
 
@@ -116,31 +116,25 @@ def load_machine(name: str | Path) -> Machine:
     return Machine(title, quantities, topology)
 
 
-What: TypeAlias = Literal["machine", "topology"]
+def known_files(what: str) -> tuple[str, ...]:
+    folder = resources.files(_FOLDERS[what])
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
-def _folder(what: What) -> Traversable:
-    return resources.files("weft.hw") / ("" if what == "machine" else what)
-
-
-def known_files(what: What) -> tuple[str, ...]:
-    return tuple(sorted(entry.name[:-5] for entry in _folder(what).iterdir() if entry.name.endswith(".toml")))
-
-
-def read_file(what: What, name: str | Path) -> dict[str, Any]:
-    """The TOML file of a known `name`, or at that path. `ValueError` says what there is, or what is wrong with it."""
-    path, known = Path(name), ", ".join(known_files(what))
+def read_file(what: str, name: str | Path) -> dict[str, Any]:
+    """The file of a known machine or topology, or at that path. `ValueError` says what there is, or what is wrong with it."""
+    path, known = Path(name), known_files(what)
+    either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
         try:
             text = path.read_text()
         except OSError as error:
-            raise ValueError(
-                f"the {what} file {name} cannot be read ({error.strerror}): give one of {known}, or the path of a TOML file"
-            ) from error
-    elif str(name) in known_files(what):
-        text = (_folder(what) / f"{name}.toml").read_text()
+            why = f"the {what} file {name} cannot be read ({error.strerror})"
+            raise ValueError(f"{why}: {either} the path of a TOML file") from error
+    elif str(name) in known:
+        text = resources.files(_FOLDERS[what]).joinpath(f"{name}.toml").read_text()
     else:
-        raise ValueError(f"no {what} {str(name)!r}: give one of {known}, or a path ending in .toml")
+        raise ValueError(f"no {what} {str(name)!r}: {either} a path ending in .toml")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

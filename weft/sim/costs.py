@@ -96,6 +96,8 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
         if source.at == target.at == 0:
             return _local_copy(model, source.bytes, step.by, step.accumulate)
         return _peer_copy(model, links, source, target, step.by, step.accumulate)
+    if isinstance(step, Collective) and world == 1:
+        return _local_copy(model, operands[0].bytes, "kernel")
     if isinstance(step, Collective):
         return _COLLECTIVES[step.op](model, links, *operands)
     if isinstance(step, Compute) and step.op in MATMULS:
@@ -199,49 +201,39 @@ def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by:
 
 def _all_gather(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """All ranks' sources into everybody's target; every rank receives what is not its own."""
-    world = links.topology.ranks
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
-    us = model.transfer_us("all_gather", target.bytes - source.bytes)
-    return _collective(model, links, us, 2 * target.bytes, [source.bytes] * (world - 1), source.bytes * (world - 1))
+    us, others = model.transfer_us("all_gather", target.bytes - source.bytes), links.topology.ranks - 1
+    return _collective(model, links, us, 2 * target.bytes, [source.bytes] * others)
 
 
 def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
     """Of the rows of every rank's source to each rank those that its target has; or those that `parts` say, by distance."""
-    world = links.topology.ranks
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
     kept = parts[0].bytes if parts else target.rows * source.cols * ITEM_BYTES[source.dtype]
-    sent, received = source.bytes - kept, target.bytes - kept
+    sent, received, others = source.bytes - kept, target.bytes - kept, links.topology.ranks - 1
     us = model.transfer_us("all_to_all", max(sent, received))
-    to_each = [part.bytes for part in parts[1:]] if parts else [sent / (world - 1)] * (world - 1)
-    found = _collective(model, links, us, source.bytes + target.bytes, to_each, sent)
+    to_each = [part.bytes for part in parts[1:]] if parts else [sent / others] * others
+    found = _collective(model, links, us, source.bytes + target.bytes, to_each)
     # The host tells an exchange its sizes, and has just read them: nothing is queued ahead.
-    return found._replace(latency_us=found.latency_us + (model.host_read_us if parts else 0.0))
+    latency_us = found.latency_us + (model.host_read_us if parts else 0.0)
+    return found._replace(latency_us=latency_us, sent_bytes=sent)
 
 
 def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """As long as an all-gather of as many bytes the other way, and each part that comes is added."""
-    if links.topology.ranks == 1:
-        return _local_copy(model, source.bytes, "kernel")
     return _summed(model, links, source, source.bytes - target.bytes, 1)
 
 
 def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """A reduce-scatter, and an all-gather of what it makes."""
     world = links.topology.ranks
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
     return _summed(model, links, source, source.bytes * (world - 1) // world, 2)
 
 
 def _summed(model: Model, links: Links, source: Operand, sent: int, rounds: int) -> Cost:
     us, others = rounds * model.transfer_us("all_gather", sent), links.topology.ranks - 1
-    memory = rounds * (source.bytes + 2 * sent)
-    return _collective(model, links, us, memory, [rounds * sent / others] * others, rounds * sent)
+    return _collective(model, links, us, rounds * (source.bytes + 2 * sent), [rounds * sent / others] * others)
 
 
-def _collective(model: Model, links: Links, us: float, memory: int, to_each: Sequence[float], sent: int) -> Cost:
+def _collective(model: Model, links: Links, us: float, memory: int, to_each: Sequence[float]) -> Cost:
     """That takes `us` where links have room, reads and writes so much memory, and sends so much to the rank at each distance,
     from 1."""
     uses = [_share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us))]
@@ -249,7 +241,7 @@ def _collective(model: Model, links: Links, us: float, memory: int, to_each: Seq
     for distance, count in enumerate(to_each, 1):
         uses += links.uses(0, distance, count, us)
     latency_us = model.collective_latency_us + max(links.latency_us(0, d + 1) for d in range(len(to_each)))
-    return _cost("peer", latency_us, us, uses, sent, joins=True)
+    return _cost("peer", latency_us, us, uses, round(sum(to_each)), joins=True)
 
 
 _COLLECTIVES: dict[str, Callable[..., Cost]] = {
@@ -297,15 +289,8 @@ def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Oper
 
 
 def _kernel(
-    model: Model,
-    links: Links,
-    what: What,
-    inputs: tuple[Operand, ...],
-    out: Operand,
-    us: float,
-    busy_us: float,
-    traffic: float,
-) -> Cost:
+    model: Model, links: Links, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
+) -> Cost:  # fmt: skip
     """A kernel that takes `us` on local operands and keeps all compute units busy for `busy_us` of it; peers' memory it
     reads and writes over their links."""
     flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)

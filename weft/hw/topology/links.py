@@ -28,27 +28,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Of so many ranks. Without any link, ranks reach each other at once, as fast as they like."""
+    """Of so many ranks. No two links have one name. Without any link ranks reach each other at once, as fast as they like."""
 
     ranks: int
     links: tuple[Link, ...]
     _routes: dict[int, dict[int, tuple[Link, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if len({link.name for link in self.links}) < len(self.links):
-            raise ValueError("two links of a topology have one name: give each a kind or an `at` of its own")
-        for link in self.links:
-            if not (link.bytes_per_us > 0 and link.latency_us >= 0):
-                raise ValueError(f"{link}: bytes_per_us must be above 0, and latency_us 0 or more")
-
     def route(self, source: int, target: int) -> tuple[Link, ...]:
         """In order; none to itself. `ValueError` if no links lead there."""
+        if not self.links:
+            return ()
         if source not in self._routes:
-            self._routes[source] = self._routes_from(source) if self.links else {}
-        routes = self._routes[source]
-        if self.links and target not in routes:
+            self._routes[source] = self._routes_from(source)
+        if target not in self._routes[source]:
             raise ValueError(f"no links lead from rank {source} to rank {target}")
-        return routes.get(target, ())
+        return self._routes[source][target]
 
     def _routes_from(self, source: int) -> dict[int, tuple[Link, ...]]:
         routes: dict[int, tuple[Link, ...]] = {source: ()}
@@ -103,13 +97,12 @@ def _built(wiring: Wiring, ranks: int) -> Topology:
 
 
 def unlimited(ranks: int) -> Topology:
-    """No link is ever short."""
     return Topology(ranks, ())
 
 
 def switch(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
     """All on one switch. A rank's port limits what it sends to the others together, and what it receives."""
-    return Topology(ranks, tuple(_ports(ranks, ("out", "in"), lambda rank: ranks, bytes_per_us, latency_us)))
+    return hosts(ranks, bytes_per_us, latency_us, 1.0, 0.0, ranks)
 
 
 def mesh(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
@@ -125,40 +118,27 @@ def ring(ranks: int, bytes_per_us: float, latency_us: float = 0.0) -> Topology:
 
 def torus(ranks: int, bytes_per_us: float, latency_us: float, columns: int) -> Topology:
     """A ring along each row of `columns` ranks and along each column. Routes go along the row first."""
-    if columns < 1 or ranks % columns:
+    if ranks % columns:
         raise ValueError(f"a torus with rows of {columns} ranks cannot have {ranks}: give it a multiple of {columns}")
     links = []
     for rank in range(ranks):
         row = rank - rank % columns
-        along = [(f"row {step:+d}", row + (rank + step) % columns) for step in _steps(columns)]
-        along += [(f"column {step:+d}", (rank + step * columns) % ranks) for step in _steps(ranks // columns)]
+        # In a ring of two, both neighbours are one.
+        along = [(f"row {step:+d}", row + (rank + step) % columns) for step in (1, -1)[: columns - 1]]
+        along += [(f"column {n:+d}", (rank + n * columns) % ranks) for n in (1, -1)[: ranks // columns - 1]]
         links += [Link(kind, rank, rank, target, bytes_per_us, latency_us) for kind, target in along]
     return Topology(ranks, tuple(links))
-
-
-def _steps(length: int) -> tuple[int, ...]:
-    """To the neighbours in a ring: of two, both are the same."""
-    return (1, -1)[: length - 1]
 
 
 def hosts(
     ranks: int, bytes_per_us: float, latency_us: float, nic_bytes_per_us: float, nic_latency_us: float, gpus: int
 ) -> Topology:
     """Hosts of `gpus` ranks, each with a switch; every rank also has a NIC of its own on one network of all hosts."""
-    of_host = _ports(ranks, ("out", "in"), lambda rank: ranks + rank // gpus, bytes_per_us, latency_us)
-    network = ranks + -(-ranks // gpus)
-    nics = _ports(ranks, ("NIC out", "NIC in"), lambda rank: network, nic_bytes_per_us, nic_latency_us)
-    return Topology(
-        ranks, tuple(of_host + (nics if ranks > gpus else []))
-    )  # in this order: a host's switch comes first
-
-
-def _ports(
-    ranks: int, kinds: tuple[str, str], hub: Callable[[int], int], bytes_per_us: float, latency_us: float
-) -> list[Link]:
-    out, into = kinds
-    pairs = (
-        (Link(out, r, r, hub(r), bytes_per_us, latency_us), Link(into, r, hub(r), r, bytes_per_us, latency_us))
-        for r in range(ranks)
-    )
-    return [link for pair in pairs for link in pair]
+    links, network = [], ranks + -(-ranks // gpus)
+    for rank in range(ranks):  # the host's switch first: of two ways within the host it is taken
+        for kind, hub, rate, us in (
+            ("", ranks + rank // gpus, bytes_per_us, latency_us),
+            ("NIC ", network, nic_bytes_per_us, nic_latency_us),
+        )[: 2 if ranks > gpus else 1]:
+            links += [Link(f"{kind}out", rank, rank, hub, rate, us), Link(f"{kind}in", rank, hub, rank, rate, us)]
+    return Topology(ranks, tuple(links))
