@@ -250,6 +250,13 @@ def test_a_machine_file_may_name_a_topology_file_beside_it(tmp_path: Path) -> No
     assert model_of(load_machine(tmp_path / "mine.toml"), 4).wiring == Wiring(ring, (100e3, 0.0))
 
 
+def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(f'name = "odd"\n[topology]\nport = {RATE}\n')
+    with pytest.raises(ValueError, match=r'odd\.toml: topology = .* must be a name or a path, as topology = "switch"'):
+        load_machine(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -108,7 +108,9 @@ def load_machine(name: str | Path) -> Machine:
     """
     data = read_file("machine", name)
     title, topology = data.pop("name"), data.pop("topology", "")
-    if str(topology).endswith(".toml"):
+    if not isinstance(topology, str):
+        raise ValueError(f'{name}: topology = {topology!r} must be a name or a path, as topology = "switch"')
+    if topology.endswith(".toml"):
         topology = str(Path(name).parent / topology)
     quantities = quantities_of(str(name), data)
     if not quantities:
