@@ -54,8 +54,10 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import put_in, variables_of
 from weft.schedule.text import describe
 from weft.symm import Domain
+from weft.symm.memory import lent
 from weft.words import counted
 
+_CPU = torch.device("cpu")
 _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ELEMENTWISE: dict[str, Any] = {
     "add": torch.ops.aten.add.out,
@@ -473,7 +475,7 @@ class _Given:
         address, row_stride, col_stride, rows = self.key = key
         cols = self.shape[1]
         items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
-        flat = _core.lease(address, [items * self.dtype.itemsize], 1, 8, 1, 0, ())  # uint8 on CPU, owned by nobody
+        flat = lent(address, [items * self.dtype.itemsize], torch.uint8, _CPU, ())  # owned by nobody
         return _Place(flat.view(self.dtype), row_stride, col_stride, rows, cols)
 
 
