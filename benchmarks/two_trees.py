@@ -152,7 +152,7 @@ def experts(shape: dict[str, Any], device: Any, group: Any) -> tuple[Calls, Any]
     tokens, splits = every[rank], counts[rank].to(device)
 
     def call() -> Any:
-        return weft.all_to_all_matmul(tokens, w, splits, group=group, max_rows=bound)
+        return weft.all_to_all_matmul(tokens, w, splits, group=group, max_rows=bound, capacity=tokens.shape[0])
 
     # The first rows of the result: what each rank sends to this rank's first experts with any rows, in the order of ranks.
     firsts = [torch.cat([torch.zeros(1, dtype=torch.int64), of.cumsum(0)]) for of in counts]

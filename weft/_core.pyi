@@ -35,6 +35,21 @@ def lease(
 ) -> object:
     """A DLPack capsule of a tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
 
+# csrc/layouts.cpp
+class LayoutReader:
+    """Reads where tensors lie, and how, by DLPack's C exchange API.
+
+    Args:
+        exchange_api: the capsule `__dlpack_c_exchange_api__` of the tensors' type.
+
+    Raises:
+        RuntimeError: it is of a version that is not known here.
+    """
+
+    def __init__(self, exchange_api: object) -> None: ...
+    def read(self, tensors: list[torch.Tensor]) -> bytes:
+        """Address, device, dtype, sizes and strides of all: equal if all of these are. Not for two threads at once."""
+
 # csrc/mapping.cpp
 class Mapping:
     """A sealed memfd mapped readable, writable and shared, pages in place; unmapped when the last reference goes."""

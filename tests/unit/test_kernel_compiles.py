@@ -243,6 +243,8 @@ def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) ->
     built = tracked("sm_90", torch.bfloat16, tma=True, **key)
     ptx = built.asm["ptx"]
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 6
+    assert "st.global.v4.b32" in ptx
+    assert "st.global.b16" not in ptx
     assert "wgmma.mma_async" in ptx
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
