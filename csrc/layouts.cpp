@@ -42,11 +42,12 @@ class LayoutReader {
     }
     nb::bytes read(nb::list tensors) {
         words_.clear();
-        for (nb::handle object : tensors) add(object, true);
+        for (nb::handle object : tensors)
+            if (!add(object, true)) throw nb::python_error();
         return bytes();
     }
-    // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if a
-    // gradient is wanted and a tensor requires one.
+    // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
+    // gradients are wanted and a tensor requires one.
     nb::object signature(nb::tuple arguments, bool gradients) {
         words_.clear();
         for (nb::handle argument : arguments)
@@ -58,15 +59,17 @@ class LayoutReader {
     enum Tag : int64_t { none = 1, flag, number, list };
 
     // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts.
-    void add(nb::handle object, bool where) {
+    // False, with Python's error set, for what has no memory that DLPack knows of.
+    bool add(nb::handle object, bool where) {
         Tensor tensor{};
-        if (api_->tensor_of(object.ptr(), &tensor)) throw nb::python_error();
+        if (api_->tensor_of(object.ptr(), &tensor)) return false;
         if (where) words_.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
         words_.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
         words_.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
                          tensor.dtype_lanes);
         words_.insert(words_.end(), tensor.shape, tensor.shape + tensor.ndim);
         words_.insert(words_.end(), tensor.strides, tensor.strides + tensor.ndim);
+        return true;
     }
     bool sign(nb::handle argument, bool gradients) {
         PyObject *const object = argument.ptr();
@@ -82,7 +85,10 @@ class LayoutReader {
                 if (!sign(item, gradients)) return false;
         } else if (argument.type().is(tensor_) || argument.type().is(parameter_)) {
             if (gradients && nb::cast<bool>(argument.attr("requires_grad"))) return false;
-            add(argument, false);
+            if (!add(argument, false)) {
+                PyErr_Clear();
+                return false;
+            }
         } else {
             return false;
         }
