@@ -20,8 +20,24 @@ from weft.schedule.spans import span_name
 from weft.sim.costs import Cost, How, Links, Operand, Place, What, cost, cost_of_tiles, rates
 from weft.sim.fair import Load
 from weft.sim.model import Model
-from weft.sim.numbers import Item, Numbers, Origin, at_rank, regions_of
+from weft.sim.numbers import Item, Numbers, Origin, SetBy, at_rank, regions_of
 from weft.sim.symmetry import turns_around
+
+
+class Raising(NamedTuple):
+    """Of a counter that a kernel raises so many times, evenly between these shares of its work."""
+
+    counter: int
+    times: int
+    delay_us: float
+    first: float
+    last: float
+
+    def due(self, share: float) -> int:
+        """How often by then."""
+        if share >= self.last:
+            return self.times
+        return max(0, int(self.times * (share - self.first) / (self.last - self.first)))
 
 
 class Work(NamedTuple):
@@ -31,7 +47,7 @@ class Work(NamedTuple):
     load: int  # which of the program's loads
     joins: bool
     sent_bytes: int
-    raises: tuple[tuple[int, int, float], ...] = ()  # (counter, times, delay) of signals that are set as it goes on
+    raises: tuple[Raising, ...] = ()  # signals that are set as it goes on
 
 
 class Raise(NamedTuple):
@@ -84,8 +100,8 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
     return _Lowering(schedule, model, captured).program(alike)
 
 
-Raised: TypeAlias = tuple[tuple[int, int, int], ...]
-"""(counter, distance of the rank that has it, times) of what a task sets."""
+Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
+"""(counter, how a rank sets it) of what a task sets."""
 
 
 class _Lowering:
@@ -115,8 +131,8 @@ class _Lowering:
                 times = Counter([item.same for item in here])
                 raised = {same: self._raised(different[number][same], rank) for same in times}
                 for same, of_one in raised.items():
-                    for counter, _, n in of_one:
-                        sets[counter] += n * times[same]
+                    for counter, one in of_one:
+                        sets[counter] += one.times * times[same]
                 placed.append((LaneProgram(rank, lane.name, number, [], [item.origin for item in here]), here, raised))
         for program, here, raised in placed:
             alike_items = different[program.number]
@@ -135,11 +151,12 @@ class _Lowering:
             distance, place = item.numbers
             to = at_rank(distance, rank)
             owner, setter = self._owner_and_setter(rank, to)
-            return ((self._counter(owner, item.signal, at_rank(place, setter)), to, 1),)
+            counter = self._counter(owner, item.signal, at_rank(place, setter))
+            return ((counter, SetBy(item.signal, to, at_rank(place, setter), 1)),)
         raised = []
         for i, one in enumerate(item.tiled[rank].sets if item.tiled else ()):
             owner, setter = self._owner_and_setter(rank, one.distance)
-            raised.append((self._counter(owner, one.signal, item.tiled[setter].sets[i].place), one.distance, one.times))
+            raised.append((self._counter(owner, one.signal, item.tiled[setter].sets[i].place), one))
         return tuple(raised)
 
     def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
@@ -153,14 +170,17 @@ class _Lowering:
     def _task(self, item: Item, rank: int, sets: Mapping[int, int], raised: Raised) -> Task:
         step = item.origin.step
         if isinstance(step, Set):
-            ((counter, distance, _),) = raised
-            return Raise(counter, self._delay_us(item, rank, distance), distance != 0)
+            ((counter, one),) = raised
+            return Raise(counter, self._delay_us(item, rank, one.distance), one.distance != 0)
         if isinstance(step, Wait):
             number = self._counter(rank, step.signal, at_rank(item.numbers[0], rank))
             return Await(number, at_rank(item.numbers[1], rank), sets.get(number, 0), step.previous)
         if isinstance(step, Tiles):
-            raises = tuple((counter, n, self._delay_us(item, rank, distance)) for counter, distance, n in raised)
-            return self._tiles(item, step, rank)._replace(raises=raises)
+            raises = (
+                Raising(counter, one.times, self._delay_us(item, rank, one.distance), one.first, one.last)
+                for counter, one in raised
+            )
+            return self._tiles(item, step, rank)._replace(raises=tuple(raises))
         assert not isinstance(step, For)  # they are written out
         return self._work(step, tuple([at_rank(n, rank) for n in item.numbers]), item.carried, rank)
 
