@@ -20,10 +20,10 @@ from reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm
+from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.kernels.embedding_all_to_all import COPIES, FLAGS
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.symm.cuda import _slabs
 
 pytestmark = ranks.MARKS

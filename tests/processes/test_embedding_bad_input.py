@@ -19,8 +19,8 @@ from pool import error_of
 from reference import Problem, problem, tables_of
 
 import weft
+from weft.embedding import EmbeddingSharding, KeyedJaggedTensor
 from weft.launch import Pool
-from weft.sparse import EmbeddingSharding, KeyedJaggedTensor
 
 BAD_RANK = 1  # owns t1 (31 rows of 3, averaged) and t2 (32 rows of 16), and has 5 of 11 samples
 PROBLEM = Problem(tables_of((8, 3, 16, 1)), (0, 1, 1, 2), (4, 5, 2), weighted=True)

@@ -21,9 +21,10 @@ import pytest
 import torch
 from reference import Problem, assert_close, problem, tables_of
 
-from weft.runtime.embedding_plan import EmbeddingPlan, Order
-from weft.sparse import EmbeddingBagConfig, JaggedInput
-from weft.sparse.check import CheckedInput, check_jagged
+from weft.embedding import EmbeddingBagConfig, JaggedInput
+from weft.embedding.check import CheckedInput, check_jagged
+from weft.embedding.options import EmbeddingOptions, Order
+from weft.embedding.plan import EmbeddingPlan
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Ranks:
 
         self.device_code, self.case, self.p = device_code, case, case.p
         self.world = case.p.sharding.world_size
-        self.plan = EmbeddingPlan(case.p.sharding, **case.options)
+        self.plan = EmbeddingPlan(case.p.sharding, EmbeddingOptions(**case.options))
         self.kernels = [EmbeddingKernel(self.plan, rank, torch.device("cpu")) for rank in range(self.world)]
         self.inputs = [self.input(rank) for rank in range(self.world)]
         self.slot_elements = max(1, max(case.p.batch_sizes) * case.p.sharding.total_dim) + 3
@@ -194,14 +195,14 @@ def check_signals(ranks: Ranks, rank: int, epoch: int) -> None:
         if reader != rank:
             word = int(ranks.signals[reader, 2 * rank + 1])
             assert word == (epoch << ranks.device_code.SLOT_BITS) + ranks.slot(rank, epoch)
-            if ranks.plan.transport == "direct":
+            if ranks.plan.options.transport == "direct":
                 assert int(ranks.signals[reader, 2 * ranks.world + rank]) == epoch
 
 
 def check_counts(ranks: Ranks, epoch: int) -> None:
     """`put`: a copy and a flag per slice and remote sample, in the place where their reader looks; otherwise none."""
     per_sample, sizes = ranks.plan.slices_per_sample, ranks.p.batch_sizes
-    put = ranks.plan.transport == "put"
+    put = ranks.plan.options.transport == "put"
     for rank in range(ranks.world):
         sent = (sum(sizes) - sizes[rank]) * per_sample[rank] if put else 0
         assert ranks.words(rank, "COPIES", "FLAGS") == [epoch * sent, epoch * sent], f"rank {rank}"

@@ -11,10 +11,10 @@ import pytest
 from reference import tables_of
 from schedule_interpreter import Tensors, edited, interpret
 
+from weft.embedding import EmbeddingSharding
+from weft.embedding.plan import kernel_of, problem_of
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.ops.embedding_all_to_all import described
-from weft.runtime.embedding_plan import kernel_of
 from weft.runtime.null import NullSchedule
 from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, slices
 from weft.schedule.kernels import PooledSlices
@@ -22,7 +22,6 @@ from weft.schedule.order import issue_order
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import Model, Simulated, model_of, simulate
-from weft.sparse import EmbeddingSharding
 from weft.timeline import Timeline
 
 
@@ -178,14 +177,14 @@ def test_they_are_candidates_the_one_without_overlap_first() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_schedule_says_what_the_operator_does(transport: str, order: str, world: int) -> None:
     sharding = EmbeddingSharding(tables_of((8, 3, 16, 1)), (0, 1, 0, 0), world)
-    p = described(sharding, (4, 2, 3)[:world])
+    p = problem_of(sharding, (4, 2, 3)[:world])
     schedule = from_json(to_json(getattr(slices, transport)(p, slice_size=5, order=order)))
     assert kernel_of(schedule) == PooledSlices(transport, order, 5)  # type: ignore[arg-type]
 
 
 def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
     sharding = EmbeddingSharding(tables_of((8, 3)), (0, 1), 2)
-    p = described(sharding, (1, 1))
+    p = problem_of(sharding, (1, 1))
     for schedule in (
         slices.pooled(p),
         edited(slices.direct(p, slice_size=5, order="natural"), lambda s: s if isinstance(s, Set) else None),
@@ -196,7 +195,7 @@ def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
 
 def test_a_sharding_is_described_with_what_its_bags_read() -> None:
     sharding = EmbeddingSharding(tables_of((8, 3)), (1, 0), 2, rows_read=(10.0, 2.5))
-    p = described(sharding, (4, 2))
+    p = problem_of(sharding, (4, 2))
     assert p == EmbeddingAllToAll(2, (4, 2), (((8, 3),), ((0, 8),)), ((2.5,), (10.0,)), "fp32")
 
 

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,17 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
 from weft.arguments import checked_deadline
+from weft.embedding import EmbeddingSharding, as_jagged
+from weft.embedding.check import CheckedInput, check_jagged
+from weft.embedding.jagged import JaggedInput
+from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.plan import EmbeddingPlan, plan_of
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.operator.together import agree, together
 from weft.runtime.agreement import agree_on_new
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, kernel_of
 from weft.runtime.meeting import drop_closed
 from weft.runtime.opaque import opaque
-from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import EmbeddingAllToAll, slices
-from weft.sparse import EmbeddingSharding, as_jagged
-from weft.sparse.check import CheckedInput, check_jagged
-from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
 from weft.words import counted, kind
 
@@ -46,7 +45,7 @@ def embedding_all_to_all(
     *,
     group: dist.ProcessGroup,
     batch_sizes: Sequence[int] | None = None,
-    transport: Literal["auto", "direct", "put"] = "auto",
+    transport: Transport = "auto",
     order: Order = "remote_first",
     slice_size: int | None = None,
     bounds_check: BoundsCheck = "warning",
@@ -77,7 +76,7 @@ def embedding_all_to_all(
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call);
         "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts
         the caller.
-    hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.sparse.hash_ids`).
+    hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.embedding.hash_ids`).
     outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
         results may be held while the next is computed, a further one is copied out; with 1, holding one is an error.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
@@ -105,8 +104,20 @@ def embedding_all_to_all(
                 f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {group.size()}: call "
                 f"place_tables(tables, {group.size()})"
             )
-        plan = plan_of(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+        plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
         return pool_and_send(plan, _listed(weights), features, group, device, batch_sizes, deadline_s, timeline)
+
+
+@opaque
+def planned_call(
+    plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, batch_sizes: Sequence[int] | None,
+    deadline_s: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """`embedding_all_to_all` with options and tables that were checked."""
+    with together(OPERATOR, group, lambda: device_of(weights, features, group), deadline_s):
+        return pool_and_send(
+            plan, weights, features, group, device_of(weights, features, group), batch_sizes, deadline_s
+        )
 
 
 @opaque
@@ -114,7 +125,7 @@ def pool_and_send(
     plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, device: torch.device,
     batch_sizes: Sequence[int] | None, deadline_s: float | None, timeline: Timeline | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`embedding_all_to_all` with options that were checked, inside of `together`."""
+    """`planned_call` inside of `together`."""
     jagged, rank = as_jagged(features), group.rank()
     known = _known(weights, plan, rank)
     checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights)
@@ -137,37 +148,9 @@ def pool_and_send(
     )  # fmt: skip
 
 
-def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
-    """A call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(described(...), ...)`.
-
-    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one each.
-    """
-    local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
-    rows: tuple[tuple[float, ...], ...] = ()
-    if (read := sharding.rows_read) is not None:
-        of_table = [mean / len(table.feature_names) for mean, table in zip(read, sharding.tables, strict=True)]
-        rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
-    places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
-    dtype = next(name for name, known in TORCH_DTYPE.items() if known == sharding.dtype)
-    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, dtype)
-
-
-def release(
-    sharding: EmbeddingSharding,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    transport: Literal["auto", "direct", "put"],
-    order: Order,
-    slice_size: int | None,
-    bounds_check: BoundsCheck,
-    hash: bool,
-    outputs: int,
-    deadline_s: float | None,
-) -> None:
-    """Give back the symmetric memory of calls with these options, as `ShardedEmbeddingBagCollection.close` says. Collective."""
+def release(plan: EmbeddingPlan, *, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None) -> None:
+    """Give back the symmetric memory of calls with this plan, as `ShardedEmbeddingBagCollection.close` says. Collective."""
     domain = symm.domain(group, device, deadline_s=deadline_s)
-    plan = plan_of(sharding, transport, order, slice_size, bounds_check, hash, outputs)
     operator = _operators.get(domain, {}).get(plan)
     if operator is not None:
         operator.synchronize()
@@ -184,32 +167,9 @@ def release(
         operator.close()
 
 
-def plan_of(
-    sharding: EmbeddingSharding, transport: str, order: Order, slice_size: int | None, bounds_check: BoundsCheck, hash: bool,
-    outputs: int,
-) -> EmbeddingPlan:  # fmt: skip
-    used: Any = "direct" if transport == "auto" else transport
-    vectors = default_slice_size(sharding) if slice_size is None else slice_size
-    return _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
-
-
 @functools.lru_cache(maxsize=64, typed=True)  # typed: 1 is no True, and refused
-def _planned(
-    sharding: EmbeddingSharding,
-    transport: Transport,
-    order: Order,
-    slice_size: int,
-    bounds_check: BoundsCheck,
-    hash: bool,
-    outputs: int,
-) -> EmbeddingPlan:
-    """What the schedule of that transport, order and slice size plans; `ValueError` if one of the options is none."""
-    EmbeddingPlan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
-    # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
-    problem = described(sharding, (1,) * sharding.world_size)
-    builder = slices.put if transport == "put" else slices.direct
-    kernel = kernel_of(builder(problem, slice_size=int(slice_size), order=order))
-    return EmbeddingPlan(sharding, kernel.transport, kernel.order, kernel.slice_size, bounds_check, hash, outputs)
+def _plan(sharding: EmbeddingSharding, *options: Any) -> EmbeddingPlan:
+    return plan_of(sharding, EmbeddingOptions(*options))
 
 
 def _listed(weights: Any) -> list[torch.Tensor]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, as_jagged
+from weft.embedding.check import check_jagged, check_offsets, first_bad_index
+from weft.embedding.options import BoundsCheck, EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
 from weft.runtime.cpu.embedding import run_native, slot_table, warn_of_bad_indices
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, as_jagged
-from weft.sparse.check import check_jagged, check_offsets, first_bad_index
 
 
 def embedding_pool(
@@ -47,8 +48,7 @@ def embedding_pool(
     jagged = as_jagged(features)
     plan = _plan(tuple(EmbeddingBagConfig.of(table) for table in tables), bounds_check, hash)
     checked = check_jagged(jagged, plan.sharding, 0, None, weights)
-    fatal = bounds_check == "fatal" and not hash
-    if fatal and (bad := first_bad_index(jagged, plan.sharding, 0, checked)) is not None:
+    if plan.options.refuses_bad_ids and (bad := first_bad_index(jagged, plan.sharding, 0, checked)) is not None:
         raise ValueError(bad)
     shape = (checked.global_batch, plan.sharding.total_dim)
     out = torch.empty(shape, dtype=plan.sharding.dtype, device=jagged.values.device)
@@ -66,4 +66,5 @@ def embedding_pool(
 
 @lru_cache(maxsize=64)
 def _plan(tables: tuple[EmbeddingBagConfig, ...], bounds_check: BoundsCheck, hash: bool) -> EmbeddingPlan:
-    return EmbeddingPlan(EmbeddingSharding(tables, (0,) * len(tables), 1), bounds_check=bounds_check, hash=hash)
+    sharding = EmbeddingSharding(tables, (0,) * len(tables), 1)
+    return EmbeddingPlan(sharding, EmbeddingOptions("direct", bounds_check=bounds_check, hash=hash))

@@ -17,15 +17,15 @@ import torch
 
 from weft import env
 from weft.caller import warn
+from weft.embedding import JaggedInput
+from weft.embedding.check import CheckedInput, bad_index_message, first_bad_index
+from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.agreement import refuse
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory
 from weft.runtime.cuda.watch import watch
-from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
-from weft.sparse import JaggedInput
-from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain, set_up_within
 from weft.timeline import Timeline
 from weft.words import counted
@@ -39,7 +39,7 @@ class EmbeddingAllToAllCuda:
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
         self.kernel = EmbeddingKernel(plan, domain.rank, domain.device)
-        self.outputs = OutputPool(domain, plan.outputs)
+        self.outputs = OutputPool(domain, plan.options.outputs)
         world = domain.world_size
         self._signals = domain.allocate(8 * 3 * world)
         self._flags = domain.allocate(8)
@@ -48,7 +48,7 @@ class EmbeddingAllToAllCuda:
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
         self._record = _numbers_of(self.kernel.record)
         self._row_bytes = plan.sharding.total_dim * plan.sharding.dtype.itemsize
-        self._flags_per_sample = sum(plan.slices_per_sample) if plan.transport == "put" else 0
+        self._flags_per_sample = sum(plan.slices_per_sample) if plan.options.transport == "put" else 0
         self._usual_deadline_s = env.deadline_s()
         # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
@@ -73,7 +73,7 @@ class EmbeddingAllToAllCuda:
     ) -> torch.Tensor:
         """Enqueue one call; the output [batch_sizes[rank], total_dim], valid in stream order."""
         self.check()
-        if self.plan.bounds_check == "fatal" and not self.plan.hash:
+        if self.plan.options.refuses_bad_ids:
             bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
             if bad is not None:
                 refuse(self.domain, bad, deadline_s=deadline_s)

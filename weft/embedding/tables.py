@@ -21,9 +21,10 @@ import torch
 
 from weft.words import counted
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPES = tuple(DTYPE_NAMES)
 INDEX_BYTES = 8  # an id, or an offset: int64 is what data loaders hand over
-_DTYPE_OF_TORCHREC = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_OF_TORCHREC = {name.upper(): dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)

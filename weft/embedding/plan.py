@@ -11,22 +11,19 @@ tiles name their kernel (`kernel_of`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from numbers import Integral
-from typing import Literal, TypeAlias, get_args
 
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.tables import DTYPE_NAMES, EmbeddingSharding
 from weft.errors import ScheduleError
-from weft.schedule import Schedule, Tiles
-from weft.schedule.kernels import PooledSlices, SliceOrder, SliceTransport
+from weft.schedule import EmbeddingAllToAll, Schedule, Tiles, slices
+from weft.schedule.kernels import PooledSlices
 from weft.schedule.slices import Unit, units_of
-from weft.sparse import EmbeddingSharding
-
-Transport: TypeAlias = SliceTransport
-Order: TypeAlias = SliceOrder
-BoundsCheck = Literal["fatal", "warning", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -34,29 +31,12 @@ class EmbeddingPlan:
     """One operator as every rank of its group must describe it; ranks compare `fingerprint` at every call."""
 
     sharding: EmbeddingSharding
-    transport: Transport = "direct"
-    order: Order = "remote_first"
-    slice_size: int = 32
-    bounds_check: BoundsCheck = "warning"
-    hash: bool = False
-    outputs: int = 2
+    options: EmbeddingOptions
 
     def __post_init__(self) -> None:
-        for name, given, legal in (
-            ("transport", self.transport, get_args(Transport)),
-            ("order", self.order, get_args(Order)),
-            ("bounds_check", self.bounds_check, get_args(BoundsCheck)),
-        ):
-            if given not in legal:
-                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
-        if not isinstance(self.hash, bool):
-            raise ValueError(f"hash={self.hash!r} must be True or False")
-        if not isinstance(self.slice_size, Integral) or not 1 <= self.slice_size < 2**31:
-            raise ValueError(f"slice_size={self.slice_size!r} must be at least 1 pooled vector, and less than 2**31")
-        if not isinstance(self.outputs, Integral) or not 1 <= self.outputs <= 255:
-            raise ValueError(
-                f"outputs={self.outputs!r} must be between 1 and 255: how many result buffers each rank keeps"
-            )
+        size = self.options.slice_size
+        size = default_slice_size(self.sharding) if size is None else int(size)
+        object.__setattr__(self, "options", replace(self.options, slice_size=size))
 
     def __hash__(self) -> int:
         return self.fingerprint
@@ -69,14 +49,18 @@ class EmbeddingPlan:
             f"{', '.join(t.feature_names)} on rank {rank}"
             for number, (t, rank) in enumerate(zip(self.sharding.tables, self.sharding.rank_of_table, strict=True))
         }
-        names = ("transport", "order", "slice_size", "bounds_check", "hash", "outputs")
-        options = {name: str(getattr(self, name)) for name in names}
+        options = {name: str(value) for name, value in asdict(self.options).items()}
         return {"world_size": str(self.sharding.world_size)} | options | tables
 
     @cached_property
     def fingerprint(self) -> int:
         """A number in [0, 2**62) that differs (but for chance) when `text` does, the same in every process."""
         return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
+
+    @property
+    def slice_size(self) -> int:
+        assert self.options.slice_size is not None
+        return self.options.slice_size
 
     def slices(self, rank: int) -> tuple[Unit, ...]:
         """The slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
@@ -86,6 +70,32 @@ class EmbeddingPlan:
     def slices_per_sample(self) -> tuple[int, ...]:
         """For every rank, how many slices it sends per sample: what lays out the flags of `put`."""
         return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
+
+
+@functools.lru_cache(maxsize=64)
+def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
+    """What the schedule of that transport, order and slice size plans."""
+    plan = EmbeddingPlan(sharding, options)
+    # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
+    problem = problem_of(sharding, (1,) * sharding.world_size)
+    builder = slices.put if options.transport == "put" else slices.direct
+    kernel = kernel_of(builder(problem, slice_size=plan.slice_size, order=options.order))
+    read = replace(options, transport=kernel.transport, order=kernel.order, slice_size=kernel.slice_size)
+    return EmbeddingPlan(sharding, read)
+
+
+def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
+    """A call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(problem_of(...), ...)`.
+
+    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one each.
+    """
+    local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
+    rows: tuple[tuple[float, ...], ...] = ()
+    if (read := sharding.rows_read) is not None:
+        of_table = [mean / len(table.feature_names) for mean, table in zip(read, sharding.tables, strict=True)]
+        rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
+    places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
+    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, DTYPE_NAMES[sharding.dtype])
 
 
 def kernel_of(schedule: Schedule) -> PooledSlices:

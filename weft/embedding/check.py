@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from weft.arguments import check_tensor
-from weft.sparse.hashing import hash_ids
-from weft.sparse.jagged import INDEX_DTYPES, JaggedInput, wrong_sum
-from weft.sparse.tables import EmbeddingSharding, Slot
+from weft.embedding.hashing import hash_ids
+from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, wrong_sum
+from weft.embedding.tables import EmbeddingSharding, Slot
 from weft.words import counted
 
 DEVICE_TYPES = ("cpu", "cuda")
