@@ -145,7 +145,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
             "M=8192 tokens are not as many for each of 960 experts, and more than 72 ranks that differ take too long to "
             "simulate; use M=8640",
         ),
-        (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to multiply"),
+        (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
         (
             ["--experts", "8", "--mode", "graph"],
             "plan it with --bounded (in Python bounded=True), and call it with max_rows",
@@ -199,7 +199,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,4096"], "--shape '512,4096' must be three whole numbers M,N,K above 0"),
         (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three whole numbers"),
         (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three whole numbers"),
-        (["--shape", "512,8,0"], "M=512, N=8, K=0: there is nothing to multiply; each must be at least 1"),
+        (["--shape", "512,8,0"], "M=512, N=8, K=0: there is nothing to compute; each must be at least 1"),
         (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 256"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder"),

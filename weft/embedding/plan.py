@@ -23,7 +23,7 @@ from weft.embedding.tables import DTYPE_NAMES, EmbeddingSharding
 from weft.errors import ScheduleError
 from weft.schedule import EmbeddingAllToAll, Schedule, Tiles, slices
 from weft.schedule.kernels import PooledSlices
-from weft.schedule.slices import Unit, units_of
+from weft.schedule.slices import Unit, units_of, usual_slice_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EmbeddingPlan:
 
     def __post_init__(self) -> None:
         size = self.options.slice_size
-        size = default_slice_size(self.sharding) if size is None else int(size)
+        size = usual_slice_size(_problem(self.sharding)) if size is None else int(size)
         object.__setattr__(self, "options", replace(self.options, slice_size=size))
 
     def __hash__(self) -> int:
@@ -76,12 +76,15 @@ class EmbeddingPlan:
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
     """What the schedule of that transport, order and slice size plans."""
     plan = EmbeddingPlan(sharding, options)
-    # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
-    problem = problem_of(sharding, (1,) * sharding.world_size)
     builder = slices.put if options.transport == "put" else slices.direct
-    kernel = kernel_of(builder(problem, slice_size=plan.slice_size, order=options.order))
+    kernel = kernel_of(builder(_problem(sharding), slice_size=plan.slice_size, order=options.order))
     read = replace(options, transport=kernel.transport, order=kernel.order, slice_size=kernel.slice_size)
     return EmbeddingPlan(sharding, read)
+
+
+def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
+    """Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones."""
+    return problem_of(sharding, (1,) * sharding.world_size)
 
 
 def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
@@ -108,13 +111,3 @@ def kernel_of(schedule: Schedule) -> PooledSlices:
         f"schedule {schedule.name} is none of the operator's: one kernel, {PooledSlices.kind}, for the samples of all ranks; "
         f"found {', '.join(kernel.name for kernel in kernels) or 'none'}"
     )
-
-
-def default_slice_size(sharding: EmbeddingSharding) -> int:
-    """Vectors per slice when nobody says: about 2 KiB of them, 4 to 32.
-
-    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json); on CPUs longer
-    slices leave room for fewer samples in the staging area, so that tables are visited again more often.
-    """
-    mean_dim = sharding.total_dim / len(sharding.slots)
-    return max(4, min(32, round(2048 / (mean_dim * sharding.dtype.itemsize))))
