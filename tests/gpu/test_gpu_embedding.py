@@ -23,7 +23,7 @@ from weft.embedding import EmbeddingBagConfig
 from weft.embedding.options import EmbeddingOptions
 from weft.embedding.plan import plan_of
 from weft.errors import PoisonedGroupError, RefusedError, WeftError
-from weft.ops.embedding_all_to_all import compiled
+from weft.operator.embedding import compiled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ from weft.embedding import as_jagged
 from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 
 TRANSPORTS, ORDERS = ("direct", "put"), get_args(Order)

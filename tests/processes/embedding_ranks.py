@@ -11,12 +11,14 @@ from reference import Problem
 from weft import symm
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TRANSPORTS, ORDERS = ("direct", "put"), get_args(Order)
+FUSED, ORDERS = ("direct", "put"), get_args(Order)
+TRANSPORTS = (*FUSED, "serial")
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 
 
@@ -40,7 +42,7 @@ def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Embeddi
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
     """The bytes of each output buffer of this rank that is not lent."""
     pool, rank = operator.outputs, operator.domain.rank
-    if not pool.slot_bytes:
+    if pool is None or not pool.slot_bytes:
         return []
     memory = pool._region.tensor(rank, (pool.count, pool.slot_bytes), torch.uint8)
     return [memory[slot] for slot in pool._free]

@@ -22,7 +22,6 @@ from weft.bench.ops.embedding_all_to_all import (
     EmbeddingWorkload,
     SerialArm,
     Traffic,
-    column_runs,
     make_arm,
     parse,
     pooled_float64,
@@ -31,6 +30,7 @@ from weft.bench.ops.embedding_all_to_all import (
 from weft.bench.ops.embedding_presets import FULL, EmbeddingPreset, Fixed, TableShape, UniformBags
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.options import EmbeddingOptions
+from weft.embedding.tables import column_runs
 from weft.launch import Pool
 from weft.timeline import Timeline
 

@@ -52,6 +52,35 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
+def test_embeddings(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = [
+        "plan",
+        "embedding_all_to_all",
+        "--shape",
+        "4096,64,20",
+        "--tables",
+        "26",
+        "--hw",
+        "h200",
+        "--ranks",
+        "4",
+    ]
+    done = runner.invoke(app, [*arguments, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert {one["candidate"] for one in data["candidates"]} == {"serial", "direct", "put"}
+    assert all(one["predicted_us"] > 0 and one["losses"] is None for one in data["candidates"])
+    for words in (
+        "4096 samples, 26 features with 1664 columns and 20 rows a bag, fp32, 4 ranks",
+        data["choice"],
+        "taken",
+    ):
+        assert words in done.output
+    assert "DIL" not in done.output
+    assert "--tables 128" in runner.invoke(app, ["plan", "embedding_all_to_all", "--help"]).output
+
+
 def test_without_a_terminal_lines_say_what_takes_so_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

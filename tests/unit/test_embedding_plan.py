@@ -110,7 +110,7 @@ def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transport": "pigeon"}, "transport='pigeon' must be one of 'auto', 'direct', 'put'"),
+        ({"transport": "pigeon"}, "transport='pigeon' must be one of 'auto', 'serial', 'direct', 'put'"),
         ({"order": ""}, "order='' must be one of 'remote_first'"),
         ({"bounds_check": "error"}, "bounds_check='error' must be one of 'fatal', 'warning', 'ignore'"),
         ({"slice_size": 0}, "slice_size=0 must be at least 1"),

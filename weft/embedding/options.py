@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from weft.schedule.kernels import SliceOrder, SliceTransport
 
-Transport: TypeAlias = Literal["auto", SliceTransport]
+Transport: TypeAlias = Literal["auto", "serial", SliceTransport]
 Order: TypeAlias = SliceOrder
 BoundsCheck: TypeAlias = Literal["fatal", "warning", "ignore"]
 

@@ -17,12 +17,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import get_args
 
-from weft.embedding.options import EmbeddingOptions
+from weft.embedding.options import EmbeddingOptions, Transport
 from weft.embedding.tables import DTYPE_NAMES, EmbeddingSharding
 from weft.errors import ScheduleError
 from weft.schedule import EmbeddingAllToAll, Schedule, Tiles, slices
-from weft.schedule.kernels import PooledSlices
+from weft.schedule.kernels import PooledSlices, SliceTransport
 from weft.schedule.slices import Unit, units_of, usual_slice_size
 
 
@@ -66,6 +67,29 @@ class EmbeddingPlan:
         """The slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
         return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
 
+    def sent_by(self, transport: Transport) -> EmbeddingPlan:
+        """The same, by that transport."""
+        return plan_of(self.sharding, replace(self.options, transport=transport))
+
+    @cached_property
+    def candidates(self) -> dict[str, Transport]:
+        """Between what transport="auto" chooses: names that the planner knows, and what each stands for."""
+        given = (
+            [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
+        )
+        given += [] if self.options.order == "remote_first" else [f"order={self.options.order}"]
+        suffix = f"[{','.join(given)}]" if given else ""
+        sliced: dict[str, Transport] = {f"{transport}{suffix}": transport for transport in get_args(SliceTransport)}
+        return {"serial": "serial", **sliced}
+
+    def alone(self, rank: int) -> EmbeddingPlan | None:
+        """Pooling of what `rank` owns, with nobody to send it to; None if that is nothing."""
+        tables = tuple(self.sharding.tables[i] for i in self.sharding.local_tables(rank))
+        if not tables:
+            return None
+        options = replace(self.options, transport="direct", slice_size=None)
+        return EmbeddingPlan(EmbeddingSharding(tables, (0,) * len(tables), 1), options)
+
     @cached_property
     def slices_per_sample(self) -> tuple[int, ...]:
         """For every rank, how many slices it sends per sample: what lays out the flags of `put`."""
@@ -74,8 +98,10 @@ class EmbeddingPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
-    """What the schedule of that transport, order and slice size plans."""
+    """What the schedule of that transport, order and slice size plans, where it has kernels of slices."""
     plan = EmbeddingPlan(sharding, options)
+    if options.transport in ("auto", "serial"):
+        return plan
     builder = slices.put if options.transport == "put" else slices.direct
     kernel = kernel_of(builder(_problem(sharding), slice_size=plan.slice_size, order=options.order))
     read = replace(options, transport=kernel.transport, order=kernel.order, slice_size=kernel.slice_size)

@@ -261,6 +261,20 @@ class EmbeddingSharding:
         return ", ".join(words) or "nothing"
 
 
+def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
+    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
+    taken = [0] * sharding.world_size
+    runs: list[tuple[int, int, int]] = []
+    for slot in sharding.slots:
+        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
+        taken[slot.rank] = end
+        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
+            runs[-1] = (slot.rank, runs[-1][1], end)
+        else:
+            runs.append((slot.rank, start, end))
+    return runs
+
+
 def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
     """Raise `ValueError` unless there are tables, each with its own name, all of one dtype."""
     if not tables:

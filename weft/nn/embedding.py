@@ -28,8 +28,9 @@ from weft.embedding.plan import plan_of
 from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
+from weft.operator.embedding import OPERATOR, release
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import OPERATOR, device_of, planned_call, pool_and_send, release
+from weft.ops.embedding_all_to_all import device_of, planned_call, pool_and_send
 
 
 class ShardedEmbeddingBagCollection(nn.Module):

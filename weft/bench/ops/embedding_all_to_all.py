@@ -37,12 +37,14 @@ from weft.bench.ops.embedding_presets import (
     fitting_scale,
     jagged_input,
 )
-from weft.embedding import EmbeddingSharding, as_jagged
+from weft.embedding import as_jagged
 from weft.embedding.check import check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import plan_of
+from weft.embedding.tables import column_runs
 from weft.hw import available_memory_bytes
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.symm import domain
 from weft.timeline import Timeline
@@ -457,22 +459,8 @@ def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
     return ARMS[name](work) if options is None else FusedArm(work, options)
 
 
-def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
-    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
-    taken = [0] * sharding.world_size
-    runs: list[tuple[int, int, int]] = []
-    for slot in sharding.slots:
-        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
-        taken[slot.rank] = end
-        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
-            runs[-1] = (slot.rank, runs[-1][1], end)
-        else:
-            runs.append((slot.rank, start, end))
-    return runs
-
-
 POOL = " pooling alone"
-DEFAULT = "direct"  # what transport="auto" takes
+DEFAULT = "direct"  # what transport="auto" takes on CPU, and on H200s by their model
 
 
 @dataclass(frozen=True)

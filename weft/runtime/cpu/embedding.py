@@ -19,7 +19,7 @@ import torch
 from weft import _core, env
 from weft.caller import warn
 from weft.embedding import EmbeddingSharding, JaggedInput
-from weft.embedding.check import CheckedInput, bad_index_message, check_offsets, first_bad_index
+from weft.embedding.check import CheckedInput, bad_index_message, check_contents
 from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.agreement import agree, refuse, topic_of
@@ -124,7 +124,7 @@ class EmbeddingAllToAllCpu:
         sharding = plan.sharding
         domain.check()
         try:
-            self._look_at(jagged, checked)
+            check_contents(jagged, sharding, rank, checked, plan.options)
             slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
         except Exception as error:
             refuse(domain, str(error), deadline_s=deadline_s)
@@ -172,15 +172,6 @@ class EmbeddingAllToAllCpu:
     def synchronize(self) -> None:
         """Calls on CPU processes are complete when they return."""
         self.domain.check()
-
-    def _look_at(self, jagged: JaggedInput, checked: CheckedInput) -> None:
-        """Raise `ValueError` for what is wrong with the contents of the input, before anybody writes."""
-        sharding, rank = self.plan.sharding, self.domain.rank
-        check_offsets(jagged, sharding, rank, checked)
-        if self.plan.options.refuses_bad_ids:
-            bad = first_bad_index(jagged, sharding, rank, checked)
-            if bad is not None:
-                raise ValueError(bad)
 
     def _table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> np.ndarray:
         key = (tuple(weight.data_ptr() for weight in weights), key_of_slot)

@@ -115,7 +115,7 @@ class EmbeddingAllToAllCuda:
     def check(self) -> None:
         """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""
         record = self._record
-        _warn_of_bad_input(self.kernel, record, self._last_input)
+        _warn_of_bad_input(self.kernel, record, self._last_input, self.domain.rank)
         self.look()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -227,9 +227,9 @@ class _Look:
 
 
 def _warn_of_bad_input(
-    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None
+    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, rank: int
 ) -> None:
-    """Warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
+    """As `rank`, warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
     bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
         return
@@ -238,7 +238,7 @@ def _warn_of_bad_input(
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
         warn(
-            f"rank {kernel.rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
+            f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
             f"Check the offsets on the host, or pass bounds_check='fatal'"
         )
     if bad:
@@ -252,7 +252,7 @@ def _warn_of_bad_input(
                 where = "the first: " + bad_index_message(
                     kernel.plan.sharding, kernel.rank, checked.key_of_slot.index(block), sample, place, value
                 )
-        warn(f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
+        warn(f"rank {rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
@@ -274,19 +274,19 @@ _local_pools: dict[tuple[EmbeddingPlan, torch.device], _LocalPool] = {}
 
 
 def pool_on_gpu(
-    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor
-) -> None:
+    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor, rank: int
+) -> None:  # fmt: skip
     """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one.
 
-    Warns of bad input that earlier calls met.
+    Warns of bad input that earlier calls met, as `rank`.
     """
     key = (plan, out.device)
     pool = _local_pools.get(key)
     if pool is None:
         pool = _local_pools[key] = _LocalPool(plan, out.device)
-    _warn_of_bad_input(pool.kernel, pool.record, pool.last_input)
-    # The address of `out` travels by the stream, because the host runs ahead of it.
-    address = torch.tensor([out.data_ptr()], dtype=torch.int64, pin_memory=True).to(out.device, non_blocking=True)
+    _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
+    # The address of `out` travels by the stream, because the host runs ahead of it; as an argument, which a graph captures too.
+    address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
     memory = Memory(address, pool.words[:1], pool.words[1:2], 0)
     pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False)
     pool.last_input = (jagged, checked)
