@@ -106,7 +106,10 @@ def test_equals_float64(group: dist.ProcessGroup, name: str) -> None:
     assert_close(alone.cpu(), p)
     for order in ("remote_first", "natural"):
         assert torch.equal(exchanged(group, p, order=order), alone), f"{order}: not the bits of embedding_pool"
-    assert torch.equal(exchanged(group, p, transport="put"), alone), "put: not the bits of embedding_pool"
+    for transport in ("put", "serial"):
+        assert torch.equal(exchanged(group, p, transport=transport), alone), (
+            f"{transport}: not the bits of embedding_pool"
+        )
 
 
 def test_values_and_offsets_may_begin_anywhere(group: dist.ProcessGroup) -> None:

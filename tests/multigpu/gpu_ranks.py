@@ -19,7 +19,8 @@ from weft.operator.embedding import compiled
 from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 
-TRANSPORTS, ORDERS = ("direct", "put"), get_args(Order)
+FUSED, ORDERS = ("direct", "put"), get_args(Order)
+TRANSPORTS = (*FUSED, "serial")
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 MARKS = [
     pytest.mark.multigpu,
@@ -66,7 +67,7 @@ def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torc
 def poison(operator: Any) -> None:
     """NaN into every output buffer of this rank that is not lent, in stream order: peers write only after it."""
     pool = operator.outputs
-    if pool.slot_bytes:
+    if pool is not None and pool.slot_bytes:
         memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
         for slot in pool._free:
             memory[slot].fill_(NAN_BYTE)

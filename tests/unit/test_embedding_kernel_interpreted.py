@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -21,7 +22,7 @@ import pytest
 import torch
 from reference import Problem, assert_close, problem, tables_of
 
-from weft.embedding import EmbeddingBagConfig, JaggedInput
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
 from weft.embedding.check import CheckedInput, check_jagged
 from weft.embedding.options import EmbeddingOptions, Order
 from weft.embedding.plan import EmbeddingPlan
@@ -269,7 +270,43 @@ def play_garbage_offsets() -> None:
     assert not ranks.output(0, 1).isnan().any()
 
 
+def play_pooling_alone() -> None:
+    """What ranks pool of their own tables, with nobody to send it to, has the bits of all tables in one kernel; and a rank with bad
+    ids says so at its next call."""
+    from weft.runtime.cuda.embedding import pool_on_gpu
+
+    p = problem(2, (8, 3, 300, 5), 6, weighted=True)
+
+    def pooled(
+        plan: EmbeddingPlan, weights: list[torch.Tensor], given: tuple[torch.Tensor, ...], **how: int
+    ) -> torch.Tensor:
+        jagged = JaggedInput(None, *given)
+        checked = check_jagged(jagged, plan.sharding, 0, (6,), weights)
+        out = torch.full((6, plan.sharding.total_dim), torch.nan)
+        pool_on_gpu(plan, weights, jagged, checked, out, **how)
+        return out
+
+    together = EmbeddingPlan(EmbeddingSharding(p.tables, (0,) * 4, 1), EmbeddingOptions("direct"))
+    whole = pooled(together, p.weights, p.whole())
+    assert_close(whole, p)
+    plan = EmbeddingPlan(p.sharding, EmbeddingOptions("serial"))
+    for rank in range(2):
+        alone = plan.alone(rank)
+        assert alone is not None
+        slots = [s for slot in p.sharding.local_slots(rank) for s in range(slot.column, slot.column + slot.dim)]
+        values, *rest = p.tupled(rank)
+        for bad in (0, 0, 1, 0):
+            spoiled = values.clone()
+            spoiled[:bad] = -1
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                found = pooled(alone, p.local_weights(rank), (spoiled, *rest), rank=rank, widest=300)
+            assert bad or torch.equal(found, whole[:, slots])
+        assert [str(one.message)[: len("rank 1: 1 index")] for one in said] == [f"rank {rank}: 1 index"]
+
+
 OTHERS = {
+    "pooling alone": play_pooling_alone,
     "a disagreement": play_a_disagreement,
     "poison": play_poison,
     "garbage offsets": play_garbage_offsets,

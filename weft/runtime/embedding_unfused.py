@@ -40,7 +40,7 @@ class EmbeddingAllToAllUnfused:
         sharding, rank = plan.sharding, domain.rank
         self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(domain.world_size)]
         self._runs = column_runs(sharding)
-        self._alone = plan.alone(rank)
+        self._alone, self._widest = plan.alone(rank), max(slot.dim for slot in sharding.slots)
         self._topic, self._turns = topic_of(domain, plan), None
         if domain.device.type == "cpu":
             self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", domain)
@@ -66,7 +66,8 @@ class EmbeddingAllToAllUnfused:
             agree(domain, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
         turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, domain.device))
         pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.sharding.dtype)
-        warn = pool_alone(self._alone, weights, jagged, checked, pooled, rank) if self._alone else None
+        alone = self._alone
+        warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
         output = self._exchanged(turn.done("pool", pooled), checked.batch_sizes, turn)
         turn.end()
         if warn is not None:
@@ -102,15 +103,17 @@ class EmbeddingAllToAllUnfused:
 
 
 def pool_alone(
-    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor, rank: int = 0
+    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
+    rank: int = 0, widest: int = 1,
 ) -> Callable[[], None] | None:  # fmt: skip
     """All of `plan`, which is for a world of one, into `out` [global batch, its columns]; what warns of bad indices. On GPUs, where
-    those that earlier calls met are known, that is done. rank: as which messages speak."""
+    those that earlier calls met are known, that is done. rank: as which messages speak. widest: columns of a slot that others
+    pool, which shapes the kernel: sums have the same bits wherever tables are."""
     checked = checked._replace(batch_sizes=(checked.global_batch,))
     if out.device.type == "cuda":
         from weft.runtime.cuda.embedding import pool_on_gpu  # needs Triton, which a CPU machine may lack
 
-        pool_on_gpu(plan, weights, jagged, checked, out, rank)
+        pool_on_gpu(plan, weights, jagged, checked, out, rank, widest)
         return None
     table = cpu.slot_table(plan.sharding, 0, weights, checked.key_of_slot)
     counts = cpu.run_native(plan, 0, table, jagged, checked.batch_sizes, [out.data_ptr()], [], 0)

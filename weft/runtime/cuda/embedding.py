@@ -263,27 +263,28 @@ def _numbers_of(record: torch.Tensor) -> Any:
 class _LocalPool:
     """The kernel in a world of one, and what it was last given."""
 
-    def __init__(self, plan: EmbeddingPlan, device: torch.device) -> None:
-        self.kernel = EmbeddingKernel(plan, 0, device)
+    def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
+        self.kernel = EmbeddingKernel(plan, 0, device, widest)
         self.record = _numbers_of(self.kernel.record)
         self.words = torch.zeros(4, dtype=torch.int64, device=device)  # stand in for signals and flags
         self.last_input: tuple[JaggedInput, CheckedInput] | None = None
 
 
-_local_pools: dict[tuple[EmbeddingPlan, torch.device], _LocalPool] = {}
+_local_pools: dict[tuple[EmbeddingPlan, torch.device, int], _LocalPool] = {}
 
 
 def pool_on_gpu(
-    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor, rank: int
+    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
+    rank: int = 0, widest: int = 1,
 ) -> None:  # fmt: skip
     """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one.
 
-    Warns of bad input that earlier calls met, as `rank`.
+    Warns of bad input that earlier calls met, as `rank`. widest: see `EmbeddingKernel`.
     """
-    key = (plan, out.device)
+    key = (plan, out.device, widest)
     pool = _local_pools.get(key)
     if pool is None:
-        pool = _local_pools[key] = _LocalPool(plan, out.device)
+        pool = _local_pools[key] = _LocalPool(plan, out.device, widest)
     _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
     # The address of `out` travels by the stream, because the host runs ahead of it; as an argument, which a graph captures too.
     address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)

@@ -74,9 +74,9 @@ class _Variant:
 
 
 class EmbeddingKernel:
-    """The kernel of one rank of one plan on one device."""
+    """The kernel of one rank of one plan on one device. widest: columns of a slot that others pool beside it, elsewhere."""
 
-    def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         sharding = plan.sharding
         self.world_size = sharding.world_size
@@ -87,7 +87,7 @@ class EmbeddingKernel:
         self._item_bytes = sharding.dtype.itemsize
         # All ranks' slots shape the kernel, not only its own: in which order a bag is added up must depend on neither who
         # owns the table nor on how many ranks there are.
-        dims = [slot.dim for slot in sharding.slots] or [1]
+        dims = [widest, *(slot.dim for slot in sharding.slots)]
         self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
         self._rows = max(1, min(_MAX_ROWS, _TILE // self._block_d))
