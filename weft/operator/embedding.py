@@ -30,7 +30,7 @@ from weft.runtime.agreement import agree_on_new
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.meeting import drop_closed
-from weft.schedule import Candidate, Problem, named
+from weft.schedule import Candidate, EmbeddingAllToAll, Problem, named
 from weft.symm import Domain
 from weft.words import counted
 
@@ -75,7 +75,7 @@ def new_operator(p: EmbeddingPlan, domain: Domain, given: Input, deadline_s: flo
             _agree_on_new(p, domain, deadline_s)
         operators[p] = chosen = _Chosen()
     batch_sizes = given[2].batch_sizes
-    size = plan.octave(problem_of(p.sharding, batch_sizes))
+    size = plan.octave_of(EmbeddingAllToAll.size_of(batch_sizes))
     if size not in chosen.transports:
         chosen.transports[size] = _transport(p, domain, size, given, deadline_s)
     if len(chosen) >= _MOST_BATCHES:

@@ -56,7 +56,11 @@ def _is_clear(choice: Choice) -> bool:
 
 def octave(problem: Problem) -> int:
     """The half octave of its size in its family."""
-    size = problem.family[1]
+    return octave_of(problem.family[1])
+
+
+def octave_of(size: float) -> int:
+    """The half octave of a size."""
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
 
 

@@ -275,9 +275,13 @@ class EmbeddingAllToAll(Problem):
 
     @property
     def family(self) -> tuple[Hashable, float]:
-        """Of samples of a rank. An uneven batch is taken for an even one of its largest part; more than so many samples take in
+        return replace(self, batch_sizes=(1,) * self.world_size), self.size_of(self.batch_sizes)
+
+    @staticmethod
+    def size_of(batch_sizes: tuple[int, ...]) -> float:
+        """Samples of a rank. An uneven batch is taken for an even one of its largest part; more than so many samples take in
         proportion to their number, whatever is chosen."""
-        return replace(self, batch_sizes=(1,) * self.world_size), float(min(max(self.batch_sizes), _MOST_SAMPLES))
+        return float(min(max(batch_sizes), _MOST_SAMPLES))
 
     def resized(self, size: float) -> EmbeddingAllToAll:
         return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
