@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 # csrc/signal.cpp
@@ -33,8 +32,8 @@ def lease(
     device_type: int,
     device_id: int,
     owner: object,
-) -> torch.Tensor:
-    """A torch tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
+) -> object:
+    """A DLPack capsule of a tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
 
 # csrc/mapping.cpp
 class Mapping:

@@ -157,7 +157,7 @@ def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:
 
 def _signals_of_tiles(schedule: Schedule) -> int:
     """That tiles set, on the rank whose tiles set the most."""
-    tiles = [step for step in _steps(schedule) if isinstance(step, Tiles)]
+    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
     sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
     if not sets:
         return 0
