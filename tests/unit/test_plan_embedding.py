@@ -13,7 +13,7 @@ from weft.bench.core.options import DTYPES
 from weft.bench.ops.embedding_presets import Scale, find_presets
 from weft.embedding.plan import problem_of
 from weft.hw import known_machines, load_machine
-from weft.plan.choose import decide
+from weft.plan.choose import ALIKE_US, decide
 from weft.schedule import EmbeddingAllToAll
 from weft.sim import model_of
 
@@ -63,6 +63,16 @@ def test_nothing_is_taken_that_is_slower_than_serial(machine: str, ranks: int) -
         choice = decide(EmbeddingAllToAll.sized(batch, dim, rows, ranks, "fp32", tables=tables), model, mode="queued")
         assert choice.row(choice.candidate.name).us <= choice.row("serial").us
         assert {row.candidate.name for row in choice.rows} == {"serial", "direct", "put"}
+
+
+def test_of_what_takes_as_long_the_one_that_stages_nothing_is_taken() -> None:
+    """`put` has fewer steps."""
+    model = model_of(load_machine("h200"), 2)
+    choice = decide(EmbeddingAllToAll.sized(64, 16, 1, 2, "fp32", tables=26), model, mode="queued")
+    direct, put = choice.row("direct"), choice.row("put")
+    assert abs(direct.us - put.us) < ALIKE_US
+    assert put.steps < direct.steps
+    assert choice.candidate.name == "direct"
 
 
 def test_sizes_of_a_rank_are_taken_together_up_to_where_all_grow_alike() -> None:
