@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
 
 import weft
 from weft.bench.core.records import append, environment
+from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import run_ranks
 from weft.nn import ShardedEmbeddingBagCollection
 

@@ -42,6 +42,14 @@ _Hw = Annotated[
     str | None,
     typer.Option(metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."),
 ]
+_Topology = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file like those in weft/hw/topology. Default: as "
+        "the machine file says.",
+    ),
+]
 _Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")]
 _Mode = Annotated[
     PlanMode,
@@ -65,11 +73,10 @@ def all_gather_matmul(
     ],
     ranks: Annotated[
         int,
-        typer.Option(
-            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other; M must be divisible by them. {_MANY}"
-        ),
+        typer.Option(min=1, max=_MOST_RANKS, help=f"GPUs; M must be divisible by them. {_MANY}"),
     ] = 2,
     hw: _Hw = None,
+    topology: _Topology = None,
     dtype: _Dtype = "bf16",
     mode: _Mode = PlanMode.queued,
     everything: _All = False,
@@ -84,9 +91,11 @@ def all_gather_matmul(
 
         weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
 
+        weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --topology ring
+
         weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
     """
-    _plan("all_gather_matmul", shape, ranks, hw, dtype, mode, everything, json)
+    _plan("all_gather_matmul", shape, ranks, hw, topology, dtype, mode, everything, json)
 
 
 @plan.command("all_to_all_matmul")
@@ -101,15 +110,14 @@ def all_to_all_matmul(
     experts: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each.")],
     ranks: Annotated[
         int,
-        typer.Option(
-            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other. {_MANY} It grows with experts too."
-        ),
+        typer.Option(min=1, max=_MOST_RANKS, help=f"GPUs. {_MANY} It grows with experts too."),
     ] = 2,
     bounded: Annotated[
         bool,
         typer.Option("--bounded", help="With max_rows: the host does not wait for the number of rows that arrive."),
     ] = False,
     hw: _Hw = None,
+    topology: _Topology = None,
     dtype: _Dtype = "bf16",
     mode: _Mode = PlanMode.queued,
     everything: _All = False,
@@ -125,7 +133,7 @@ def all_to_all_matmul(
 
         weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph
     """
-    _plan("all_to_all_matmul", shape, ranks, hw, dtype, mode, everything, json, experts, bounded)
+    _plan("all_to_all_matmul", shape, ranks, hw, topology, dtype, mode, everything, json, experts, bounded)
 
 
 @plan.command("embedding_all_to_all")
@@ -137,10 +145,9 @@ def embedding_all_to_all(
         ),
     ],
     tables: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each, as far as that goes.")],
-    ranks: Annotated[
-        int, typer.Option(min=1, max=_MOST_UNEVEN_RANKS, help=f"GPUs, all linked to each other. {_MANY}")
-    ] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=_MOST_UNEVEN_RANKS, help=f"GPUs. {_MANY}")] = 2,
     hw: _Hw = None,
+    topology: _Topology = None,
     dtype: _Dtype = "fp32",
     mode: _Mode = PlanMode.queued,
     json: _Json = None,
@@ -153,12 +160,12 @@ def embedding_all_to_all(
 
         weft plan embedding_all_to_all --shape 65536,128,20 --tables 856 --ranks 8 --dtype fp16
     """
-    _plan("embedding_all_to_all", shape, ranks, hw, dtype, mode, True, json, tables=tables)
+    _plan("embedding_all_to_all", shape, ranks, hw, topology, dtype, mode, True, json, tables=tables)
 
 
 def _plan(
-    op: str, shape: str, ranks: int, hw: str | None, dtype: str, mode: PlanMode, everything: bool, json: Path | None,
-    experts: int | None = None, bounded: bool = False, tables: int | None = None,
+    op: str, shape: str, ranks: int, hw: str | None, topology: str | None, dtype: str, mode: PlanMode, everything: bool,
+    json: Path | None, experts: int | None = None, bounded: bool = False, tables: int | None = None,
 ) -> None:  # fmt: skip
     from weft.bench.core.console import progress
     from weft.plan import explanation
@@ -176,8 +183,8 @@ def _plan(
     # Hundreds of ranks take minutes.
     with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
         found = explanation(
-            op, M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, experts=experts, bounded=bounded,
-            tables=tables, progress=step,
+            op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, experts=experts,
+            bounded=bounded, tables=tables, progress=step,
         )  # fmt: skip
         step("simulating what is lost", 0.0)
         found.cells(shown)
