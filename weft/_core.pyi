@@ -224,7 +224,7 @@ def embedding_all_to_all(
         transport: 0 direct (no flags are raised), 1 put.
         remote_first: work on the samples of rank + 1, rank + 2, ..., this rank; otherwise in batch order.
         slice_size: most vectors of a slice (see `slice_runs`).
-        hash: the row is hash(index) mod rows (weft/sparse/hashing.py); no index is bad then.
+        hash: the row is hash(index) mod rows (weft/embedding/hashing.py); no index is bad then.
         bounds: 0 ignore (the caller promises), 1 warning (a bad index reads a row of zeros and is counted), 2 fatal
             (all indices are looked at first; if any is bad nothing is written and no flag is raised).
         n_threads: threads that share the work, the caller's included.

@@ -22,15 +22,16 @@ from weft.bench.ops.embedding_all_to_all import (
     EmbeddingWorkload,
     SerialArm,
     Traffic,
-    Variant,
-    column_runs,
     make_arm,
+    parse,
     pooled_float64,
     why_not,
 )
 from weft.bench.ops.embedding_presets import FULL, EmbeddingPreset, Fixed, TableShape, UniformBags
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.tables import column_runs
 from weft.launch import Pool
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
 from weft.timeline import Timeline
 
 CPU = torch.device("cpu")
@@ -52,9 +53,9 @@ def test_a_repetition_is_as_slow_as_its_slowest_rank() -> None:
 
 
 def test_names_of_variants() -> None:
-    assert Variant.parse("direct") == Variant("direct")
-    assert Variant.parse("put-natural-slice8") == Variant("put", "natural", 8)
-    assert Variant.parse("put-slice0") is None
+    assert parse("direct") == EmbeddingOptions("direct", outputs=1)
+    assert parse("put-natural-slice8") == EmbeddingOptions("put", "natural", 8, outputs=1)
+    assert parse("put-slice0") is None
     assert why_not("put-natural", CPU) is None
     assert why_not("fbgemm", CPU) == "it is compared on GPUs"
     assert why_not("per-table", CPU) == "only GPU kernels are launched"

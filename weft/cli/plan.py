@@ -136,9 +136,36 @@ def all_to_all_matmul(
     _plan("all_to_all_matmul", shape, ranks, hw, topology, dtype, mode, everything, json, experts, bounded)
 
 
+@plan.command("embedding_all_to_all")
+def embedding_all_to_all(
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K", help="M: samples of all ranks. N: columns of each table. K: rows that a bag of it reads."
+        ),
+    ],
+    tables: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each, as far as that goes.")],
+    ranks: Annotated[int, typer.Option(min=1, max=_MOST_UNEVEN_RANKS, help=f"GPUs. {_MANY}")] = 2,
+    hw: _Hw = None,
+    topology: _Topology = None,
+    dtype: _Dtype = "fp32",
+    mode: _Mode = PlanMode.queued,
+    json: _Json = None,
+) -> None:
+    """Plan pooled embeddings and their all-to-all: what transport="auto" takes.
+
+    serial pools, calls the library's all-to-all, and puts the columns in order.
+
+        weft plan embedding_all_to_all --shape 16384,64,64 --tables 128
+
+        weft plan embedding_all_to_all --shape 65536,128,20 --tables 856 --ranks 8 --dtype fp16
+    """
+    _plan("embedding_all_to_all", shape, ranks, hw, topology, dtype, mode, True, json, tables=tables)
+
+
 def _plan(
     op: str, shape: str, ranks: int, hw: str | None, topology: str | None, dtype: str, mode: PlanMode, everything: bool,
-    json: Path | None, experts: int | None = None, bounded: bool = False,
+    json: Path | None, experts: int | None = None, bounded: bool = False, tables: int | None = None,
 ) -> None:  # fmt: skip
     from weft.bench.core.console import progress
     from weft.plan import explanation
@@ -157,7 +184,7 @@ def _plan(
     with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
         found = explanation(
             op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, experts=experts,
-            bounded=bounded, progress=step,
+            bounded=bounded, tables=tables, progress=step,
         )  # fmt: skip
         step("simulating what is lost", 0.0)
         found.cells(shown)
@@ -220,8 +247,6 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from weft.plan.explain import HEADER
-
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     facts = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     facts.add_column()
@@ -230,14 +255,14 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         facts.add_row(f"[dim]{what}[/dim]", escape(text), style="bold" if what == "choice" else "")
     console.print(facts)
     rows = found.cells(shown)
-    widths: dict[int, int | None] = dict.fromkeys(range(len(HEADER)))
+    widths: dict[int, int | None] = dict.fromkeys(range(len(found.header)))
     if sys.stdout.isatty():
-        widths |= _widths(HEADER, rows, console.width)
+        widths |= _widths(found.header, rows, console.width)
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
     kept = [i for i in widths if widths[i] != 0]
     for i in kept:
-        justify: Literal["left", "right"] = "left" if i in (0, len(HEADER) - 1) else "right"
-        table.add_column(HEADER[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
+        justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
+        table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
         # Names are to be copied: they stay in one piece where there is room.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
@@ -248,7 +273,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     console.print()
     for line in (*found.legend(), *found.left_out(shown)):
         console.print(line, markup=False)
-    if without := [title for i, title in enumerate(HEADER) if widths[i] == 0]:
+    if without := [title for i, title in enumerate(found.header) if widths[i] == 0]:
         console.print(f"no room here for {', '.join(without)}: a wider terminal, a pipe and --json have all columns")
 
 
@@ -277,7 +302,8 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     for title in (*unmeasured, *_LEFT_OUT_FIRST):
         if why(widths) >= least_why:
             break
-        widths[header.index(title)] = 0
+        if title in header:
+            widths[header.index(title)] = 0
     if why(widths) < least_why:
         pieces = max(len(piece) for name in columns[0] for piece in _pieces(name))
         widths[0] = max(pieces, full[0] - (least_why - why(widths)))

@@ -19,6 +19,7 @@ nothing.
     does small ones in another way: bytes a second, and what the other way takes longer to start)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
+    signal.tile (if tiles that signal take longer for it)
     signal.local, .remote, .kernel, host.step, host.call, host.read, host.late
     graph.run, .collective                  what runs of several lanes, and collectives, take longer in captured graphs
 """
@@ -95,6 +96,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         host_call_us=us("host.call"),
         host_late_us=us("host.late"),
         kernel_copy_beside_us=us("kernel_copy.beside"),
+        tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
         sustained=number("compute.sustained"),
         graph_run_us=us("graph.run"),
         graph_collective_us=us("graph.collective"),

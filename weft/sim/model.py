@@ -90,6 +90,8 @@ class Model:
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     kernel_copy_beside_us: float = 0.0
     """What a run takes longer than its parts where kernels copy on a lane beside its GEMMs."""
+    tile_signal_us: float = 0.0
+    """What each signal that a tile sets adds to its kernel's time."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
     """What the library's kernel for many experts reaches of the rate of matmuls, and of the memory's."""
     host_read_us: float = 20.0

@@ -11,10 +11,10 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,15 @@ from weft.bench.ops.embedding_presets import (
     fitting_scale,
     jagged_input,
 )
+from weft.embedding import as_jagged
+from weft.embedding.check import check_jagged
+from weft.embedding.options import EmbeddingOptions, Order
+from weft.embedding.plan import plan_of
+from weft.embedding.tables import column_runs
 from weft.hw import available_memory_bytes
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
-from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
-from weft.sparse import EmbeddingSharding, as_jagged
-from weft.sparse.check import check_jagged
 from weft.symm import domain
 from weft.timeline import Timeline
 from weft.words import counted
@@ -343,31 +346,22 @@ class FbgemmArm(SerialArm):
             return self.kernel(*self.work.inputs[which])
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted."""
-
-    transport: Literal["direct", "put"]
-    order: Literal["remote_first", "natural"] = "remote_first"
-    slice_size: int | None = None  # None: the preset's
-
-    @classmethod
-    def parse(cls, name: str) -> Variant | None:
-        found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
-        if found is None:
-            return None
-        transport: Literal["direct", "put"] = "put" if found[1] == "put" else "direct"
-        return cls(transport, "natural" if found[2] else "remote_first", int(found[3]) if found[3] else None)
+def parse(name: str) -> EmbeddingOptions | None:
+    """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted; without, the preset's."""
+    found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
+    if found is None:
+        return None
+    order: Order = "natural" if found[2] else "remote_first"
+    slice_size = int(found[3]) if found[3] else None
+    return EmbeddingOptions("put" if found[1] == "put" else "direct", order, slice_size, outputs=_OUTPUT_BUFFERS)
 
 
 class FusedArm(Arm):
     """weft's operator."""
 
-    def __init__(self, work: EmbeddingWorkload, variant: Variant):
+    def __init__(self, work: EmbeddingWorkload, options: EmbeddingOptions):
         super().__init__(work)
-        self.variant = variant
-        preset = work.config
-        self.slice_size = variant.slice_size or preset.slice_size or default_slice_size(preset.sharding)
+        self.options = replace(options, slice_size=options.slice_size or work.config.slice_size)
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         return embedding_all_to_all(
@@ -376,11 +370,8 @@ class FusedArm(Arm):
             self.work.config.sharding,
             group=self.work.ranks.group,
             batch_sizes=self.work.config.batch_sizes,
-            transport=self.variant.transport,
-            order=self.variant.order,
-            slice_size=self.slice_size,
-            outputs=_OUTPUT_BUFFERS,
             timeline=timeline,
+            **vars(self.options),
         )
 
     def extra_bytes(self) -> int:
@@ -391,11 +382,8 @@ class FusedArm(Arm):
 
     def operator(self) -> Any:
         """What runs the calls. Collective where there has been no call yet."""
-        variant, ranks = self.variant, self.work.ranks
-        plan = EmbeddingPlan(
-            self.work.config.sharding, variant.transport, variant.order, self.slice_size, outputs=_OUTPUT_BUFFERS
-        )
-        return compiled(plan, domain(ranks.group, ranks.device))
+        plan = plan_of(self.work.config.sharding, self.options)
+        return compiled(plan, domain(self.work.ranks.group, self.work.ranks.device))
 
     def kernel(self) -> dict[str, int] | None:
         """GPU: what the compiler made of the kernel that the calls launch, and how many programs of it are resident."""
@@ -410,7 +398,7 @@ class FusedArm(Arm):
 
     def slices_sent(self) -> int:
         """Slices that this rank puts to its peers in a call."""
-        if self.variant.transport == "direct":
+        if self.options.transport == "direct":
             return 0
         per_sample: int = self.operator().plan.slices_per_sample[self.work.ranks.rank]
         return (self.work.config.global_batch - self.work.local_batch) * per_sample
@@ -421,7 +409,7 @@ class PerTableArm(FusedArm):
     that is not persistent; this one is.)"""
 
     def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work, Variant("direct"))
+        super().__init__(work, EmbeddingOptions("direct", outputs=_OUTPUT_BUFFERS))
         config, rank = work.config, work.ranks.rank
         self.inputs = [as_jagged(features) for features in work.inputs]
         self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
@@ -449,7 +437,7 @@ DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
 
 def why_not(name: str, device: torch.device) -> str | None:
     """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
-    if name not in ARMS and Variant.parse(name) is None:
+    if name not in ARMS and parse(name) is None:
         raise ValueError(
             f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -sliceN, "
             f"such as put-natural-slice8"
@@ -467,26 +455,12 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
-    variant = Variant.parse(name)
-    return ARMS[name](work) if variant is None else FusedArm(work, variant)
-
-
-def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
-    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
-    taken = [0] * sharding.world_size
-    runs: list[tuple[int, int, int]] = []
-    for slot in sharding.slots:
-        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
-        taken[slot.rank] = end
-        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
-            runs[-1] = (slot.rank, runs[-1][1], end)
-        else:
-            runs.append((slot.rank, start, end))
-    return runs
+    options = parse(name)
+    return ARMS[name](work) if options is None else FusedArm(work, options)
 
 
 POOL = " pooling alone"
-DEFAULT = "direct"  # what transport="auto" takes
+DEFAULT = "direct"  # what transport="auto" takes on CPU, and on H200s by their model
 
 
 @dataclass(frozen=True)

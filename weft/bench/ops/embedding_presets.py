@@ -24,7 +24,7 @@ from fractions import Fraction
 
 import torch
 
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, place_tables
 from weft.words import counted
 
 
