@@ -250,9 +250,7 @@ def _measured(group: dist.ProcessGroup) -> list[dict]:
         OPERATOR.name, variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0
     )
     ranks = _ranks(group)
-    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
-        options, "run"
-    )
+    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records
 
 
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:

@@ -29,7 +29,7 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Step
-from weft.bench.core.operator import Operator
+from weft.bench.core.operator import Measured, Operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields
 from weft.bench.core.run import free_bytes
@@ -382,45 +382,27 @@ def _finish(axis: Any, what: str, columns: int) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-@dataclass(frozen=True)
-class MeasuredGemm:
-    """One GEMM's results, as the benchmark hands them on. `alone`: it is the only one of the run, which has no summary."""
-
-    fitted: Fitted
-    found: Found
-    world_size: int
-    ceilings: list[Ceilings]
-    alone: bool
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        return ()  # a wrong result ends the run
-
-    def records(self, options: BenchOptions, run: str) -> list[Record]:
-        gemm, found, item = self.fitted.run, self.found, DTYPES[options.dtype].itemsize
-        memory, link = (min(getattr(c, name) for c in self.ceilings) for name in ("memory", "link"))
-        gather_ms = 1e3 * found.gathered_bytes / self.world_size * (self.world_size - 1) / link
-        described = {
-            "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
-            "paper": {k: v for k, v in asdict(self.fitted.paper).items() if k != "name"}, "scaled": str(self.fitted),
-            "item_bytes": item, "op_to_byte": gemm.op_to_byte(item), "traffic_bytes": gemm.traffic(item),
-            "gathered_bytes": found.gathered_bytes,
-        }  # fmt: skip
-        records = []
-        for name, timing in found.timings.items():
-            base = BASELINES.get(name, name)
-            loss = timing.p50_ms / found.timings[base].p50_ms
-            roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
-            common = common_fields(options, gemm.name, self.world_size, base, roofline_ms, self.ceilings, run)
-            measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
-            judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
-            beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
-            records.append({**common, **described, "variant": name, **measured, **judged, **beside})
-        return records
-
-    def show(self, options: BenchOptions) -> None:
-        if self.alone:
-            OPERATOR.show_summary(self.records(options, ""), options)
+def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings], options: BenchOptions) -> list[Record]:
+    gemm, item = fitted.run, DTYPES[options.dtype].itemsize
+    memory, link = (min(getattr(c, name) for c in ceilings) for name in ("memory", "link"))
+    gather_ms = 1e3 * found.gathered_bytes / ranks * (ranks - 1) / link
+    described = {
+        "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
+        "paper": {k: v for k, v in asdict(fitted.paper).items() if k != "name"}, "scaled": str(fitted),
+        "item_bytes": item, "op_to_byte": gemm.op_to_byte(item), "traffic_bytes": gemm.traffic(item),
+        "gathered_bytes": found.gathered_bytes,
+    }  # fmt: skip
+    records = []
+    for name, timing in found.timings.items():
+        base = BASELINES.get(name, name)
+        loss = timing.p50_ms / found.timings[base].p50_ms
+        roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
+        common = common_fields(options, gemm.name, ranks, base, roofline_ms, ceilings)
+        measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
+        judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
+        beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
+        records.append({**common, **described, "variant": name, **measured, **judged, **beside})
+    return records
 
 
 class _Inefficiency(Operator[Gemm]):
@@ -450,7 +432,7 @@ class _Inefficiency(Operator[Gemm]):
 
     def measure(
         self, preset: Gemm, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredGemm:
+    ) -> Measured:
         device, dtype = ranks.device.type, DTYPES[options.dtype]
         fitted = fit(
             preset,
@@ -462,7 +444,12 @@ class _Inefficiency(Operator[Gemm]):
         alone_s, beside_s = (0.004, 0.02) if device == "cuda" else (0.01, 0.06)
         effort = Effort(alone_s / 4, beside_s / 4, 2) if options.quick else Effort(alone_s, beside_s, _REPETITIONS)
         found = measure(fitted.run, dtype, ranks, effort, step)
-        return MeasuredGemm(fitted, found, ranks.world_size, ceilings, alone=len(self.presets(options)) == 1)
+        return Measured(_records(fitted, found, ranks.world_size, ceilings, options))
+
+    def show(self, found: Measured, options: BenchOptions) -> None:
+        """There is no summary of one alone."""
+        if len(self.presets(options)) == 1:
+            self.show_summary(found.records, options)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Tables and what they say of the paper's observations, and the pictures that were asked for."""

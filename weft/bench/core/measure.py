@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.core.harness import Call, Mode, Ranks, Timing, is_clear, time_arms
-from weft.bench.core.tables import times
+from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_arms
 
 Step = Callable[[str, float], None]  # what is going on, and the share of it that has been done
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
@@ -83,23 +82,13 @@ class Results:
     errors: dict[str, float]
     first_call_ms: dict[str, float]
     timings: dict[tuple[Mode, str], Timing]
-    wrong: tuple[
-        str, ...
-    ] = ()  # whose results differ from the reference, and by how much: not timed, or not in every mode
+    wrong: tuple[str, ...] = ()  # what differs from the reference, and by how much: not timed, or not in every mode
     not_captured: dict[str, str] = field(default_factory=dict)  # why
 
-    def speedup(self, mode: Mode, name: str, over: str) -> float:
-        return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
-
-    def gain(self, mode: Mode, name: str, over: str) -> str:
-        """ "1.25x", in parentheses where the two times differ by less than twice their noise; nothing if one is missing."""
-        if not (self.timed(mode, name) and self.timed(mode, over)):
-            return ""
-        factor, a, b = self.speedup(mode, name, over), self.timings[mode, name], self.timings[mode, over]
-        return times(factor, name == over or is_clear(factor, a.noise, b.noise))
-
-    def timed(self, mode: Mode, name: str) -> bool:
-        return (mode, name) in self.timings
+    def ms(self, mode: Mode, name: str) -> float | None:
+        """The median; None if it was not timed."""
+        timing = self.timings.get((mode, name))
+        return None if timing is None else timing.p50_ms
 
 
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]

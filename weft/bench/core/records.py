@@ -25,18 +25,12 @@ from weft.words import counted
 
 
 def common_fields(
-    options: BenchOptions,
-    config: str,
-    world_size: int,
-    baseline: str,
-    roofline_ms: float,
-    ceilings: list[Ceilings],
-    run: str,
+    options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float, ceilings: list[Ceilings]
 ) -> Record:
-    """What all records of a configuration share, whatever the operator."""
+    """What all records of a configuration share, whatever the operator; beside the `run`."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
-        "baseline": baseline, "roofline_ms": roofline_ms, "run": run,
+        "baseline": baseline, "roofline_ms": roofline_ms,
         "threads": torch.get_num_threads() if options.device == "cpu" else None,
         "ceilings": [c.as_fields() for c in ceilings], **environment(options.device),
     }  # fmt: skip

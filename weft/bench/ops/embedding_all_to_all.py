@@ -13,22 +13,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
-from weft.bench.core.measure import Step, Workload, measure_arms
-from weft.bench.core.operator import MeasuredArms, Operator
+from weft.bench.core.measure import Results
+from weft.bench.core.operator import Column, Variants, VariantsOperator
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, times
+from weft.bench.core.tables import Record, geomean, markdown_table, times
 from weft.bench.ops.embedding_presets import (
     EmbeddingConfig,
     EmbeddingPreset,
@@ -48,6 +48,9 @@ from weft.timeline import Timeline
 from weft.words import counted
 
 BASELINE = "embedding_bag"
+BASELINES = (BASELINE, "batched", "fbgemm")
+DEFAULT = "direct"  # what transport="auto" takes
+POOL = " pooling alone"
 _CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
 
 
@@ -76,8 +79,11 @@ class Traffic:
         return 1e3 * max(self.memory / ceilings.memory, self.wire / ceilings.link)
 
 
-class EmbeddingWorkload(Workload):
+class EmbeddingWorkload(Variants):
     """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features."""
+
+    baselines = BASELINES
+    claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, seed: int = 0):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
@@ -107,6 +113,72 @@ class EmbeddingWorkload(Workload):
         if name == BASELINE:
             return eps * max(2 * bag.mean for bag in self.config.bags)
         return max(2 * errors[BASELINE], eps)
+
+    # --- variants, and what is recorded of them ---
+
+    def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
+        """Beside serial variants runs their pooling alone."""
+        names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
+        self.built = {name: make_arm(name, self) for name in names if why_not(name, self.ranks.device) is None}
+        pools: dict[str, Call] = {
+            name + POOL: arm.pool for name, arm in self.built.items() if isinstance(arm, SerialArm)
+        }
+        return self.built, pools, []
+
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
+        return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
+
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        """traffic_bytes: of the rank that needs longest."""
+        worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
+        scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
+        scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
+        return scales | {"shape": self.config.describe(), "traffic_bytes": traffic}
+
+    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+        extra_bytes, how = self.built[name].peak_bytes
+        return {
+            "pool_ms": found.ms(mode, name + POOL),
+            "extra_bytes": extra_bytes,
+            "extra_bytes_how": how,
+            "kernel": self.built[name].resources,
+            "put_us_per_slice": self.put_us_per_slice(mode, name, found),
+        }
+
+    def put_us_per_slice(self, mode: Mode, name: str, found: Results) -> float | None:
+        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
+
+        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
+        """
+        arm, direct = self.built[name], next((n for n in self.built if n == name.replace("put", "direct", 1)), DEFAULT)
+        longer, base = found.ms(mode, name), found.ms(mode, direct)
+        if not isinstance(arm, FusedArm) or arm.resources is None or longer is None or base is None:
+            return None
+        slices = arm.slices_sent()
+        return 1e3 * (longer - base) * arm.resources["grid"] / slices if slices else None
+
+    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        """With a line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
+        roofline = f"roofline {self.roofline_ms(ceilings):.3f} ms from {ceilings[0]}"
+        said = [f"{self.config.describe()}; {self.config.scale}", roofline]
+        for name, arm in self.built.items():
+            if (kernel := arm.resources) is None:
+                continue
+            line = (
+                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
+                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
+            )
+            costs = [(r["mode"], r["put_us_per_slice"]) for r in records if r["variant"] == name]
+            costing = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
+            said.append(f"{line}; put, fence and flag of a slice: {costing}" if costing else line)
+        return said
+
+    # --- bytes ---
+
+    @cached_property
+    def traffics(self) -> list[Traffic]:
+        """Of all ranks. Collective."""
+        return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
         """This rank's bytes, exact for its inputs, in the mean over the input sets."""
@@ -188,6 +260,9 @@ _OUTPUT_BUFFERS = 1  # no result is held across calls
 class Arm(ABC):
     """One way to compute the output of a workload's input set."""
 
+    resources: Mapping[str, int] | None = None
+    """GPU: what the compiler made of the fused kernel that the calls launch, and how many programs of it are resident."""
+
     def __init__(self, work: EmbeddingWorkload):
         self.work = work
 
@@ -198,6 +273,11 @@ class Arm(ABC):
     def extra_bytes(self) -> int:
         """Bytes held at the worst moment beyond tables and inputs, output included, counted from the arm's buffers."""
         return self._bytes(self.work.local_batch, self.work.config.sharding.total_dim)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, str]:
+        """Bytes beyond tables and inputs at the worst moment of a call, on the worst rank, and how that is known. Collective."""
+        return int(self.work.ranks.most(self.extra_bytes())), "counted"
 
     def traced(self, which: int, timeline: Timeline) -> None:
         """One call whose spans go into `timeline`; CPU only, times on the monotonic clock that all ranks share."""
@@ -248,6 +328,20 @@ class SerialArm(Arm):
         pooled = self._bytes(self.work.config.global_batch, self.work.local_dim)
         output = super().extra_bytes()
         return max(pooled + output, 2 * output)  # sent and received buffers, then received and output
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, str]:
+        """On GPUs it is measured."""
+        if self.work.ranks.device.type != "cuda":
+            return super().peak_bytes
+        self(0)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = self(0)
+        torch.cuda.synchronize()
+        del output
+        return int(self.work.ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
 
     def traced(self, which: int, timeline: Timeline) -> None:
         rank = self.work.ranks.rank
@@ -397,8 +491,8 @@ class FusedArm(Arm):
         )
         return compiled(plan, domain(ranks.group, ranks.device))
 
-    def kernel(self) -> dict[str, int] | None:
-        """GPU: what the compiler made of the kernel that the calls launch, and how many programs of it are resident."""
+    @cached_property
+    def resources(self) -> dict[str, int] | None:  # type: ignore[override]
         if self.work.ranks.device.type != "cuda":
             return None
         used = (o for key, o in self.operator().kernel.occupancy.items() if self._launches(key.enter, key.leave))
@@ -443,7 +537,6 @@ ARMS: dict[str, type[Arm]] = {
     "fbgemm": FbgemmArm,
     "per-table": PerTableArm,
 }
-BASELINES = tuple(name for name, arm in ARMS.items() if issubclass(arm, SerialArm))
 DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
 
 
@@ -485,87 +578,6 @@ def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
     return runs
 
 
-POOL = " pooling alone"
-DEFAULT = "direct"  # what transport="auto" takes
-
-
-@dataclass(frozen=True)
-class MeasuredEmbedding(MeasuredArms):
-    """A configuration's results, where arm + POOL is a serial arm's pooling alone. kernels: of fused arms on GPUs, on this rank."""
-
-    work: EmbeddingWorkload
-    built: Mapping[str, Arm]
-    traffic: list[Traffic]
-    memory: dict[str, tuple[int, str]]
-    kernels: dict[str, dict[str, int]]
-
-    baselines = BASELINES
-    columns = ("pool\nms", "extra\nMB")
-    optional = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
-
-    def roofline_ms(self, mode: Mode) -> float:
-        return max(t.roofline_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
-
-    def put_us_per_slice(self, mode: Mode, name: str) -> float | None:
-        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
-
-        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
-        """
-        arm, direct = self.built[name], next((n for n in self.built if n == name.replace("put", "direct", 1)), "direct")
-        longer, base = self.ms(mode, name), self.ms(mode, direct)
-        if not isinstance(arm, FusedArm) or name not in self.kernels or longer is None or base is None:
-            return None
-        slices = arm.slices_sent()
-        return 1e3 * (longer - base) * self.kernels[name]["grid"] / slices if slices else None
-
-    def described(self, mode: Mode) -> Record:
-        config = self.work.config
-        traffic = max(zip(self.traffic, self.ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
-        return {
-            "scale": float(config.scale.batch),
-            "rows_scale": float(config.scale.rows),
-            "shape": config.describe(),
-            "traffic_bytes": {field: round(value) for field, value in asdict(traffic).items()},
-        }
-
-    def judged(self, mode: Mode, name: str) -> Record:
-        extra_bytes, how = self.memory[name]
-        return {
-            "pool_ms": self.ms(mode, name + POOL),
-            "extra_bytes": extra_bytes,
-            "extra_bytes_how": how,
-            "kernel": self.kernels.get(name),
-            "put_us_per_slice": self.put_us_per_slice(mode, name),
-        }
-
-    def cells(self, mode: Mode, name: str) -> list[str]:
-        return [number(self.ms(mode, name + POOL), 3), f"{self.memory[name][0] / 1e6:.1f}"]
-
-    def said(self) -> list[str]:
-        """With a line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
-        config = self.work.config
-        said = [
-            f"{config.describe()}; {config.scale}",
-            f"roofline {self.roofline_ms('queued'):.3f} ms from {self.ceilings[0]}",
-        ]
-        for name, kernel in self.kernels.items():
-            line = (
-                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
-                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
-            )
-            costs = [(mode, self.put_us_per_slice(mode, name)) for mode, timed in self.results.timings if timed == name]
-            costing = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
-            said.append(f"{line}; put, fence and flag of a slice: {costing}" if costing else line)
-        return said
-
-
-def _scale(record: Record) -> str:
-    batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
-    if batch == rows:
-        return f" (1/{batch})" if batch > 1 else ""
-    return f" (batch 1/{batch}, rows 1/{rows})"
-
-
 def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
     """`options.scale`, or the largest that fits here; all ranks choose the same."""
     if options.scale is not None:
@@ -588,22 +600,11 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
     )
 
 
-def _peak_bytes(arm: Arm, ranks: Ranks) -> tuple[int, str]:
-    """Bytes beyond tables and inputs at the worst moment of a call, on the worst rank, and how that is known."""
-    if ranks.device.type == "cuda" and isinstance(arm, SerialArm):
-        arm(0)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        output = arm(0)
-        torch.cuda.synchronize()
-        del output
-        return int(ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
-    return int(ranks.most(arm.extra_bytes())), "counted"
-
-
-class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
-    name = "embedding_all_to_all"
+class _EmbeddingAllToAll(VariantsOperator[EmbeddingPreset]):
+    name, baselines = "embedding_all_to_all", BASELINES
+    columns: ClassVar = (Column("pool\nms", "pool_ms", 3), Column("extra\nMB", "extra_bytes", 1, 1e6))
+    narrow = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
+    head, time = ("configuration",), "{}, ms"
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("single", "queued")
@@ -623,26 +624,9 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     def presets(self, options: BenchOptions) -> Sequence[EmbeddingPreset]:
         return find_presets(options.preset)
 
-    def measure(
-        self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredEmbedding:
-        step(f"{preset.name}: building tables and inputs", 0)
+    def workload(self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> EmbeddingWorkload:
         config = preset.config(ranks.world_size, choose_scale(preset, ranks, options), DTYPES[options.dtype])
-        work = EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
-        work.claims = [(DEFAULT, baseline) for baseline in BASELINES]
-        names = list(dict.fromkeys([BASELINE, *(options.variants or DEFAULT_VARIANTS)]))
-        arms = {name: make_arm(name, work) for name in names if why_not(name, ranks.device) is None}
-        pools: dict[str, Call] = {name + POOL: arm.pool for name, arm in arms.items() if isinstance(arm, SerialArm)}
-        results = measure_arms(
-            work, arms, pools, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
-        )
-        memory = {name: _peak_bytes(arm, ranks) for name, arm in arms.items()}
-        traffic = [Traffic(*values) for values in ranks.gather(list(asdict(work.traffic()).values()))]
-        kernels = {name: arm.kernel() for name, arm in arms.items() if isinstance(arm, FusedArm)}
-        known = {name: kernel for name, kernel in kernels.items() if kernel is not None}
-        return MeasuredEmbedding(
-            preset, ranks.world_size, tuple(arms), results, ceilings, (), work, arms, traffic, memory, known
-        )
+        return EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Print the geometric mean of each variant's speedup over all configurations."""
@@ -659,33 +643,45 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
         count = len({r["config"] for r in written})
         print_table(f"Geometric mean over {counted(count, 'configuration')}", columns, rows, section=1)
 
-    def table(self, rows: Sequence[Record]) -> str:
-        """Markdown: the time of every arm, and the default variant's speedup over each baseline and time over the roofline."""
-        variants = list(dict.fromkeys(r["variant"] for r in rows))
-        baselines = [v for v in BASELINES if v in variants]
+    # --- tables in documents ---
+
+    def shown(self, rows: Sequence[Record]) -> list[str]:
+        variants = dict.fromkeys(r["variant"] for r in rows)
+        return [v for v in BASELINES if v in variants] + [v for v in variants if v not in BASELINES]
+
+    def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
+        """Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them."""
+        variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
-        # Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them.
-        judged = [DEFAULT] if DEFAULT in fused else fused[:1]
-        pairs = [(f, b) for f in judged for b in baselines]
-        header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
-        header += [f"{f} vs {b}" for f, b in pairs] + [f"{f} / roofline" for f in judged]
-        lines, gains = [], []
-        factors: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
-        for config in dict.fromkeys(r["config"] for r in rows):
-            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
-            cells = [config + _scale(next(iter(by_variant.values())))]
-            cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
-            gains += (mine := [remarks.gain(by_variant.get(f), by_variant.get(b)) for f, b in pairs])
-            for (f, b), found in factors.items():
-                found += [by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"]] if {f, b} <= set(by_variant) else []
-            ratios = [f"{by_variant[f]['roofline_ratio']:.2f}" if f in by_variant else "" for f in judged]
-            lines.append(cells + mine + ratios)
+        chosen = [DEFAULT] if DEFAULT in fused else fused[:1]
+        return dict.fromkeys(chosen, tuple(v for v in variants if v in BASELINES))
+
+    def described(self, record: Record) -> list[str]:
+        batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
+        scale = f"1/{batch}" if batch == rows else f"batch 1/{batch}, rows 1/{rows}"
+        return [record["config"] + (f" ({scale})" if max(batch, rows) > 1 else "")]
+
+    def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        header, lines = super().lines(rows)
+        for chosen in self.compared(rows):
+            header.append(f"{chosen} / roofline")
+            ratios = {r["config"]: f"{r['roofline_ratio']:.2f}" for r in rows if r["variant"] == chosen}
+            for config, cells in zip(dict.fromkeys(r["config"] for r in rows), lines, strict=True):
+                cells.append(ratios.get(config, ""))
+        return header, lines
+
+    def table(self, rows: Sequence[Record]) -> str:
+        header, lines = self.lines(rows)
         if len(lines) > 1:
-            empty = [""] * len(baselines + fused)
-            lines.append(
-                ["geometric mean", *empty, *(times(geomean(f)) for f in factors.values()), *([""] * len(judged))]
-            )
-        return "\n\n".join([markdown_table(header, lines), *remarks.unclear(gains)])
+            ms = {(r["config"], r["variant"]): r["p50_ms"] for r in rows}
+            configs = dict.fromkeys(r["config"] for r in rows)
+            means = {
+                f"{v} vs {over}": [ms[c, over] / ms[c, v] for c in configs if {(c, v), (c, over)} <= ms.keys()]
+                for v, overs in self.compared(rows).items()
+                for over in overs
+            }
+            lines.append(["geometric mean", *(times(geomean(means.get(column, []))) for column in header[1:])])
+        return "\n\n".join([markdown_table(header, lines), *self.notes(rows)])
 
 
 OPERATOR = _EmbeddingAllToAll()

@@ -148,6 +148,7 @@ class EmbeddingConfig:
     """A preset on so many ranks at such a scale: what a run needs to know."""
 
     name: str
+    about: str
     sharding: EmbeddingSharding
     bags: tuple[Bags, ...]
     indices: Rows
@@ -206,6 +207,7 @@ class EmbeddingPreset:
         batch = max(world_size, round(self.global_batch * scale.batch))
         return EmbeddingConfig(
             name=self.name,
+            about=self.about,
             sharding=place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes]),
             bags=tuple(shape.bags for shape in shapes),
             indices=self.indices,
