@@ -15,10 +15,12 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +222,9 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Rank correlation, ties sharing their mean rank; NaN if one side does not vary. ValueError for unequal lengths."""
-    a, b = _ranks_of(x), _ranks_of(y)
-    if len(a) != len(b):
-        raise ValueError(f"{counted(len(a), 'value')} cannot be correlated with {len(b)}: give as many")
-    a, b = a - a.mean(), b - b.mean()
-    size = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / size if size else float("nan")
+    """Rank correlation, ties sharing their mean rank; NaN if one side does not vary."""
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(_ranks_of(x), _ranks_of(y))[0, 1])
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
@@ -277,73 +275,69 @@ _COLOURS = {"dma": "#2f7d5b", "kernel": "#e1812c", "library": "#b8432f", "rows":
 _LOSSES = {"decomposition": "#4063a3", "contention": "#e1812c"}
 
 
+_FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], str]]], ...] = (
+    ("figure-7-gemm-decomposition", "op_to_byte", "GEMM and its op-to-byte; * M < K", ("rows", "columns"),
+     {f"GEMM in {pieces} pieces over the whole": partial(cut_name, pieces=pieces) for pieces in (8, 64)}),
+    ("figure-8-gather-decomposition", "gathered_bytes", "GEMM and the size of its A, MB", TRANSPORTS,
+     {f"all-gather in {PIECES} pieces over one piece": gather_name}),
+    ("figure-9-contention", "traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
+     {f"GEMM in {PIECES} beside an all-gather, over alone": gemm_beside, "all-gather beside that GEMM, over alone": gather_beside}),
+)  # fmt: skip
+"""Name; by what GEMMs are ordered; how that is called; groups; of each panel what is above, and the variant of a group."""
+
+
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Write the four pictures as PNG files into `directory`, made if need be. `title`: what ran where."""
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
-    plt = pyplot()
+    plt, written = pyplot(), []
     directory.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, panels, drawing in (
-        ("figure-7-gemm-decomposition", 2, _gemms_cut),
-        ("figure-8-gather-decomposition", 1, _gathers_cut),
-        ("figure-9-contention", 2, _contention),
-        ("figure-10-shares", 3, _shares),
-    ):
-        figure, axes = plt.subplots(panels, 1, figsize=(11, 1 + 2.9 * panels), layout="constrained", squeeze=False)
-        drawing(axes[:, 0], rows)
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+
+    @contextmanager
+    def figure(name: str, panels: int) -> Iterator[Any]:
+        drawn, axes = plt.subplots(panels, 1, figsize=(11, 1 + 2.9 * panels), layout="constrained", squeeze=False)
+        yield axes[:, 0]
+        drawn.suptitle(title, fontsize=10, x=0.01, ha="left")
         written.append(directory / f"{name}.png")
-        figure.savefig(written[-1], dpi=130)
-        plt.close(figure)
+        drawn.savefig(written[-1], dpi=130)
+        plt.close(drawn)
+
+    for name, along, below, groups, panels in _FIGURES:
+        ordered = sorted(rows, key=attrgetter(along))
+        with figure(name, len(panels)) as axes:
+            for axis, (what, variant) in zip(axes, panels.items(), strict=True):
+                bars = {group: [row.loss(variant(group)) for row in ordered] for group in groups}
+                _bars(axis, what, [f"{row.name}\n{_said(row, along)}" for row in ordered], bars)
+            axes[-1].set_xlabel(below)
+    with figure("figure-10-shares", 3) as axes:
+        _shares(axes, rows)
     return written
+
+
+def _said(row: Row, along: str) -> str:
+    if along == "op_to_byte":
+        return f"{row.op_to_byte:.0f}{' *' if row.gemm.m < row.gemm.k else ''}"
+    return f"{getattr(row, along) / 1e6:.3g}"
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
     """Which part of what is lost each of two losses is; a gain counts as no loss, and without loss both are 0."""
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
-    total = sum(lost)
-    return (lost[0] / total, lost[1] / total) if total else (0.0, 0.0)
-
-
-def _gemms_cut(axes: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda r: r.op_to_byte)
-    labels = [f"{r.name}\n{r.op_to_byte:.0f}{' *' if r.gemm.m < r.gemm.k else ''}" for r in ordered]
-    for axis, pieces in zip(axes, (8, 64), strict=True):
-        bars = {cut: [r.loss(cut_name(cut, pieces)) for r in ordered] for cut in ("rows", "columns")}
-        _bars(axis, f"GEMM in {pieces} pieces over the whole", labels, bars)
-    axes[-1].set_xlabel("GEMM and its op-to-byte; * M < K")
-
-
-def _gathers_cut(axes: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda r: r.gathered_bytes)
-    labels = [f"{r.name}\n{r.gathered_bytes / 1e6:.3g}" for r in ordered]
-    bars = {by: [r.loss(gather_name(by)) for r in ordered] for by in TRANSPORTS}
-    _bars(axes[0], f"all-gather in {PIECES} pieces over one piece", labels, bars)
-    axes[0].set_xlabel("GEMM and the size of its A, MB")
-
-
-def _contention(axes: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda r: r.traffic)
-    labels = [f"{r.name}\n{r.traffic / 1e6:.3g}" for r in ordered]
-    titles = f"GEMM in {PIECES} beside an all-gather", "all-gather beside that GEMM"
-    for axis, what, variant in zip(axes, titles, (gemm_beside, gather_beside), strict=True):
-        bars = {by: [r.loss(variant(by)) for r in ordered] for by in TRANSPORTS}
-        _bars(axis, f"{what}, over alone", labels, bars)
-    axes[-1].set_xlabel("GEMM and its memory traffic, MB")
+    total = sum(lost) or 1.0
+    return lost[0] / total, lost[1] / total
 
 
 def _shares(axes: Any, rows: Sequence[Row]) -> None:
     """Of the schedule that copies by engines and cuts by rows; the contention of 64 pieces is taken from 8."""
+    of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     for axis, what, cut, beside in zip(
         axes,
         ("GEMM in 8 by rows, dma", "GEMM in 64 by rows, contention as in 8", f"all-gather in {PIECES}, dma"),
         (cut_name("rows", 8), cut_name("rows", 64), gather_name("dma")),
-        (gemm_beside("dma"), gemm_beside("dma"), gather_beside("dma")),
+        (of_gemm, of_gemm, of_gather),
         strict=True,
     ):
-        of_gemm = cut != gather_name("dma")
-        ordered = sorted(rows, key=lambda r: r.op_to_byte * r.traffic if of_gemm else r.traffic)
+        ordered = sorted(rows, key=lambda r: r.traffic * (r.op_to_byte if beside == of_gemm else 1))
         parts = np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
         base = np.zeros(len(ordered))
         for (loss, colour), part in zip(_LOSSES.items(), parts.T, strict=True):

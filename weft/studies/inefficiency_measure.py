@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 import threading
 import time
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Literal
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -67,32 +70,15 @@ class Gemm:
         return f"{self.m} x {self.n} x {self.k}"
 
 
-_405B, _70B, _SP = "llama-3-405b", "llama-2-70b", "SP+TP"
-TABLE_1 = (
-    Gemm("g1", _SP, _405B, 16384, 16384, 131072),
-    Gemm("g2", _SP, _405B, 131072, 16384, 16384),
-    Gemm("g3", _SP, _405B, 53248, 16384, 131072),
-    Gemm("g4", _SP, _405B, 131072, 53248, 16384),
-    Gemm("g5", _SP, _70B, 8192, 8192, 262144),
-    Gemm("g6", _SP, _70B, 262144, 8192, 8192),
-    Gemm("g7", _SP, _70B, 28672, 8192, 262144),
-    Gemm("g8", _SP, _70B, 262144, 28672, 8192),
-    Gemm("g9", _SP, _405B, 196608, 18432, 16384),
-    Gemm("g10", _SP, _405B, 196608, 106496, 16384),
-    Gemm("g11", _SP, _70B, 1048576, 10240, 8192),
-    Gemm("g12", _SP, _70B, 1048576, 57344, 8192),
-    Gemm("g13", "EP", "DeepSeek", 1607680, 57344, 8192),
-    Gemm("g14", "EP", "Mixtral", 147456, 28672, 4096),
-    Gemm("g15", "EP", "Mixtral", 327680, 28672, 4096),
-    Gemm("g16", "EP", "Mixtral", 229376, 28672, 4096),
+TABLE_1 = tuple(
+    Gemm(name, **of) for name, of in tomllib.loads(files("weft.studies").joinpath("table_1.toml").read_text()).items()
 )
 
 
 def find_gemms(names: Sequence[str]) -> tuple[Gemm, ...]:
     """Those of table I, in its order; none named: all. Raises ValueError for a name that is not there."""
-    known = {gemm.name for gemm in TABLE_1}
     for name in names:
-        if name not in known:
+        if name not in {gemm.name for gemm in TABLE_1}:
             raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
     return tuple(gemm for gemm in TABLE_1 if gemm.name in names or not names)
 
@@ -178,7 +164,7 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
     return -(-gathered_bytes // (world_size * multiple)) * multiple
 
 
-class Side(ABC):
+class Side(AbstractContextManager["Side"], ABC):
     """Making one is collective. Every rank has a shard of `nbytes`, symmetric memory for all of them, and ordinary memory
     for all of them, where the library leaves what it gathers. A context manager."""
 
@@ -193,9 +179,6 @@ class Side(ABC):
         """Give the memory between ranks up."""
         self._box.close()
 
-    def __enter__(self) -> Side:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -205,11 +188,11 @@ class Side(ABC):
         moves: list[Call] = []
         for i, source in enumerate(self._shard.split(size)):
             if by == "library":
-                moves.append(self._library(self._gathered[i * world * size :][: world * size], source))
+                whole = self._gathered[i * world * size :][: world * size]
+                moves.append(partial(all_gather_single, whole, source, group=self.ranks.group))
             else:
                 for peer in (p % world for p in range(rank + 1, rank + world)):
-                    place = self._box.peer(peer)[rank * self.nbytes + i * size :][:size]
-                    moves.append(self._put(by, place, source))
+                    moves.append(self._put(by, self._box.peer(peer)[rank * self.nbytes + i * size :][:size], source))
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
@@ -240,9 +223,6 @@ class Side(ABC):
         self.ranks.synchronize()
         dist.barrier(self.ranks.control)
 
-    def _library(self, gathered: torch.Tensor, piece: torch.Tensor) -> Call:
-        return lambda: all_gather_single(gathered, piece, group=self.ranks.group)
-
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         """One copy into a peer's memory, by `dma` or `kernel`."""
@@ -267,28 +247,27 @@ class CpuSide(Side):
 
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "kernel":
-            return lambda: place.copy_(source)
-        to, at, size = place.data_ptr(), source.data_ptr(), source.numel()
-        return lambda: _core.copy_2d(to, size, at, size, size, 1)
+            return partial(place.copy_, source)
+        size = source.numel()
+        return partial(_core.copy_2d, place.data_ptr(), size, source.data_ptr(), size, size, 1)
 
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
         marks: list[list[float]] = [[] for _ in lanes]
-        beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
-        here = [i for i in range(len(lanes)) if i not in beside]
         start = threading.Barrier(2)
-        running = self._thread.submit(_run, lanes, beside, marks, start)
-        _run(lanes, here, marks, start)
+
+        def run(mine: list[int]) -> None:
+            start.wait()
+            for i in mine:
+                marks[i].append(time.perf_counter())
+            for j in in_turns([lanes[i].count for i in mine]):
+                lanes[mine[j]].call()
+                marks[mine[j]].append(time.perf_counter())
+
+        beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
+        running = self._thread.submit(run, beside)
+        run([i for i in range(len(lanes)) if i not in beside])
         running.result()
         return marks
-
-
-def _run(lanes: Sequence[Lane], mine: Sequence[int], marks: list[list[float]], start: threading.Barrier) -> None:
-    start.wait()
-    for i in mine:
-        marks[i].append(time.perf_counter())
-    for j in in_turns([lanes[i].count for i in mine]):
-        lanes[mine[j]].call()
-        marks[mine[j]].append(time.perf_counter())
 
 
 class CudaSide(Side):
@@ -301,19 +280,20 @@ class CudaSide(Side):
 
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "dma":
-            return lambda: place.copy_(source, non_blocking=True)
+            return partial(place.copy_, source, non_blocking=True)
         from weft.runtime.cuda.move import Move, Shape
 
-        size, at, to = source.numel(), source.data_ptr(), place.data_ptr()
+        size = source.numel()
         move = Move(place.device, shape=Shape(1, size, size, size))
-        return lambda: move.launch(at, to)
+        return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
         """Behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
-        marks = [[_event() for _ in range(lane.count + 1)] for lane in lanes]
-        before, done = _event(), [0] * len(lanes)
+        event = partial(torch.cuda.Event, enable_timing=True)
+        marks = [[event() for _ in range(lane.count + 1)] for lane in lanes]
+        before, done = event(), [0] * len(lanes)
         sleep_s = min(1.3 * sum(lane.enqueue_s for lane in lanes), _LONGEST_SLEEP_S)
         torch.cuda._sleep(int(sleep_s * _SLEEP_CYCLES_PER_S))
         before.record(main)
@@ -332,11 +312,6 @@ class CudaSide(Side):
         return [[before.elapsed_time(event) / 1e3 for event in events] for events in marks]
 
 
-def make_side(ranks: Ranks, nbytes: int) -> Side:
-    """Of this rank's device. Collective."""
-    return CudaSide(ranks, nbytes) if ranks.device.type == "cuda" else CpuSide(ranks, nbytes)
-
-
 def in_turns(counts: Sequence[int]) -> Iterator[int]:
     """Each lane's number as often as its count, whichever has come least far next."""
     done = [0] * len(counts)
@@ -352,10 +327,6 @@ def _in_a_row(moves: list[Call]) -> Call:
             move()
 
     return call
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 PIECES = 8  # of an all-gather, and of the GEMM that runs beside it
@@ -406,8 +377,7 @@ class Found:
     gathered_bytes: int
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """How long a lane lasts at least, alone and beside another. One more repetition comes first and does not count."""
 
     alone_s: float
@@ -424,7 +394,7 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
     matrices = Matrices(gemm, dtype, ranks)
     errors = check_cuts(matrices)
     nbytes = shard_bytes(matrices.a.nbytes, ranks.world_size, PIECES)
-    with make_side(ranks, nbytes) as side:
+    with (CudaSide if ranks.device.type == "cuda" else CpuSide)(ranks, nbytes) as side:
         alone = {WHOLE: Lane(matrices.whole, 1, "gemm")}
         alone |= {cut_name(cut, pieces): Lane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
         for by in TRANSPORTS:
@@ -451,11 +421,16 @@ def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, 
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
-    pairs = {}
+    pairs: dict[str, tuple[Lane, Lane]] = {}
     for by in TRANSPORTS:
-        pair = (Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by))
-        pairs[by] = balanced(pair, (seconds[_BESIDE], seconds[gather_name(by)]), effort.beside_s, side)
-    return {str(by): pair for by, pair in pairs.items()}
+        pairs[by] = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by)
+        of_call = seconds[_BESIDE], seconds[gather_name(by)]
+        lasting = max(effort.beside_s, _LEAST_CALLS * max(of_call))
+        _set_counts(pairs[by], [lasting / alone_s for alone_s in of_call])
+        for _ in range(_BALANCING):
+            side.ranks.start_together()
+            balance(pairs[by], side.play(pairs[by]), side)
+    return pairs
 
 
 def _repeat(
@@ -467,11 +442,8 @@ def _repeat(
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
-            if len(arms[name]) == 1:
-                side.ranks.start_together()
-                values = [_per_call(side.play(arms[name])[0])]
-            else:
-                values = _play_together(arms[name], side)
+            lanes = arms[name]
+            values = _play_together(lanes, side) if len(lanes) > 1 else _play_alone(lanes[0], side)
             found[name] += values if repetition else []
         advance(1 / (repetitions + 1))
     return found
@@ -506,19 +478,6 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     return [(last - first) / calls[0], (last - first) / calls[1], share]
 
 
-def balanced(lanes: tuple[Lane, Lane], seconds: tuple[float, float], least_s: float, side: Side) -> tuple[Lane, Lane]:
-    """The lanes with counts that make them about as long as each other side by side; the same on all ranks.
-
-    seconds: of a call of each alone. least_s: how long they last at least.
-    """
-    lasting = max(least_s, _LEAST_CALLS * max(seconds))
-    _set_counts(lanes, [lasting / alone for alone in seconds])
-    for _ in range(_BALANCING):
-        side.ranks.start_together()
-        balance(lanes, side.play(lanes), side)
-    return lanes
-
-
 def balance(lanes: tuple[Lane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
     """Give the lane that ended first, by `marks`, more calls, and then both so many times more. Collective."""
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
@@ -535,25 +494,26 @@ def _seconds(lane: Lane, side: Side) -> float:
     """Of one call of `lane` alone, on the slowest rank: of the second of two plays, after one call that may have had to load
     a kernel or found memory cold."""
     for _ in range(2):
-        side.ranks.start_together()
-        found = max(1e-6, side.ranks.most(_per_call(side.play([lane])[0])))
+        found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
         lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)
     return found
 
 
-def _per_call(marks: Sequence[float]) -> float:
-    return (marks[-1] - marks[0]) / (len(marks) - 1)
+def _play_alone(lane: Lane, side: Side) -> list[float]:
+    """Seconds of a call."""
+    side.ranks.start_together()
+    (marks,) = side.play([lane])
+    return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 
 
 class Matrices:
     """A and B of random numbers, and the calls that multiply them: the library's, into one result."""
 
     def __init__(self, gemm: Gemm, dtype: torch.dtype, ranks: Ranks) -> None:
-        device = ranks.device
         self.ranks = ranks
-        self.a = torch.randn(gemm.m, gemm.k, dtype=dtype, device=device)
-        self.b = torch.randn(gemm.k, gemm.n, dtype=dtype, device=device)
-        self.out = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
+        of: dict[str, Any] = {"dtype": dtype, "device": ranks.device}
+        self.a, self.b = torch.randn(gemm.m, gemm.k, **of), torch.randn(gemm.k, gemm.n, **of)
+        self.out = torch.empty(gemm.m, gemm.n, **of)
 
     def whole(self) -> torch.Tensor:
         return torch.mm(self.a, self.b, out=self.out)
@@ -561,21 +521,10 @@ class Matrices:
     def cut(self, cut: str, pieces: int) -> Call:
         """The whole in so many pieces of A: `rows`, each a GEMM of its own, or `columns`, which add up in the result."""
         if cut == "rows":
-            parts = list(zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True))
-
-            def rows() -> None:
-                for a, out in parts:
-                    torch.mm(a, self.b, out=out)
-
-            return rows
-        blocks = list(zip(self.a.tensor_split(pieces, dim=1), self.b.tensor_split(pieces), strict=True))
-
-        def columns() -> None:
-            torch.mm(*blocks[0], out=self.out)
-            for a, b in blocks[1:]:
-                self.out.addmm_(a, b)
-
-        return columns
+            parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
+            return _in_a_row([partial(torch.mm, a, self.b, out=out) for a, out in parts])
+        first, *rest = zip(self.a.tensor_split(pieces, dim=1), self.b.tensor_split(pieces), strict=True)
+        return _in_a_row([partial(torch.mm, *first, out=self.out), *(partial(self.out.addmm_, *ab) for ab in rest)])
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:
