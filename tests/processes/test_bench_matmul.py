@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.bench.__main__ import options_of
 from weft.bench.core import measure
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
@@ -44,10 +45,8 @@ def _options(**given) -> BenchOptions:
 
 
 def _typed(variants: str) -> tuple[str, ...]:
-    return BenchOptions.from_text(
-        OPERATOR.name, preset="24x10x16", ranks=2, device="cpu", variants=variants, modes=[], scale=None, dtype=None,
-        json=None, quick=True, seconds=None,
-    ).variants  # fmt: skip
+    given = ["--preset", "24x10x16", "--ranks", "2", "--device", "cpu", "--quick", "--variants", variants]
+    return options_of([OPERATOR.name, *given]).variants
 
 
 def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
