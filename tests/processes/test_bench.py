@@ -28,15 +28,15 @@ from weft.bench.ops.embedding_all_to_all import (
     pooled_float64,
     why_not,
 )
-from weft.bench.ops.embedding_presets import FULL, EmbeddingPreset, Fixed, TableShape, UniformBags
+from weft.bench.ops.embedding_presets import FULL, Bag, EmbeddingPreset, TableShape
 from weft.launch import Pool
 from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
 from weft.timeline import Timeline
 
 CPU = torch.device("cpu")
-TINY = EmbeddingPreset("tiny", "by hand", (TableShape(10, 4, Fixed(3)), TableShape(20, 4, Fixed(3))), False, 6)
+TINY = EmbeddingPreset("tiny", "by hand", (TableShape(10, 4, Bag(3, 3)), TableShape(20, 4, Bag(3, 3))), False, 6)
 RAGGED = EmbeddingPreset(
-    "ragged", "odd sizes", tuple(TableShape(50 + i, 3 + 2 * i, UniformBags(5)) for i in range(5)), False, 21
+    "ragged", "odd sizes", tuple(TableShape(50 + i, 3 + 2 * i, Bag(0, 5)) for i in range(5)), False, 21
 )
 
 

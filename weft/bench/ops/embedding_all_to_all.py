@@ -102,7 +102,7 @@ class EmbeddingWorkload(Variants):
         bags = [config.bags[t] for t in owned]
         rows = [sharding.tables[t].num_embeddings for t in owned]
         self.inputs = [
-            jagged_input(bags, rows, config.indices, config.global_batch, list(owned), seed + i, device)
+            jagged_input(bags, rows, config.preset.indices, config.global_batch, list(owned), seed + i, device)
             for i in range(input_sets)
         ]
 
@@ -460,8 +460,8 @@ class FusedArm(Arm):
     def __init__(self, work: EmbeddingWorkload, variant: Variant):
         super().__init__(work)
         self.variant = variant
-        preset = work.config
-        self.slice_size = variant.slice_size or preset.slice_size or default_slice_size(preset.sharding)
+        config = work.config
+        self.slice_size = variant.slice_size or config.preset.slice_size or default_slice_size(config.sharding)
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         return embedding_all_to_all(

@@ -24,58 +24,38 @@ from weft.words import counted
 
 
 @dataclass(frozen=True)
-class Fixed:
-    length: int
+class Bag:
+    """So many rows are added up for a sample, all numbers equally often."""
 
-    @property
-    def mean(self) -> float:
-        return float(self.length)
-
-    def draw(self, samples: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.full((samples,), self.length, dtype=torch.int64, device=generator.device)
-
-
-@dataclass(frozen=True)
-class UniformBags:
+    least: int
     most: int
 
     @property
     def mean(self) -> float:
-        return self.most / 2
+        return (self.least + self.most) / 2
 
     def draw(self, samples: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(0, self.most + 1, (samples,), generator=generator, device=generator.device)
-
-
-@dataclass(frozen=True)
-class UniformRows:
-    def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(0, rows, (count,), generator=generator, device=generator.device)
+        return torch.randint(self.least, self.most + 1, (samples,), generator=generator, device=generator.device)
 
 
 @dataclass(frozen=True)
 class Zipf:
+    """Which rows are read; with exponent 0 all equally often."""
+
     exponent: float
 
     def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
         u = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
-        if abs(self.exponent - 1) < 1e-9:
-            rank = torch.exp(u * math.log(rows + 1))
-        else:
-            power = 1 - self.exponent
-            rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
+        power = (1 - self.exponent) or 1e-8  # whose limit, an exponential, it meets to 1e-7
+        rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
         rank = (rank.long() - 1).clamp_(0, rows - 1)  # rounding may reach rows + 1
         return (rank * _coprime(rows)) % rows
 
 
-Bags = Fixed | UniformBags
-Rows = UniformRows | Zipf
-
-
 def jagged_input(
-    bags: list[Bags],
+    bags: list[Bag],
     rows: list[int],
-    distribution: Rows,
+    distribution: Zipf,
     samples: int,
     tables: list[int],
     seed: int,
@@ -113,7 +93,7 @@ SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would o
 class TableShape:
     rows: int
     dim: int
-    bags: Bags
+    bags: Bag
 
 
 @dataclass(frozen=True)
@@ -138,17 +118,45 @@ FULL = Scale()
 
 
 @dataclass(frozen=True)
+class EmbeddingPreset:
+    name: str
+    about: str
+    tables: tuple[TableShape, ...]  # all of them, or one rank's where tables_per_rank
+    tables_per_rank: bool
+    global_batch: int
+    indices: Zipf = Zipf(0)
+    slice_size: int | None = None  # the operator's own default
+
+    def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
+        """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
+        shapes = self.tables * (world_size if self.tables_per_rank else 1)
+        tables = tuple(
+            EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
+            for i, shape in enumerate(shapes)
+        )
+        sharding = place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes])
+        batch = max(world_size, round(self.global_batch * scale.batch))
+        batch_sizes = tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
+        return EmbeddingConfig(self, sharding, tuple(shape.bags for shape in shapes), batch_sizes, scale)
+
+
+@dataclass(frozen=True)
 class EmbeddingConfig:
     """A preset on so many ranks at such a scale: what a run needs to know."""
 
-    name: str
-    about: str
+    preset: EmbeddingPreset
     sharding: EmbeddingSharding
-    bags: tuple[Bags, ...]
-    indices: Rows
+    bags: tuple[Bag, ...]
     batch_sizes: tuple[int, ...]
     scale: Scale
-    slice_size: int | None
+
+    @property
+    def name(self) -> str:
+        return self.preset.name
+
+    @property
+    def about(self) -> str:
+        return self.preset.about
 
     @property
     def global_batch(self) -> int:
@@ -181,36 +189,6 @@ class EmbeddingConfig:
         )
 
 
-@dataclass(frozen=True)
-class EmbeddingPreset:
-    name: str
-    about: str
-    tables: tuple[TableShape, ...]  # all of them, or one rank's where tables_per_rank
-    tables_per_rank: bool
-    global_batch: int
-    indices: Rows = UniformRows()
-    slice_size: int | None = None  # the operator's own default
-
-    def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
-        """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
-        shapes = self.tables * (world_size if self.tables_per_rank else 1)
-        tables = tuple(
-            EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
-            for i, shape in enumerate(shapes)
-        )
-        batch = max(world_size, round(self.global_batch * scale.batch))
-        return EmbeddingConfig(
-            name=self.name,
-            about=self.about,
-            sharding=place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes]),
-            bags=tuple(shape.bags for shape in shapes),
-            indices=self.indices,
-            batch_sizes=tuple(batch // world_size + (r < batch % world_size) for r in range(world_size)),
-            scale=scale,
-            slice_size=self.slice_size,
-        )
-
-
 def fitting_scale(
     preset: EmbeddingPreset,
     world_size: int,
@@ -233,7 +211,7 @@ def fitting_scale(
     reads = max(full.expected_rows_bytes(r) for r in range(world_size))
     output = max(full.batch_sizes) * full.sharding.total_dim * full.itemsize
     batch = next((s for s in halves if reads * s <= rows_bytes and output * s <= output_bytes), halves[-1])
-    return Scale(batch, rows) if isinstance(preset.indices, UniformRows) else Scale(min(batch, rows), min(batch, rows))
+    return Scale(min(batch, rows), min(batch, rows)) if preset.indices.exponent else Scale(batch, rows)
 
 
 def _scaled(rows: int, scale: Fraction) -> int:
@@ -250,17 +228,16 @@ def _tables(of: dict[str, Any]) -> tuple[TableShape, ...]:
         mean = law["indices"] / count / of["global_batch"]
         lengths = [-mean * math.log(1 - (i + 0.5) / count) for i in range(count)]
         # Neighbouring tables must differ in length and width alike, so walk the sorted lengths in large coprime steps.
-        bags: list[Bags] = [UniformBags(max(1, round(2 * lengths[(i * 331) % count]))) for i in range(count)]
+        bags: list[Bag] = [Bag(0, max(1, round(2 * lengths[(i * 331) % count]))) for i in range(count)]
         return tuple(TableShape(law["rows"], dims[i % len(dims)], bag) for i, bag in enumerate(bags))
-    bags = [*map(Fixed, of.get("fixed", ())), *map(UniformBags, of.get("uniform", ()))]
+    bags = [Bag(n, n) for n in of.get("fixed", ())] + [Bag(0, n) for n in of.get("uniform", ())]
     return tuple(TableShape(r, of["dim"], bag) for r, bag in zip(of["rows"], bags, strict=True)) * of.get("count", 1)
 
 
 def _presets() -> Iterator[EmbeddingPreset]:
     text = files("weft.bench.ops").joinpath("embedding_all_to_all.toml").read_text()
     for name, of in tomllib.loads(text).items():
-        rows: Rows = Zipf(of["zipf"]) if "zipf" in of else UniformRows()
-        sizes = of["tables_per_rank"], of["global_batch"], rows, of.get("slice_size")
+        sizes = of["tables_per_rank"], of["global_batch"], Zipf(of.get("zipf", 0)), of.get("slice_size")
         yield EmbeddingPreset(name, of["about"], _tables(of), *sizes)
 
 
