@@ -24,6 +24,7 @@ from weft.bench.ops.embedding_all_to_all import (
     Traffic,
     Variant,
     column_runs,
+    embedding_bags,
     make_arm,
     pooled_float64,
     why_not,
@@ -158,11 +159,8 @@ class _Broken(SerialArm):
     """Correct, except for what `spoil` does to the output."""
 
     def __init__(self, work: EmbeddingWorkload, spoil) -> None:
-        super().__init__(work)
-        self.inner, self.spoil = make_arm(BASELINE, work), spoil
-
-    def pool(self, which: int) -> torch.Tensor:
-        return self.inner.pool(which)
+        super().__init__(work, embedding_bags)
+        self.spoil = spoil
 
     def __call__(self, which: int) -> torch.Tensor:
         output = super().__call__(which)

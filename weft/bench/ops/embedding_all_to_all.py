@@ -10,12 +10,12 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from weft.words import counted
 
 BASELINE = "embedding_bag"
 BASELINES = (BASELINE, "batched", "fbgemm")
+PER_TABLE = "per-table"
 DEFAULT = "direct"  # what transport="auto" takes
 POOL = " pooling alone"
 _CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
@@ -257,8 +258,12 @@ def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Te
 _OUTPUT_BUFFERS = 1  # no result is held across calls
 
 
+Pool = Callable[[int], torch.Tensor]
+"""This rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
+
+
 class Arm(ABC):
-    """One way to compute the output of a workload's input set."""
+    """One way to compute the output of a workload's input set: [local batch, sum of D], on the current stream."""
 
     resources: Mapping[str, int] | None = None
     """GPU: what the compiler made of the fused kernel that the calls launch, and how many programs of it are resident."""
@@ -267,30 +272,26 @@ class Arm(ABC):
         self.work = work
 
     @abstractmethod
-    def __call__(self, which: int) -> torch.Tensor:
-        """The output [local batch, sum of D] for input set `which`, on the current stream."""
+    def __call__(self, which: int) -> torch.Tensor: ...
 
+    @abstractmethod
     def extra_bytes(self) -> int:
         """Bytes held at the worst moment beyond tables and inputs, output included, counted from the arm's buffers."""
-        return self._bytes(self.work.local_batch, self.work.config.sharding.total_dim)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, str]:
-        """Bytes beyond tables and inputs at the worst moment of a call, on the worst rank, and how that is known. Collective."""
+        """The same on the worst rank, and how that is known. Collective."""
         return int(self.work.ranks.most(self.extra_bytes())), "counted"
 
+    @abstractmethod
     def traced(self, which: int, timeline: Timeline) -> None:
         """One call whose spans go into `timeline`; CPU only, times on the monotonic clock that all ranks share."""
-        raise ValueError(f"{type(self).__name__} records no timeline")
-
-    def _bytes(self, rows: int, columns: int) -> int:
-        return rows * columns * self.work.config.itemsize
 
 
 class SerialArm(Arm):
     """Pool, then exchange, then unpack."""
 
-    def __init__(self, work: EmbeddingWorkload):
+    def __init__(self, work: EmbeddingWorkload, pooling: Callable[[EmbeddingWorkload], Pool]):
         super().__init__(work)
         sharding = work.config.sharding
         dims = [sum(s.dim for s in sharding.local_slots(r)) for r in range(sharding.world_size)]
@@ -298,22 +299,18 @@ class SerialArm(Arm):
         self.receive_splits = [work.local_batch * dim for dim in dims]
         self.shapes = [(work.local_batch, dim) for dim in dims]
         self.runs = column_runs(sharding)
+        nothing = torch.empty((work.config.global_batch, 0), dtype=work.dtype, device=work.ranks.device)
+        self._pool = pooling(work) if work.weights else lambda which: nothing
+        self.pooled_twice = pooling is embedding_bags
 
-    @abstractmethod
     def pool(self, which: int) -> torch.Tensor:
-        """This rank's pooled vectors, [global batch, local columns], contiguous."""
-
-    def _nothing_pooled(self) -> torch.Tensor:
-        """What a rank without tables pools."""
-        shape = (self.work.config.global_batch, 0)
-        return torch.empty(shape, dtype=self.work.config.sharding.dtype, device=self.work.ranks.device)
+        with torch.no_grad():
+            return self._pool(which)
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
         """What all ranks pooled for this rank's samples, rank after rank, flat."""
-        received = pooled.new_empty(sum(self.receive_splits))
-        dist.all_to_all_single(
-            received, pooled.view(-1), self.receive_splits, self.send_splits, group=self.work.ranks.group
-        )
+        received, group = pooled.new_empty(sum(self.receive_splits)), self.work.ranks.group
+        dist.all_to_all_single(received, pooled.view(-1), self.receive_splits, self.send_splits, group=group)
         return received
 
     def unpack(self, received: torch.Tensor) -> torch.Tensor:
@@ -325,9 +322,11 @@ class SerialArm(Arm):
             return self.unpack(self.exchange(self.pool(which)))
 
     def extra_bytes(self) -> int:
-        pooled = self._bytes(self.work.config.global_batch, self.work.local_dim)
-        output = super().extra_bytes()
-        return max(pooled + output, 2 * output)  # sent and received buffers, then received and output
+        """Of tables one by one and put together; sent and received; received and output."""
+        config = self.work.config
+        pooled = config.global_batch * self.work.local_dim * config.itemsize
+        output = self.work.local_batch * config.sharding.total_dim * config.itemsize
+        return max(2 * pooled * self.pooled_twice, pooled + output, 2 * output)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, str]:
@@ -344,101 +343,64 @@ class SerialArm(Arm):
         return int(self.work.ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
 
     def traced(self, which: int, timeline: Timeline) -> None:
-        rank = self.work.ranks.rank
-        marks = [time.perf_counter()]
-        with torch.no_grad():
-            pooled = self.pool(which)
-            marks.append(time.perf_counter())
-            received = self.exchange(pooled)
-            marks.append(time.perf_counter())
-            self.unpack(received)
-            marks.append(time.perf_counter())
-        wire = (self.work.config.global_batch - self.work.local_batch) * self.work.local_dim * pooled.element_size()
-        for (start, end), (lane, name, sent) in zip(
-            pairwise(marks),
-            (("compute", "pool", 0), ("send", "all_to_all", wire), ("compute", "unpack", 0)),
-            strict=True,
-        ):
-            timeline.add(rank, lane, name, 1e6 * start, 1e6 * end, sent)
+        work = self.work
+        wire = (work.config.global_batch - work.local_batch) * work.local_dim * work.config.itemsize
+        steps = (
+            ("compute", "pool", 0, self.pool), ("send", "all_to_all", wire, self.exchange),
+            ("compute", "unpack", 0, self.unpack),
+        )  # fmt: skip
+        done: Any = which
+        for lane, name, sent, step in steps:
+            start = time.perf_counter()
+            done = step(done)
+            timeline.add(work.ranks.rank, lane, name, 1e6 * start, 1e6 * time.perf_counter(), sent)
 
 
-class EmbeddingBagArm(SerialArm):
+def embedding_bags(work: EmbeddingWorkload) -> Pool:
     """One `nn.EmbeddingBag` per table: what a user of plain torch writes. (The PGAS paper starts from TorchRec's
     EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the exchange.)"""
-
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work)
-        self.bags = [
-            nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
-            for weight in work.weights
-        ]
-        batch = work.config.global_batch
-        self.per_table = []
-        for values, offsets in work.inputs:
-            cuts = offsets[::batch].tolist()
-            self.per_table.append(
-                [
-                    (values[start:end], offsets[i * batch : (i + 1) * batch + 1] - start)
-                    for i, (start, end) in enumerate(pairwise(cuts))
-                ]
-            )
-
-    def pool(self, which: int) -> torch.Tensor:
-        if not self.bags:
-            return self._nothing_pooled()
-        with torch.no_grad():
-            pooled = [bag(*inputs) for bag, inputs in zip(self.bags, self.per_table[which], strict=True)]
-            return torch.cat(pooled, dim=1)
-
-    def extra_bytes(self) -> int:
-        return max(2 * self._bytes(self.work.config.global_batch, self.work.local_dim), super().extra_bytes())
+    bags = [
+        nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
+        for weight in work.weights
+    ]
+    batch, per_table = work.config.global_batch, []
+    for values, offsets in work.inputs:
+        cuts = enumerate(pairwise(offsets[::batch].tolist()))
+        per_table.append([(values[a:b], offsets[i * batch : (i + 1) * batch + 1] - a) for i, (a, b) in cuts])
+    return lambda which: torch.cat([bag(*of) for bag, of in zip(bags, per_table[which], strict=True)], dim=1)
 
 
-class BatchedArm(SerialArm):
+def batched(work: EmbeddingWorkload) -> Pool:
     """Our own kernel pools all tables in one launch; then the same exchange. The honest strong baseline."""
-
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work)
-        sharding = work.config.sharding
-        self.tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
-
-    def pool(self, which: int) -> torch.Tensor:
-        if not self.tables:
-            return self._nothing_pooled()
-        return embedding_pool(self.work.weights, self.work.inputs[which], self.tables)
+    sharding = work.config.sharding
+    tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
+    return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
-class FbgemmArm(SerialArm):
+def fbgemm(work: EmbeddingWorkload) -> Pool:
     """FBGEMM's table-batched kernel (the one under TorchRec) with tables on the device, forward only."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
 
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work)
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-
-        precision = SparseType.from_dtype(work.config.sharding.dtype)
-        self.kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights],
-            optimizer=EmbOptimType.EXACT_SGD,  # no state beside the tables
-            pooling_mode=PoolingMode.SUM,
-            weights_precision=precision,
-            output_dtype=precision,
-            device=work.ranks.device,
-        )
-        for theirs, ours in zip(self.kernel.split_embedding_weights(), work.weights, strict=True):
-            theirs.copy_(ours)
-
-    def pool(self, which: int) -> torch.Tensor:
-        with torch.no_grad():
-            return self.kernel(*self.work.inputs[which])
+    precision = SparseType.from_dtype(work.dtype)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights],
+        optimizer=EmbOptimType.EXACT_SGD,  # no state beside the tables
+        pooling_mode=PoolingMode.SUM,
+        weights_precision=precision,
+        output_dtype=precision,
+        device=work.ranks.device,
+    )
+    for theirs, ours in zip(kernel.split_embedding_weights(), work.weights, strict=True):
+        theirs.copy_(ours)
+    return lambda which: kernel(*work.inputs[which])
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted."""
 
     transport: Literal["direct", "put"]
@@ -478,7 +440,8 @@ class FusedArm(Arm):
         )
 
     def extra_bytes(self) -> int:
-        return _OUTPUT_BUFFERS * self._bytes(max(self.work.config.batch_sizes), self.work.config.sharding.total_dim)
+        config = self.work.config
+        return _OUTPUT_BUFFERS * max(config.batch_sizes) * config.sharding.total_dim * config.itemsize
 
     def traced(self, which: int, timeline: Timeline) -> None:
         self(which, timeline)
@@ -531,23 +494,20 @@ class PerTableArm(FusedArm):
         return enter and leave == (len(self.work.slots) == 1)
 
 
-ARMS: dict[str, type[Arm]] = {
-    BASELINE: EmbeddingBagArm,
-    "batched": BatchedArm,
-    "fbgemm": FbgemmArm,
-    "per-table": PerTableArm,
-}
+POOLS: Mapping[str, Callable[[EmbeddingWorkload], Pool]] = {
+    BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,
+}  # fmt: skip
 DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
 
 
 def why_not(name: str, device: torch.device) -> str | None:
     """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
-    if name not in ARMS and Variant.parse(name) is None:
+    if name not in (*POOLS, PER_TABLE) and Variant.parse(name) is None:
         raise ValueError(
-            f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -sliceN, "
+            f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE))}, or direct or put, optionally with -natural and -sliceN, "
             f"such as put-natural-slice8"
         )
-    if name == "per-table" and device.type != "cuda":
+    if name == PER_TABLE and device.type != "cuda":
         return "only GPU kernels are launched"
     if name == "fbgemm":
         if device.type != "cuda":
@@ -560,8 +520,10 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
+    if name in POOLS:
+        return SerialArm(work, POOLS[name])
     variant = Variant.parse(name)
-    return ARMS[name](work) if variant is None else FusedArm(work, variant)
+    return PerTableArm(work) if variant is None else FusedArm(work, variant)
 
 
 def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
@@ -569,12 +531,11 @@ def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
     taken = [0] * sharding.world_size
     runs: list[tuple[int, int, int]] = []
     for slot in sharding.slots:
-        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
-        taken[slot.rank] = end
-        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
-            runs[-1] = (slot.rank, runs[-1][1], end)
-        else:
-            runs.append((slot.rank, start, end))
+        start = taken[slot.rank]
+        taken[slot.rank] += slot.dim
+        if runs and (runs[-1][0], runs[-1][2]) == (slot.rank, start):
+            start = runs.pop()[1]
+        runs.append((slot.rank, start, taken[slot.rank]))
     return runs
 
 
@@ -583,21 +544,18 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)
-    dtype = DTYPES[options.dtype]
     if ranks.device.type == "cuda":
         free = -ranks.most(-torch.cuda.mem_get_info(ranks.device)[0])
         # FBGEMM holds a copy of the tables. All arms together hold about ten outputs, the reference counts as two.
         share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
-        return fitting_scale(
-            preset, ranks.world_size, dtype, table_bytes=share * free, rows_bytes=rows_bytes, output_bytes=0.05 * free
-        )
-    free = -ranks.most(-available_memory_bytes()) / (16 if options.quick else 1)
-    rows_bytes = (min(64, options.read_mib) if options.quick else options.read_mib) * 2**20 * torch.get_num_threads()
-    share = free / ranks.world_size
-    return fitting_scale(
-        preset, ranks.world_size, dtype, table_bytes=share / 3, rows_bytes=rows_bytes, output_bytes=0.05 * share
-    )
+    else:
+        free = -ranks.most(-available_memory_bytes()) / ranks.world_size / (16 if options.quick else 1)
+        share = 1 / 3
+        mib = min(64, options.read_mib) if options.quick else options.read_mib
+        rows_bytes = mib * 2**20 * torch.get_num_threads()
+    sizes = {"table_bytes": share * free, "rows_bytes": rows_bytes, "output_bytes": 0.05 * free}
+    return fitting_scale(preset, ranks.world_size, DTYPES[options.dtype], **sizes)
 
 
 class _EmbeddingAllToAll(VariantsOperator[EmbeddingPreset]):
