@@ -83,7 +83,7 @@ class Variants(Workload):
             f"{options.op} {self.config.name} ({self.config.about}), {options.dtype}, "
             f"{counted(self.ranks.world_size, 'rank')}, {options.device}"
         )
-        return Measured(rows, others, title, notes, found.wrong)
+        return Measured(rows, others, title, notes, tuple(found.wrong.values()))
 
     def _records(
         self, mode: Mode, arms: Arms, found: Results, options: BenchOptions, ceilings: list[Ceilings]
