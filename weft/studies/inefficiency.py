@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -81,25 +81,9 @@ class Row:
 
     gemm: Gemm
     scaled: str
-    item_bytes: int
     gathered_bytes: int
     ms: dict[str, float]
     overlap: dict[str, float]
-
-    @property
-    def name(self) -> str:
-        return self.gemm.name
-
-    @property
-    def traffic(self) -> int:
-        return self.gemm.traffic(self.item_bytes)
-
-    @property
-    def op_to_byte(self) -> float:
-        return self.gemm.op_to_byte(self.item_bytes)
-
-    def piece_op_to_byte(self, cut: str, pieces: int) -> float:
-        return self.gemm.piece(**{cut: pieces}).op_to_byte(self.item_bytes)
 
     def has(self, variant: str) -> bool:
         """Whether its loss is known."""
@@ -117,15 +101,14 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     for name, run in last.items():
         mine = [r for r in records if (r["config"], r["run"]) == (name, run)]
         first = mine[0]
-        gemm = replace(find_gemms([name])[0], m=first["m"], n=first["n"], k=first["k"])
+        gemm = replace(find_gemms([name])[0], **{field: first[field] for field in ("m", "n", "k", "item_bytes")})
         overlap = {r["variant"]: r["overlap"] for r in mine if r["overlap"] is not None}
         ms = {r["variant"]: r["p50_ms"] for r in mine}
-        rows.append(Row(gemm, first["scaled"], first["item_bytes"], first["gathered_bytes"], ms, overlap))
+        rows.append(Row(gemm, first["scaled"], first["gathered_bytes"], ms, overlap))
     return rows
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     title: str
     columns: tuple[str, ...]
     cells: list[tuple[str, ...]]
@@ -137,12 +120,12 @@ _Column = tuple[str, Callable[[Row], str], str | None]  # what is above, a cell,
 def tables(rows: Sequence[Row]) -> list[Table]:
     """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
     of what was not recorded are left out."""
-    name: _Column = ("GEMM", lambda r: r.name, None)
+    name: _Column = ("GEMM", lambda r: r.gemm.name, None)
     whole: list[_Column] = [
         ("M x N x K", lambda r: str(r.gemm), None),
         ("paper's over", lambda r: r.scaled, None),
-        ("ops /\nbyte", lambda r: f"{r.op_to_byte:.0f}", None),
-        ("traffic\nMB", lambda r: f"{r.traffic / 1e6:.0f}", None),
+        ("ops /\nbyte", lambda r: f"{r.gemm.op_to_byte:.0f}", None),
+        ("traffic\nMB", lambda r: f"{r.gemm.traffic / 1e6:.0f}", None),
         ("whole\nms", lambda r: milliseconds(r.ms[WHOLE]), None),
     ]
     moved: list[_Column] = [("A, MB", lambda r: f"{r.gathered_bytes / 1e6:.1f}", None)]
@@ -181,8 +164,7 @@ def _table(title: str, columns: Sequence[_Column], rows: Sequence[Row]) -> Table
     return Table(title, tuple(header for header, _, _ in columns), lines)
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """`held` is None where there are too few GEMMs to tell."""
 
     where: str
@@ -206,7 +188,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
         found.append(_of_each("IV-C1", f"in {pieces}, rows lose more where M < K, columns else", pairs))
     for cut, pieces in CUTS:
-        along, name = partial(Row.piece_op_to_byte, cut=cut, pieces=pieces), cut_name(cut, pieces)
+        along, name = partial(_op_to_byte_of_piece, cut, pieces), cut_name(cut, pieces)
         found.append(_trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte", rows, along, name, -1))
     for name in map(gather_name, TRANSPORTS):
         found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, lambda r: r.gathered_bytes, name, -1))
@@ -217,8 +199,12 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         ("IV-D1", "a GEMM's loss beside {} grows with its traffic", gemm_beside),
         ("IV-D2", "{}'s loss beside a GEMM grows with the GEMM's traffic", gather_beside),
     ):
-        found += [_trend(where, text.format(by), rows, lambda r: r.traffic, variant(by), 1) for by in TRANSPORTS]
+        found += [_trend(where, text.format(by), rows, lambda r: r.gemm.traffic, variant(by), 1) for by in TRANSPORTS]
     return [claim for claim in found if claim is not None]
+
+
+def _op_to_byte_of_piece(cut: str, pieces: int, row: Row) -> float:
+    return row.gemm.piece(**{cut: pieces}).op_to_byte
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
@@ -263,8 +249,8 @@ def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Cl
     pairs = [(row, less, more) for row, less, more in pairs if row.has(less) and row.has(more)]
     if not pairs:
         return None
-    exceptions = [row.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
-    holding = [row.name for row, _, _ in pairs if row.name not in exceptions]
+    exceptions = [row.gemm.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
+    holding = [row.gemm.name for row, _, _ in pairs if row.gemm.name not in exceptions]
     numbers = f"{len(holding)} of {len(pairs)}"
     if exceptions and holding:
         numbers += f"; not {', '.join(exceptions)}" if len(exceptions) < len(holding) else f": {', '.join(holding)}"
@@ -276,11 +262,11 @@ _LOSSES = {"decomposition": "#4063a3", "contention": "#e1812c"}
 
 
 _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], str]]], ...] = (
-    ("figure-7-gemm-decomposition", "op_to_byte", "GEMM and its op-to-byte; * M < K", ("rows", "columns"),
+    ("figure-7-gemm-decomposition", "gemm.op_to_byte", "GEMM and its op-to-byte; * M < K", ("rows", "columns"),
      {f"GEMM in {pieces} pieces over the whole": partial(cut_name, pieces=pieces) for pieces in (8, 64)}),
     ("figure-8-gather-decomposition", "gathered_bytes", "GEMM and the size of its A, MB", TRANSPORTS,
      {f"all-gather in {PIECES} pieces over one piece": gather_name}),
-    ("figure-9-contention", "traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
+    ("figure-9-contention", "gemm.traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
      {f"GEMM in {PIECES} beside an all-gather, over alone": gemm_beside, "all-gather beside that GEMM, over alone": gather_beside}),
 )  # fmt: skip
 """Name; by what GEMMs are ordered; how that is called; groups; of each panel what is above, and the variant of a group."""
@@ -307,7 +293,7 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
         with figure(name, len(panels)) as axes:
             for axis, (what, variant) in zip(axes, panels.items(), strict=True):
                 bars = {group: [row.loss(variant(group)) for row in ordered] for group in groups}
-                _bars(axis, what, [f"{row.name}\n{_said(row, along)}" for row in ordered], bars)
+                _bars(axis, what, [f"{row.gemm.name}\n{_said(row, along)}" for row in ordered], bars)
             axes[-1].set_xlabel(below)
     with figure("figure-10-shares", 3) as axes:
         _shares(axes, rows)
@@ -315,9 +301,9 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
 
 
 def _said(row: Row, along: str) -> str:
-    if along == "op_to_byte":
-        return f"{row.op_to_byte:.0f}{' *' if row.gemm.m < row.gemm.k else ''}"
-    return f"{getattr(row, along) / 1e6:.3g}"
+    if along == "gemm.op_to_byte":
+        return f"{row.gemm.op_to_byte:.0f}{' *' if row.gemm.m < row.gemm.k else ''}"
+    return f"{attrgetter(along)(row) / 1e6:.3g}"
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
@@ -337,11 +323,13 @@ def _shares(axes: Any, rows: Sequence[Row]) -> None:
         (of_gemm, of_gemm, of_gather),
         strict=True,
     ):
-        ordered = sorted(rows, key=lambda r: r.traffic * (r.op_to_byte if beside == of_gemm else 1))
+        ordered = sorted(rows, key=lambda r: r.gemm.traffic * (r.gemm.op_to_byte if beside == of_gemm else 1))
         parts = np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
         base = np.zeros(len(ordered))
         for (loss, colour), part in zip(_LOSSES.items(), parts.T, strict=True):
-            axis.bar([r.name for r in ordered], 100 * part, bottom=base, color=colour, label=f"{loss} loss", width=0.7)
+            axis.bar(
+                [r.gemm.name for r in ordered], 100 * part, bottom=base, color=colour, label=f"{loss} loss", width=0.7
+            )
             base += 100 * part
         axis.set_ylabel("share of what is lost, %", fontsize=9)
         axis.set_ylim(0, 100)
@@ -377,20 +365,20 @@ def _finish(axis: Any, what: str, columns: int) -> None:
 
 
 def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings], options: BenchOptions) -> list[Record]:
-    gemm, item = fitted.run, DTYPES[options.dtype].itemsize
+    gemm = fitted.run
     memory, link = (min(getattr(c, name) for c in ceilings) for name in ("memory", "link"))
     gather_ms = 1e3 * found.gathered_bytes / ranks * (ranks - 1) / link
     described = {
         "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
-        "paper": {k: v for k, v in asdict(fitted.paper).items() if k != "name"}, "scaled": str(fitted),
-        "item_bytes": item, "op_to_byte": gemm.op_to_byte(item), "traffic_bytes": gemm.traffic(item),
+        "paper": {k: v for k, v in asdict(fitted.paper).items() if k not in ("name", "item_bytes")}, "scaled": str(fitted),
+        "item_bytes": gemm.item_bytes, "op_to_byte": gemm.op_to_byte, "traffic_bytes": gemm.traffic,
         "gathered_bytes": found.gathered_bytes,
     }  # fmt: skip
     records = []
     for name, timing in found.timings.items():
         base = BASELINES.get(name, name)
         loss = timing.p50_ms / found.timings[base].p50_ms
-        roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
+        roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic / memory
         common = common_fields(options, gemm.name, ranks, base, roofline_ms, ceilings)
         measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
         judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
@@ -429,11 +417,10 @@ class _Inefficiency(Operator[Gemm]):
     ) -> Measured:
         device, dtype = ranks.device.type, DTYPES[options.dtype]
         fitted = fit(
-            preset,
+            replace(preset, item_bytes=dtype.itemsize),
             scale=_SCALE[device] if options.scale is None else Fraction(options.scale).limit_denominator(1 << 16),
             most_ops=_MOST_OPS[device] / (8 if options.quick else 1),
             most_bytes=_MEMORY_SHARE * -ranks.most(-free_bytes(ranks)),
-            item_bytes=dtype.itemsize,
         )
         alone_s, beside_s = (0.004, 0.02) if device == "cuda" else (0.01, 0.06)
         effort = Effort(alone_s / 4, beside_s / 4, 2) if options.quick else Effort(alone_s, beside_s, _REPETITIONS)
@@ -449,7 +436,7 @@ class _Inefficiency(Operator[Gemm]):
         """Tables and what they say of the paper's observations, and the pictures that were asked for."""
         rows = rows_of(written)
         for table in tables(rows):
-            print_table(table.title, table.columns, table.cells)
+            print_table(*table)
         observations = [claim.cells for claim in claims(rows)]
         print_table("The paper's observations, here", _OBSERVATION, observations, [_TRANSPORTS_ARE[options.device]])
         if options.pictures is not None:

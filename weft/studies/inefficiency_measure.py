@@ -51,16 +51,25 @@ class Gemm:
     m: int
     n: int
     k: int
+    item_bytes: int = 2
 
     @property
     def ops(self) -> int:
         return 2 * self.m * self.n * self.k
 
-    def traffic(self, item_bytes: int) -> int:
-        return item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
+    @property
+    def traffic(self) -> int:
+        return self.item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
 
-    def op_to_byte(self, item_bytes: int) -> float:
-        return self.ops / self.traffic(item_bytes)
+    @property
+    def op_to_byte(self) -> float:
+        return self.ops / self.traffic
+
+    @property
+    def run_bytes(self) -> int:
+        """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
+        shard that is less than A."""
+        return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def piece(self, rows: int = 1, columns: int = 1) -> Gemm:
         """One of its pieces when A is cut into so many blocks of rows and of columns."""
@@ -98,17 +107,17 @@ class Fitted:
         return ", ".join(said) or "as in the paper"
 
 
-def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float, item_bytes: int) -> Fitted:
+def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """`gemm` with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and `most_bytes`.
 
-    Bytes are those of a run (see `run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
+    Bytes are those of a run (`Gemm.run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
     which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
     all pieces are alike. Raises ValueError if nothing is left to halve.
     """
     all_by, large_by = 1 / scale, 1
     while True:
         fitted = Fitted(gemm, _divided(gemm, all_by, large_by), all_by, large_by)
-        if fitted.run.ops <= most_ops and run_bytes(fitted.run, item_bytes) <= most_bytes:
+        if fitted.run.ops <= most_ops and fitted.run.run_bytes <= most_bytes:
             return fitted
         smaller, larger = sorted((fitted.run.m, fitted.run.k))
         if larger // 2 > smaller:
@@ -117,15 +126,9 @@ def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float, item
             all_by *= 2
         else:
             raise ValueError(
-                f"{gemm.name} does not fit even as {fitted.run}: {run_bytes(fitted.run, item_bytes)} bytes, and "
+                f"{gemm.name} does not fit even as {fitted.run}: {fitted.run.run_bytes} bytes, and "
                 f"{most_bytes:.3g} are free for it: free memory on this machine"
             )
-
-
-def run_bytes(gemm: Gemm, item_bytes: int) -> int:
-    """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
-    shard that is less than A."""
-    return item_bytes * (4 * gemm.m * gemm.k + gemm.k * gemm.n + 2 * gemm.m * gemm.n)
 
 
 def _divided(gemm: Gemm, all_by: Fraction, large_by: int) -> Gemm:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from weft.bench.core import harness
 from weft.bench.core.tables import Record, times
@@ -88,12 +89,8 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[tuple[Mapping[str, str], str], list[Record]]]:
-    found: list[tuple[tuple[Mapping[str, str], str], list[Record]]] = []
+    found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
-        known = variables_of(row)
-        same = next((some for these, some in found if these == known), None)
-        if same is None:
-            found.append((known, [row]))
-        else:
-            same.append(row)
-    return found
+        variables, how = variables_of(row)
+        found.setdefault((tuple(sorted(variables.items())), how), []).append(row)
+    return [((dict(variables), how), some) for (variables, how), some in found.items()]
