@@ -236,23 +236,16 @@ class EmbeddingWorkload(Variants):
 
 def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sums of bags in float64: `values[offsets[b]:offsets[b + 1]]` name the rows of bag b. [len(offsets) - 1, D]."""
-    bags, dim = offsets.numel() - 1, weight.shape[1]
-    pooled = torch.zeros(bags, dim, dtype=torch.float64, device=weight.device)
-    ends = offsets.cpu()
-    limit = max(1, _CHUNK_BYTES // (8 * dim))
-    first = 0
-    while first < bags:
-        last = min(bags, max(first + 1, int(torch.searchsorted(ends, ends[first] + limit, right=True)) - 1))
+    bags, ends = offsets.numel() - 1, offsets.cpu()
+    gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
+    pooled = []
+    for part in torch.arange(bags).chunk(1 + gathered // _CHUNK_BYTES):
+        first, last = int(part[0]), int(part[-1]) + 1
         rows = weight[values[ends[first] : ends[last]]].double()
-        pooled[first:last] = F.embedding_bag(
-            torch.arange(rows.shape[0], device=weight.device),
-            rows,
-            offsets[first : last + 1] - ends[first],
-            mode="sum",
-            include_last_offset=True,
-        )
-        first = last
-    return pooled
+        which = torch.arange(rows.shape[0], device=weight.device)
+        begins = offsets[first : last + 1] - ends[first]
+        pooled.append(F.embedding_bag(which, rows, begins, mode="sum", include_last_offset=True))
+    return torch.cat(pooled)
 
 
 _OUTPUT_BUFFERS = 1  # no result is held across calls
@@ -417,27 +410,30 @@ class Variant(NamedTuple):
 
 
 class FusedArm(Arm):
-    """weft's operator."""
+    """weft's operator. per_table: its kernel launched once for each table instead of once for all. (So does the fused paper within
+    a node, by a kernel that is not persistent; this one is.)"""
 
-    def __init__(self, work: EmbeddingWorkload, variant: Variant):
+    def __init__(self, work: EmbeddingWorkload, variant: Variant, per_table: bool = False):
         super().__init__(work)
-        self.variant = variant
-        config = work.config
+        self.variant, self.per_table, config, rank = variant, per_table, work.config, work.ranks.rank
         self.slice_size = variant.slice_size or config.preset.slice_size or default_slice_size(config.sharding)
+        if per_table:
+            self.inputs = [as_jagged(features) for features in work.inputs]
+            self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
+            self.launching = self.operator()
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
+        work = self.work
+        if self.per_table:
+            output: torch.Tensor = self.launching(
+                work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
+            )
+            return output
         return embedding_all_to_all(
-            self.work.weights,
-            self.work.inputs[which],
-            self.work.config.sharding,
-            group=self.work.ranks.group,
-            batch_sizes=self.work.config.batch_sizes,
-            transport=self.variant.transport,
-            order=self.variant.order,
-            slice_size=self.slice_size,
-            outputs=_OUTPUT_BUFFERS,
-            timeline=timeline,
-        )
+            work.weights, work.inputs[which], work.config.sharding, group=work.ranks.group,
+            batch_sizes=work.config.batch_sizes, transport=self.variant.transport, order=self.variant.order,
+            slice_size=self.slice_size, outputs=_OUTPUT_BUFFERS, timeline=timeline,
+        )  # fmt: skip
 
     def extra_bytes(self) -> int:
         config = self.work.config
@@ -456,14 +452,13 @@ class FusedArm(Arm):
 
     @cached_property
     def resources(self) -> dict[str, int] | None:  # type: ignore[override]
+        """Of a launch that opens the call, and, unless others follow for the other tables, closes it."""
         if self.work.ranks.device.type != "cuda":
             return None
-        used = (o for key, o in self.operator().kernel.occupancy.items() if self._launches(key.enter, key.leave))
-        return asdict(next(used))
-
-    def _launches(self, enter: bool, leave: bool) -> bool:
-        """Whether its calls have launches that open (`enter`) and close the call as given."""
-        return enter and leave
+        closes = not self.per_table or len(self.work.slots) == 1
+        return asdict(
+            next(o for key, o in self.operator().kernel.occupancy.items() if key.enter and key.leave == closes)
+        )
 
     def slices_sent(self) -> int:
         """Slices that this rank puts to its peers in a call."""
@@ -471,27 +466,6 @@ class FusedArm(Arm):
             return 0
         per_sample: int = self.operator().plan.slices_per_sample[self.work.ranks.rank]
         return (self.work.config.global_batch - self.work.local_batch) * per_sample
-
-
-class PerTableArm(FusedArm):
-    """weft's kernel launched once for each table instead of once for all. (So does the fused paper within a node, by a kernel
-    that is not persistent; this one is.)"""
-
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work, Variant("direct"))
-        config, rank = work.config, work.ranks.rank
-        self.inputs = [as_jagged(features) for features in work.inputs]
-        self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
-        self.launching = self.operator()
-
-    def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
-        output: torch.Tensor = self.launching(
-            self.work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
-        )
-        return output
-
-    def _launches(self, enter: bool, leave: bool) -> bool:
-        return enter and leave == (len(self.work.slots) == 1)
 
 
 POOLS: Mapping[str, Callable[[EmbeddingWorkload], Pool]] = {
@@ -522,8 +496,7 @@ def why_not(name: str, device: torch.device) -> str | None:
 def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
     if name in POOLS:
         return SerialArm(work, POOLS[name])
-    variant = Variant.parse(name)
-    return PerTableArm(work) if variant is None else FusedArm(work, variant)
+    return FusedArm(work, Variant.parse(name) or Variant("direct"), per_table=name == PER_TABLE)
 
 
 def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
