@@ -23,7 +23,7 @@ from weft.bench.report import markdown
 from weft.launch import Pool
 from weft.schedule import AllToAllMatmul, candidates
 
-SHAPE = MoeShape(tokens=24, n=40, k=16, experts=6, top_k=2, skew=0.7, sources=("by hand",))
+SHAPE = MoeShape(m=24, n=40, k=16, experts=6, top_k=2, skew=0.7, sources=("by hand",))
 ODD = "24x10x16-e6-top2"
 KERNEL = "dispatch[by=kernel,rest=each]"
 DMA = "dispatch[by=dma,rest=each]"

@@ -25,7 +25,7 @@ from weft.bench.core.measure import check, measure_arms
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants, roundings
-from weft.bench.ops.gemms import MatmulShape, cannot
+from weft.bench.ops.gemms import Shape, cannot
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import choosing
@@ -33,7 +33,7 @@ from weft.plan import choose
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates, described
 from weft.sim import model_of
 
-SHAPE = MatmulShape(24, 10, 16, ("by hand",))
+SHAPE = Shape(24, 10, 16, ("by hand",))
 PUT = "shard[chunks=1,send=in_turn,by=dma]"
 UNCUT = "shard[chunks=500,send=in_turn,by=dma]"
 ONE_PEER = "shard[chunks=1,send=at_once,by=dma]"
@@ -170,7 +170,7 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
 
 def _scaled(group: dist.ProcessGroup) -> list[dict]:
     ranks, options = _ranks(group), _options(variants=("weft", PUT), dtype="fp8", preset="24x16x32")
-    shape = MatmulShape(24, 16, 32, ())
+    shape = Shape(24, 16, 32, ())
     found = OPERATOR.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
     assert not found.wrong
     return found.records

@@ -19,7 +19,7 @@ from weft.bench.ops.embedding_presets import (
     fitting_scale,
     jagged_input,
 )
-from weft.bench.ops.gemms import CPU_GROUP, MatmulShape, find_shapes, shapes_file
+from weft.bench.ops.gemms import CPU_GROUP, Shape, find_shapes, shapes_file
 
 CPU = torch.device("cpu")
 META_2021_INDICES, META_2021_DISTINCT, META_2021_HOT_SHARE = 468_084_223, 61_644_628, 0.255
@@ -180,7 +180,7 @@ def test_families_and_unknown_names() -> None:
 
 def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
     file = shapes_file("all_gather_matmul")
-    everything = find_shapes(MatmulShape, file, None, "cuda")
+    everything = find_shapes(Shape, file, None, "cuda")
     assert len(everything) >= 60
     assert len({shape.name for shape in everything}) == len(everything)
     models = {  # hidden, MLP, query heads, key and value heads
@@ -190,7 +190,7 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
         "mixtral-8x7b": (4096, 14336, 32, 8),
     }
     for group, (hidden, mlp, heads, kv) in models.items():
-        shapes = find_shapes(MatmulShape, file, group, "cpu")
+        shapes = find_shapes(Shape, file, group, "cpu")
         assert {s.k for s in shapes} == {hidden}
         qkv = [s for s in shapes if f"{group} qkv" in s.sources]
         gate_up = [s for s in shapes if f"{group} gate_up" in s.sources]
@@ -203,24 +203,24 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
 
 def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
     file = shapes_file("all_gather_matmul")
-    small = find_shapes(MatmulShape, file, None, "cpu")
-    assert small == find_shapes(MatmulShape, file, CPU_GROUP, "cuda")
-    assert not {s.name for s in small} & {s.name for s in find_shapes(MatmulShape, file, None, "cuda")}
+    small = find_shapes(Shape, file, None, "cpu")
+    assert small == find_shapes(Shape, file, CPU_GROUP, "cuda")
+    assert not {s.name for s in small} & {s.name for s in find_shapes(Shape, file, None, "cuda")}
     assert all(s.m % 8 == 0 for s in small)
-    assert [s.name for s in find_shapes(MatmulShape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
+    assert [s.name for s in find_shapes(Shape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
         "8192x4096x8192",
         "8x4x2",
     ]
-    assert find_shapes(MatmulShape, tmp_path / "none.toml", "8x4x2", "cpu") == (MatmulShape(8, 4, 2),)
+    assert find_shapes(Shape, tmp_path / "none.toml", "8x4x2", "cpu") == (Shape(8, 4, 2),)
     with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
-        find_shapes(MatmulShape, tmp_path / "none.toml", "cpu", "cpu")
+        find_shapes(Shape, tmp_path / "none.toml", "cpu", "cpu")
     with pytest.raises(ValueError, match=r"no preset '8x0x2'.*or a shape MxNxK"):
-        find_shapes(MatmulShape, file, "8x0x2", "cpu")
+        find_shapes(Shape, file, "8x0x2", "cpu")
 
 
 def test_shapes_with_inputs_in_symmetric_memory_are_others() -> None:
     file = shapes_file("all_gather_matmul")
-    both = find_shapes(MatmulShape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
+    both = find_shapes(Shape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
     assert [s.symmetric for s in both] == [False] * 8 + [True] * 9
     assert (both[8].name, both[-1].name) == (f"{both[0].name}-symmetric", "8x4x2-symmetric")
     assert both[8].sources == both[0].sources
@@ -237,15 +237,15 @@ def test_layers_of_all_to_all_matmul_follow_from_the_models() -> None:
         shapes = find_shapes(MoeShape, file, group, "cpu")
         assert {(s.k, s.experts, s.top_k) for s in shapes} == {(hidden, experts, top_k)}
         assert {s.n for s in shapes if s.sources == (f"{group} gate_up",)} == {2 * mlp}
-        for tokens in {s.tokens for s in shapes}:
-            assert [s.skew > 0 for s in shapes if s.tokens == tokens and s.n == 2 * mlp] == [False, True]
+        for tokens in {s.m for s in shapes}:
+            assert [s.skew > 0 for s in shapes if s.m == tokens and s.n == 2 * mlp] == [False, True]
     everything = find_shapes(MoeShape, file, None, "cuda")
     assert len({s.name for s in everything}) == len(everything) >= 20
     small = find_shapes(MoeShape, file, None, "cpu")
     assert small == find_shapes(MoeShape, file, CPU_GROUP, "cuda")
     assert all(s.experts % ranks == 0 for s in small for ranks in (2, 3, 4))
     typed = find_shapes(MoeShape, file, "8x4x2-e4-top2,8x4x2-e4-top2-zipf0.5", "cpu")
-    assert typed == (MoeShape(8, 4, 2, 4, 2), MoeShape(8, 4, 2, 4, 2, 0.5))
+    assert typed == (MoeShape(8, 4, 2, experts=4, top_k=2), MoeShape(8, 4, 2, experts=4, top_k=2, skew=0.5))
     assert [s.name for s in typed] == ["8x4x2-e4-top2", "8x4x2-e4-top2-zipf0.5"]
 
 

@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -52,29 +52,25 @@ _TYPED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)-e([1-9]\d*)-top([1-9]\d*)
 
 @dataclass(frozen=True)
 class MoeShape(Shape):
-    """`tokens` on each rank, `top_k` of all ranks' `experts` for each, [k, n] in each expert."""
+    """m tokens on each rank, `top_k` of all ranks' `experts` for each, [k, n] in each expert. skew: exponent of Zipf's law."""
 
-    tokens: int
-    n: int
-    k: int
-    experts: int
-    top_k: int
+    experts: int = 1
+    top_k: int = 1
     skew: float = 0.0
-    sources: tuple[str, ...] = ()
 
     written = "TOKENSxNxK-eEXPERTS-topK, with -zipfS for skew, such as 4096x28672x4096-e8-top2-zipf0.5"
     example = "512x1024x256-e8-top2"
 
     @classmethod
-    def named(cls, name: str, groups: Mapping[str, Any]) -> list[MoeShape]:
+    def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
         if typed := _TYPED.fullmatch(name):
-            tokens, n, k, experts, top_k = (int(size) for size in typed.groups()[:5])
-            return [cls(tokens, n, k, experts, top_k, float(typed[6] or 0))]
+            m, n, k, experts, top_k = (int(size) for size in typed.groups()[:5])
+            return [cls(m, n, k, experts=experts, top_k=top_k, skew=float(typed[6] or 0))]
         group = groups.get(name, {"layers": {}})
         return [
-            cls(tokens, layer["n"], layer["k"], group["experts"], group["top_k"], skew, (f"{name} {of_layer}",))
-            for of_layer, layer in group["layers"].items()
-            for tokens in group["tokens"]
+            cls(m, layer["n"], layer["k"], (f"{name} {of}",), experts=group["experts"], top_k=group["top_k"], skew=skew)
+            for of, layer in group["layers"].items()
+            for m in group["tokens"]
             for skew in group["skews"]
         ]
 
@@ -85,12 +81,12 @@ class MoeShape(Shape):
     @property
     def name(self) -> str:
         zipf = f"-zipf{self.skew:g}" if self.skew else ""
-        return f"{self.tokens}x{self.n}x{self.k}-e{self.experts}-top{self.top_k}{zipf}"
+        return f"{self.m}x{self.n}x{self.k}-e{self.experts}-top{self.top_k}{zipf}"
 
     @property
     def rows(self) -> int:
         """What a rank sends, to others and to itself: each token once for each of its experts."""
-        return self.tokens * self.top_k
+        return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
         """Of calls with and without max_rows."""
@@ -106,7 +102,7 @@ class MoeShape(Shape):
         drawn = []
         for rank in range(world_size):
             generator = torch.Generator().manual_seed(1000 * which + rank)
-            noise = -torch.empty(self.tokens, self.experts).exponential_(generator=generator).log()
+            noise = -torch.empty(self.m, self.experts).exponential_(generator=generator).log()
             chosen = (popularity.log() + noise).topk(self.top_k, dim=1).indices
             drawn.append(torch.bincount(chosen.flatten(), minlength=self.experts))
         return torch.stack(drawn)
@@ -218,14 +214,13 @@ class DispatchVariants(GemmVariants):
         )
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        return (
-            asdict(self.config) | {"rows": self.config.rows} | asdict(self.load) | super().shared(mode, found, ceilings)
-        )
+        sizes = {field: getattr(self.config, field) for field in ("n", "k", "experts", "top_k", "skew", "rows")}
+        return {"tokens": self.config.m} | sizes | asdict(self.load) | super().shared(mode, found, ceilings)
 
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         shape, load = self.config, self.load
         return [
-            f"{counted(shape.tokens, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows "
+            f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows "
             f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
             f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
             f"{counted(load.max_rows, 'row')} in all",

@@ -30,7 +30,6 @@ from weft.bench.ops.gemms import (
     BASELINE,
     OWN_SERIAL,
     WEFT,
-    MatmulShape,
     Problems,
     S,
     Shape,
@@ -356,10 +355,10 @@ class GemmOperator(VariantsOperator[S]):
         return [f"within {_NEAR_BEST:.0%} of the fastest of {of} that ran under their names on {near:.0%}"]
 
 
-class AnyOperator(GemmOperator[MatmulShape]):
+class AnyOperator(GemmOperator[Shape]):
     """Of [m, k] @ [k, n] in some way. What it says of many shapes is what all such operators say."""
 
-    variants, shape = MatmulVariants, MatmulShape
+    variants, shape = MatmulVariants, Shape
     columns = (
         Column("over\nideal", "ideal_ratio", 2), Column("calibrated\nms", _PREDICTED[0], 4),
         Column("blind\nms", _PREDICTED[1], 4), *GemmOperator.columns,
@@ -367,8 +366,8 @@ class AnyOperator(GemmOperator[MatmulShape]):
     narrow = ("over\nideal", "calibrated\nms", "blind\nms", *GemmOperator.narrow)
     head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
 
-    def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
-        return find_shapes(MatmulShape, shapes_file("all_gather_matmul"), options.preset, options.device)
+    def presets(self, options: BenchOptions) -> Sequence[Shape]:
+        return find_shapes(Shape, shapes_file("all_gather_matmul"), options.preset, options.device)
 
     def described(self, record: Record) -> list[str]:
         return [record["config"]]

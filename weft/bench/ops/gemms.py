@@ -7,11 +7,10 @@ from __future__ import annotations
 import contextlib
 import re
 import tomllib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -33,39 +32,10 @@ _SYMMETRIC = "-symmetric"
 _MEMORY_SHARE = 0.5  # of what is free, for the schedules of one run: each keeps its buffers
 
 
-class Shape(ABC):
-    """What is measured; of one name all are alike."""
-
-    sources: tuple[str, ...]
-    written: ClassVar[str]
-    """How one is typed."""
-    example: ClassVar[str]
-    """One that is small."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
-
-    @property
-    def about(self) -> str:
-        return "; ".join(self.sources) or "as asked for"
-
-    @classmethod
-    @abstractmethod
-    def named(cls, name: str, groups: Mapping[str, Any]) -> Sequence[Shape]:
-        """Those of a group of the file, or the one that is typed; none if `name` is neither."""
-
-    @abstractmethod
-    def problems(self, op: str, ranks: int, dtype: str) -> Problems: ...
-
-    @abstractmethod
-    def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Of a rank's inputs, and of its output in float64."""
-
-
 @dataclass(frozen=True)
-class MatmulShape(Shape):
-    """[m, k] @ [k, n], n on each rank. symmetric: peers can read the input where it lies."""
+class Shape:
+    """What is measured; of one name all are alike. [m, k] @ [k, n], n on each rank. symmetric: peers can read the input where it
+    lies. written: how one is typed. example: one that is small."""
 
     m: int
     n: int
@@ -73,15 +43,22 @@ class MatmulShape(Shape):
     sources: tuple[str, ...] = ()
     symmetric: bool = False
 
-    written = f"MxNxK such as 8192x4096x8192; with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
-    example = "512x1024x256"
+    written: ClassVar[str] = (
+        f"MxNxK such as 8192x4096x8192; with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
+    )
+    example: ClassVar[str] = "512x1024x256"
 
     @property
     def name(self) -> str:
         return f"{self.m}x{self.n}x{self.k}{_SYMMETRIC * self.symmetric}"
 
+    @property
+    def about(self) -> str:
+        return "; ".join(self.sources) or "as asked for"
+
     @classmethod
-    def named(cls, name: str, groups: Mapping[str, Any]) -> list[MatmulShape]:
+    def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
+        """Those of a group of the file, or the one that is typed; none if `name` is neither."""
         plain, symmetric = name.removesuffix(_SYMMETRIC), name.endswith(_SYMMETRIC)
         typed = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", plain)
         if typed and plain not in groups:
@@ -98,6 +75,7 @@ class MatmulShape(Shape):
         return [(described(op, m=self.m, n=self.n, k=self.k, ranks=ranks, dtype=dtype), "")]
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
+        """Of a rank's inputs, and of its output in float64."""
         return (self.m + self.n) * self.k * item_bytes + 8 * self.m * self.n
 
 
