@@ -58,15 +58,14 @@ class GatherVariants(MatmulVariants):
         self.x_shards = [self._x_shard(which, self.ranks.rank) for which in range(self.input_sets)]
         if self.config.symmetric:
             self.x_shards = [_symmetric(x, self.ranks) for x in self.x_shards]
-        w = torch.randn(n, k, generator=self.generator(77 + self.ranks.rank), device=self.ranks.device)
+        w = self.normal(77 + self.ranks.rank, n, k)
         # fp8 has no room for small numbers: there the scale makes w small.
         self.w = (w if self.scaled else w * k**-0.5).to(self.operands).t()
         self.x_scale = torch.ones(1, 1, device=self.ranks.device)
         self.w_scale = self.x_scale * (k**-0.5 if self.scaled else 1.0)
 
     def _x_shard(self, which: int, rank: int) -> torch.Tensor:
-        size, generator = (self.problem.rows[rank], self.config.k), self.generator(1000 * which + rank)
-        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.operands)
+        return self.normal(1000 * which + rank, self.problem.rows[rank], self.config.k).to(self.operands)
 
     def whole(self, which: int) -> torch.Tensor:
         """The gathered x, made and not gathered: [m, k]."""

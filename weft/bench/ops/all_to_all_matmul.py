@@ -30,14 +30,13 @@ import torch
 import torch.distributed as dist
 
 from weft.bench.core.ceilings import Ceilings
-from weft.bench.core.harness import Call, Mode, Ranks
+from weft.bench.core.harness import Call, Mode
 from weft.bench.core.measure import Results
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, GemmVariants
 from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape
-from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
@@ -129,23 +128,19 @@ class DispatchVariants(GemmVariants):
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: baselines}  # exact rows are not compared with padding
     beside = (GEMM, GEMM_EACH, EXCHANGE)
 
-    def __init__(self, spec: Spec[Any], shape: MoeShape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
-        super().__init__(spec, shape, ranks, dtype, input_sets)
+    def draw(self) -> None:
+        ranks, shape = self.ranks, self.config
         self.experts = shape.experts // ranks.world_size
-        self.all_splits = [shape.splits(ranks.world_size, which) for which in range(input_sets)]
-        self.tokens = [self._tokens(which, ranks.rank) for which in range(input_sets)]
+        self.all_splits = [shape.splits(ranks.world_size, which) for which in range(self.input_sets)]
+        self.tokens = [self._tokens(which, ranks.rank) for which in range(self.input_sets)]
         self.splits = [splits[ranks.rank].to(ranks.device) for splits in self.all_splits]
-        generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
         self.w = torch.empty(self.experts, shape.k, shape.n, dtype=self.dtype, device=ranks.device)
-        for of_expert in self.w:  # one by one: in fp32 all together take as much again, twice
-            drawn = torch.randn(shape.k, shape.n, generator=generator, device=ranks.device)
-            of_expert.copy_(drawn.mul_(shape.k**-0.5))
+        for i, of_expert in enumerate(self.w):  # one by one: in fp32 all together take as much again, twice
+            of_expert.copy_(self.normal(10_000 * (1 + ranks.rank) + i, shape.k, shape.n).mul_(shape.k**-0.5))
         self.slots = torch.arange(self.load.capacity, device=ranks.device)
 
     def _tokens(self, which: int, rank: int) -> torch.Tensor:
-        generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
-        size = (self.config.rows, self.config.k)
-        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.dtype)
+        return self.normal(1000 * which + rank, self.config.rows, self.config.k).to(self.dtype)
 
     def counts(self, which: int) -> torch.Tensor:
         """int64 [world size, experts], on the host: what each rank sends here for each expert of this rank."""

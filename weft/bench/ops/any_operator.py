@@ -80,6 +80,18 @@ class GemmVariants(Variants):
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
         self.schedules: dict[str, Schedule] = {}  # of the variants that pin one
+        self.draw()
+
+    @abstractmethod
+    def draw(self) -> None:
+        """Make the inputs."""
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.ranks.device).manual_seed(seed)
+
+    def normal(self, seed: int, *size: int) -> torch.Tensor:
+        """Normally distributed numbers in fp32."""
+        return torch.randn(size, generator=self.generator(seed), device=self.ranks.device)
 
     @abstractmethod
     def weft(self, variant: str, schedule: str | None) -> Arm:
@@ -140,19 +152,11 @@ class GemmVariants(Variants):
 class MatmulVariants(GemmVariants):
     """Of [m, k] @ [k, n] in some way: random calls, other ones for each input set; of the results the first is compared."""
 
-    def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
-        super().__init__(spec, shape, ranks, dtype, input_sets)
-        self.draw()
-
     def draw(self) -> None:
-        """Make the inputs."""
         self.calls = [self._drawn(which, self.ranks.rank) for which in range(self.input_sets)]
 
     def _drawn(self, which: int, rank: int) -> Any:
         return self.spec.drawn(self.problem, rank, self.generator(1000 * which + rank))
-
-    def generator(self, seed: int) -> torch.Generator:
-        return torch.Generator(self.ranks.device).manual_seed(seed)
 
     def reference(self, which: int) -> torch.Tensor:
         calls = [self._drawn(which, rank) for rank in range(self.ranks.world_size)]
