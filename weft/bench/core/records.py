@@ -17,7 +17,7 @@ import weft
 from weft import env
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import HARNESS
-from weft.bench.core.operators import OPERATORS
+from weft.bench.core.operators import OPERATORS, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
@@ -95,11 +95,13 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 )
             record = _Line(fields)
             record.where = where
-            if record["op"] not in list(OPERATORS):
+            try:
+                operator(str(record["op"]))
+            except ValueError:
                 raise ValueError(
                     f"{where}: op {record['op']!r} is no operator: remove the line, or correct it to one of "
                     f"{', '.join(OPERATORS)}"
-                )
+                ) from None
             found.append(record)
     return found
 
