@@ -389,7 +389,10 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
 
 class _Inefficiency(Operator[Gemm]):
     name = "inefficiency"
-    pictures = True
+    refuses = {  # noqa: RUF012
+        "variants": "measures all of them, to compare them; give none",
+        "seconds": f"repeats each of its lanes {_REPETITIONS} times; give none, or --quick",
+    }
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("queued",)
@@ -397,16 +400,6 @@ class _Inefficiency(Operator[Gemm]):
     def check_options(self, options: BenchOptions) -> None:
         if options.ranks < 2:
             raise ValueError(f"ranks={options.ranks}: an all-gather takes at least 2")
-        if options.scale is not None and not 0 < options.scale <= 1:
-            raise ValueError(f"scale={options.scale} must be above 0 and at most 1: it shrinks M, N and K")
-        if options.variants:
-            raise ValueError(
-                f"variants={options.variants}: inefficiency measures all of them, to compare them; give none"
-            )
-        if options.seconds is not None:
-            raise ValueError(
-                f"seconds={options.seconds}: inefficiency repeats each of its lanes {_REPETITIONS} times; give none, or --quick"
-            )
         self.presets(options)
 
     def presets(self, options: BenchOptions) -> Sequence[Gemm]:

@@ -111,7 +111,7 @@ class Operator(ABC, Generic[P]):
     name: str
     matmul: bool = False  # whether the roofline needs the rate of a GEMM
     fp8: bool = False  # whether it can be measured with fp8 operands
-    pictures: bool = False  # whether it draws its results
+    refuses: Mapping[str, str] = {"pictures": "draws none, leave it out"}
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         """The ways of calling that are timed on this type of device."""
@@ -123,7 +123,7 @@ class Operator(ABC, Generic[P]):
 
     @abstractmethod
     def check_options(self, options: BenchOptions) -> None:
-        """Raise ValueError, with the fix, for a preset, variant or scale that cannot be."""
+        """Raise ValueError, with the fix, for a preset or variant that cannot be."""
 
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:

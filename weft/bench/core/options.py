@@ -56,8 +56,11 @@ class BenchOptions:
             )
         if self.pictures is not None and self.pictures.is_file():
             raise ValueError(f"pictures={self.pictures} is a file: give a folder")
-        if self.pictures is not None and not op.pictures:
-            raise ValueError(f"pictures={self.pictures}: {self.op} draws none, leave it out")
+        for field, why in op.refuses.items():
+            if (value := getattr(self, field)) not in (None, ()):
+                raise ValueError(f"{field}={value}: {self.op} {why}")
+        if self.scale is not None and not 0 < self.scale <= 1:
+            raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks what is measured")
         op.check_options(self)
 
     @property

@@ -241,6 +241,8 @@ class GemmOperator(VariantsOperator[S]):
 
     def __init__(self, spec: Spec[Any]) -> None:
         self.name, self.spec = spec.name, spec
+        smaller = f"has none, which is for tables: name a smaller shape, such as --preset {self.shape.example}"
+        self.refuses = {**type(self).refuses, "scale": smaller}
 
     @property
     def baselines(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -258,10 +260,6 @@ class GemmOperator(VariantsOperator[S]):
         return find_shapes(self.shape, shapes_file(self.name), options.preset, options.device)
 
     def check_options(self, options: BenchOptions) -> None:
-        if options.scale is not None:
-            raise ValueError(
-                f"scale={options.scale} is for tables: name a smaller shape, such as --preset {self.shape.example}"
-            )
         shapes = self.presets(options)
         problems = [shape.problems(self.name, options.ranks, options.dtype) for shape in shapes]
         check_variants([name for name in options.variants if self.pinned(name)], problems, self.fixed)

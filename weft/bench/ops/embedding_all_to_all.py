@@ -544,8 +544,6 @@ class _EmbeddingAllToAll(VariantsOperator[EmbeddingPreset]):
         return "fp32"
 
     def check_options(self, options: BenchOptions) -> None:
-        if options.scale is not None and not 0 < options.scale <= 1:
-            raise ValueError(f"scale={options.scale} must be above 0 and at most 1: it shrinks batch and tables")
         find_presets(options.preset)
         for name in options.variants:
             reason = why_not(name, torch.device(options.device))
