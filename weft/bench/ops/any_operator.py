@@ -368,9 +368,6 @@ class AnyOperator(GemmOperator[Shape]):
     narrow = ("over\nideal", "calibrated\nms", "blind\nms", *GemmOperator.narrow)
     head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
 
-    def presets(self, options: BenchOptions) -> Sequence[Shape]:
-        return find_shapes(Shape, shapes_file("all_gather_matmul"), options.preset, options.device)
-
     def described(self, record: Record) -> list[str]:
         return [record["config"]]
 
