@@ -38,7 +38,7 @@ from weft.symm import SymmetricBuffer
 from weft.words import counted
 
 MOST_PIECES = 64  # of M and of K
-_N_MULTIPLE = 8  # bf16 rows of a multiple of 16 bytes, which the library's fast kernels want
+_MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which the library's fast kernels want
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,10 @@ def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float) -> F
     """
     all_by, large_by = 1 / scale, 1
     while True:
-        fitted = Fitted(gemm, _divided(gemm, all_by, large_by), all_by, large_by)
+        sizes = {"m": gemm.m / all_by, "n": gemm.n / all_by, "k": gemm.k / all_by}
+        sizes["m" if gemm.m > gemm.k else "k"] /= large_by
+        whole: dict[str, Any] = {name: max(of, int(sizes[name]) // of * of) for name, of in _MULTIPLES.items()}
+        fitted = Fitted(gemm, replace(gemm, **whole), all_by, large_by)
         if fitted.run.ops <= most_ops and fitted.run.run_bytes <= most_bytes:
             return fitted
         smaller, larger = sorted((fitted.run.m, fitted.run.k))
@@ -129,16 +132,6 @@ def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float) -> F
                 f"{gemm.name} does not fit even as {fitted.run}: {fitted.run.run_bytes} bytes, and "
                 f"{most_bytes:.3g} are free for it: free memory on this machine"
             )
-
-
-def _divided(gemm: Gemm, all_by: Fraction, large_by: int) -> Gemm:
-    m = gemm.m / all_by / (large_by if gemm.m > gemm.k else 1)
-    k = gemm.k / all_by / (large_by if gemm.k >= gemm.m else 1)
-    return replace(gemm, m=_down(m, MOST_PIECES), n=_down(gemm.n / all_by, _N_MULTIPLE), k=_down(k, MOST_PIECES))
-
-
-def _down(size: Fraction, multiple: int) -> int:
-    return max(multiple, int(size) // multiple * multiple)
 
 
 By = Literal["dma", "kernel", "library"]
@@ -178,12 +171,9 @@ class Side(AbstractContextManager["Side"], ABC):
         self._gathered = torch.empty(world * nbytes, dtype=torch.uint8, device=device)
         self._shard = self._bytes_of(ranks.rank)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the memory between ranks up."""
         self._box.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def gather(self, by: By, pieces: int) -> Call:
         """All-gather of the shards in so many pieces, all of the same size."""
@@ -244,9 +234,9 @@ class CpuSide(Side):
         super().__init__(ranks, nbytes)
         self._thread = ThreadPoolExecutor(1)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
-        super().close()
+        super().__exit__()
 
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "kernel":
