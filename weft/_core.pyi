@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 # csrc/signal.cpp
@@ -33,8 +32,29 @@ def lease(
     device_type: int,
     device_id: int,
     owner: object,
-) -> torch.Tensor:
-    """A torch tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
+) -> object:
+    """A DLPack capsule of a tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
+
+# csrc/layouts.cpp
+class LayoutReader:
+    """Reads where tensors lie, and how, by DLPack's C exchange API.
+
+    Args:
+        tensor, parameter: the types of tensors. Not of others that derive from these, which may keep their values elsewhere.
+
+    Raises:
+        AttributeError, RuntimeError: they offer no such API, or one of a version that is not known here.
+    """
+
+    def __init__(self, tensor: type, parameter: type) -> None: ...
+    def read(self, tensors: list[object]) -> bytes:
+        """Address, device, dtype, sizes and strides of all: equal if all of these are."""
+
+    def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
+        """What a call depends on: of tensors all but where they lie, numbers, flags, None, and lists of these.
+
+        None if there is anything else; and, with `gradients`, if a tensor requires one.
+        """
 
 # csrc/mapping.cpp
 class Mapping:

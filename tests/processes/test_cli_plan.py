@@ -52,6 +52,26 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
+def test_a_shape_on_gpus_that_are_linked_in_another_way(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = [
+        "--shape",
+        "4096,512,512",
+        "--hw",
+        "mi300x",
+        "--ranks",
+        "8",
+        "--topology",
+        "torus",
+        "--json",
+        str(file),
+    ]
+    found = runner.invoke(app, [*COMMAND, *arguments])
+    assert found.exit_code == 0, found.output
+    assert "topology torus in place of mesh" in found.output
+    assert "topology torus in place of mesh" in json.loads(file.read_text())["notes"]
+
+
 def test_without_a_terminal_lines_say_what_takes_so_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +227,14 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
+        (
+            ["--shape", "512,8,8", "--topology", "rings"],
+            "no topology 'rings': give one of hosts, mesh, ring, switch, torus",
+        ),
+        (
+            ["--shape", "512,8,8", "--hw", "h200", "--topology", "ring"],
+            "NVIDIA H200 has no link.pair_usable: add it to that",
+        ),
         (
             ["--shape", "512,8,8", "--dtype", "bf8", "--hw", "h200"],
             "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16",

@@ -14,21 +14,24 @@ from made_up import require_runnable_on_gpus
 from weft.errors import ScheduleError
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import RANK, Draft, Schedule, lookup
+from weft.schedule import RANK, Buffer, Compute, Draft, Expr, Schedule, Set, lookup
+from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 from weft.symm import domain
 from weft.timeline import Timeline
 
-M, K, N = 6, 16, 10
+M, K, N = 40, 48, 36
 """Rows of a rank's part of the result, summed dimension of a rank, columns."""
+TILE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}
 
 
 def scattered(world: int, dtype: str, way: str) -> Schedule:
     """y = this rank's rows of the sum of all ranks' x @ w. By `way`: "copy" and "compute" into each owner's buffer, "reduce" of
-    what peers have put there, or the library."""
+    what peers have copied there, "remote" of what their GEMMs have stored there, or the library; "tracked" and "tracked remote"
+    likewise, by one GEMM whose tiles set signals."""
     d = Draft(f"matmul, reduce-scatter by {way}", world)
     x, w = d.buffer("x", world * M, K, dtype, "input"), d.buffer("w", K, N, dtype, "input")
     y = d.buffer("y", M, N, dtype, "output")
@@ -38,17 +41,21 @@ def scattered(world: int, dtype: str, way: str) -> Schedule:
         lane.matmul(part.part(), x.part(), w.part()).reduce_scatter(part.part(), y.part())
         return d.schedule()
     own = (RANK * M, M)
-    ready, done = d.signals("ready", world), d.signals("done", 1)
-    if way == "reduce":
+    if way.startswith("tracked"):
+        return tracked(d, x, w, y, part, remote=way == "tracked remote")
+    ready, done = d.signals("ready", world), d.signals("done", world)
+    if way in ("reduce", "remote"):
         box = d.buffer("box", world * M, N, dtype, "symmetric")
         for distance in range(1, world):
             to = (RANK + distance) % world
-            lane.matmul(part.part(rows=(to * M, M)), x.part(rows=(to * M, M)), w.part())
-            lane.wait(ready, to, previous=True)
-            lane.copy(part.part(rows=(to * M, M)), box.part(rows=own, at=to), by="kernel").set(done, at=to)
+            made = box.part(rows=own, at=to) if way == "remote" else part.part(rows=(to * M, M))
+            lane.wait(ready, to, previous=True).matmul(made, x.part(rows=(to * M, M)), w.part())
+            if way == "reduce":
+                lane.copy(made, box.part(rows=own, at=to), by="kernel")
+            lane.set(done, RANK, at=to)
         lane.matmul(part.part(rows=own), x.part(rows=own), w.part())
-        if world > 1:
-            lane.wait(done, count=world - 1)
+        for distance in range(1, world):
+            lane.wait(done, (RANK + distance) % world)
         others = [box.part(rows=((RANK + distance) % world * M, M)) for distance in range(1, world)]
         lane.reduce(y.part(), part.part(rows=own), *others)
         for distance in range(1, world):
@@ -65,13 +72,53 @@ def scattered(world: int, dtype: str, way: str) -> Schedule:
         if way == "copy":
             arrived = d.signals(f"computed {distance}", 1)
             lane.matmul(part.part(rows=rows), x.part(rows=rows), w.part()).set(arrived)
-            adding.wait(arrived).wait(ready, to).copy(part.part(rows=rows), there, accumulate=True)
+            adding.wait(arrived).wait(ready, to).copy(part.part(rows=rows), there, by="kernel", accumulate=True)
         else:
             adding.wait(ready, to).matmul(there, x.part(rows=rows), w.part(), accumulate=True)
-        adding.set(done, at=to)
-    if world > 1:
-        lane.wait(done, count=world - 1)
+        adding.set(done, RANK, at=to)
+    for distance in range(1, world):
+        lane.wait(done, (RANK + distance) % world)
     lane.compute("relu", y.part(), sum_.part())
+    return d.schedule()
+
+
+def tracked(d: Draft, x: Buffer, w: Buffer, y: Buffer, part: Buffer, *, remote: bool) -> Schedule:
+    """One GEMM, the next rank's rows first and the own ones last, in tiles. What is complete is sent while it goes on; or its tiles
+    are stored where they belong, and set signals there."""
+    world, t = d.world_size, Expr("t")
+    down, across = -(-M // TILE), -(-N // TILE)
+    per_rank = down * across
+    box = d.buffer("box", world * M, N, y.dtype, "symmetric")
+    computed, done, ready = d.signals("computed", world), d.signals("done", world), d.signals("ready", world)
+    turn, i, j = t // per_rank, t % per_rank // across, t % across
+    to = (RANK + 1 + turn) % world
+    in_part = TILE * i, lookup([min(TILE, M - TILE * i) for i in range(down)], i)
+    cols = TILE * j, lookup([min(TILE, N - TILE * j) for j in range(across)], j)
+    rows = to * M + in_part[0], in_part[1]
+    out = (
+        box.part(rows=(RANK * M + in_part[0], in_part[1]), cols=cols, at=to)
+        if remote
+        else part.part(rows=rows, cols=cols)
+    )
+    matmul = Compute("matmul", out, (x.part(rows=rows), w.part(cols=cols)))
+    there = Set("done", RANK, to) if remote else Set("computed", turn, RANK)
+    lane, sending = d.lane("compute"), d.lane("sending", "copy")
+    peers = [(RANK + distance) % world for distance in range(1, world)]
+    if remote:
+        for peer in peers:
+            lane.wait(ready, peer, previous=True)
+    lane.tiles(TrackedMatmul(TILE, TILE), "t", world * per_rank, matmul, there)
+    for number, peer in enumerate(peers):
+        if not remote:
+            sending.wait(computed, number, count=per_rank).wait(ready, peer, previous=True)
+            sending.copy(part.part(rows=(peer * M, M)), box.part(rows=(RANK * M, M), at=peer)).set(done, RANK, at=peer)
+        lane.wait(done, peer, count=per_rank if remote else 1)
+    mine = (box if remote else part).part(rows=(RANK * M, M))
+    if remote:
+        lane.wait(done, RANK, count=per_rank)
+    lane.reduce(y.part(), mine, *(box.part(rows=(peer * M, M)) for peer in peers))
+    for peer in peers:
+        lane.set(ready, RANK, at=peer)
     return d.schedule()
 
 
@@ -91,7 +138,7 @@ def summed(group: dist.ProcessGroup, dtype: str, way: str, calls: int) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("way", ["copy", "compute", "reduce", "library"])
+@pytest.mark.parametrize("way", ["copy", "compute", "reduce", "remote", "tracked", "tracked remote", "library"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, way: str) -> None:
     schedule = scattered(world, "fp32", way)
@@ -208,19 +255,36 @@ def test_updates_of_nothing_are_found() -> None:
         verify(adding(first=False))
 
 
-# --- what GPUs do not do yet ---
+# --- what GPUs do not do ---
 
 
-@pytest.mark.parametrize(
-    ("way", "fault"),
-    [
-        ("copy", "copies do not add"),
-        ("compute", "is a peer's, and the library's kernels compute in memory of their own GPU"),
-    ],
-)
-def test_gpus_refuse_them_by_name(way: str, fault: str) -> None:
-    with pytest.raises(ScheduleError, match=fault):
-        require_runnable_on_gpus(scattered(2, "bf16", way), 0)
+def test_gpus_refuse_gemms_that_add_to_a_peers_buffer() -> None:
+    with pytest.raises(ScheduleError, match=r"it adds to sum@1.*, a peer's, where only a copy by kernel adds"):
+        require_runnable_on_gpus(scattered(2, "bf16", "compute"), 0)
+
+
+def test_gpus_refuse_copy_engines_that_add() -> None:
+    d = Draft("engines", 1)
+    x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "scratch")
+    d.lane("compute").compute("silu", total.part(), x.part()).copy(x.part(), total.part(), accumulate=True)
+    with pytest.raises(ScheduleError, match="copy engines do not add: copy by kernel"):
+        require_runnable_on_gpus(d.schedule(), 0)
+
+
+@pytest.mark.parametrize("way", ["copy", "reduce", "remote", "tracked", "tracked remote", "library"])
+def test_gpus_take_the_others(way: str) -> None:
+    for rank in range(2):
+        require_runnable_on_gpus(scattered(2, "bf16", way), rank)
+
+
+def test_gpus_refuse_what_loses_a_peers_addition() -> None:
+    """A peer's copy adds item by item; this rank's GEMM reads, adds and writes back."""
+    d = Draft("two ways", 2)
+    x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "symmetric")
+    d.lane("compute").compute("silu", total.part(), x.part(), accumulate=True)
+    d.lane("adding").copy(x.part(), total.part(at=1 - RANK), by="kernel", accumulate=True)
+    with pytest.raises(ScheduleError, match="lane compute of rank 0 and lane adding of rank 1 add to total of rank 0"):
+        require_runnable_on_gpus(d.schedule(), 0)
 
 
 def test_gpus_refuse_kernels_of_two_streams_that_add_to_one_buffer() -> None:
@@ -228,5 +292,5 @@ def test_gpus_refuse_kernels_of_two_streams_that_add_to_one_buffer() -> None:
     x, total = d.buffer("x", 2, 2, "fp32", "input"), d.buffer("total", 2, 2, "fp32", "scratch")
     for name in ("one", "other"):
         d.lane(name).compute("silu", total.part(), x.part(), accumulate=True)
-    with pytest.raises(ScheduleError, match="lane one adds to total too"):
+    with pytest.raises(ScheduleError, match="lane one of rank 0 and lane other of rank 0 add to total of rank 0"):
         require_runnable_on_gpus(d.schedule(), 0)

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
-from weft.runtime.cuda import grouped_matmul  # noqa: E402
+from weft.runtime.cuda import grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -220,3 +220,52 @@ def test_grouped_matmul_with_pointers(dtype: torch.dtype, key: dict[str, Any], t
     assert registers_and_stack(built.asm["cubin"], tmp_path)[1] <= 32  # bytes; some versions of Triton spill a few
     assert ("cp.async.cg" in built.asm["ptx"]) == key.get("aligned", True)  # 16 bytes at a time
     assert grouped("gfx942", dtype, grouped_code.PLAIN, **key).asm["hsaco"]
+
+
+def tracked(target: str, dtype: torch.dtype, **key: Any) -> Any:
+    usual = {
+        "k": 8192,
+        "n": 4096,
+        "transposed": False,
+        "aligned": True,
+        "tma": False,
+        "rows": 128,
+        "cols": 256,
+        "sets": 1,
+    }
+    with compiling_for(TARGETS[target]):
+        return tracked_matmul.compile_variant(tracked_matmul.Variant(dtype=dtype, **usual | key))
+
+
+@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"cols": 128, "sets": 2}], ids=str)
+def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) -> None:
+    """Operands by TMA, in three stages, products by the tensor cores, nothing spilled."""
+    built = tracked("sm_90", torch.bfloat16, tma=True, **key)
+    ptx = built.asm["ptx"]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 6
+    assert "st.global.v4.b32" in ptx
+    assert "st.global.b16" not in ptx
+    assert "wgmma.mma_async" in ptx
+    registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+    assert stack == 0
+    assert built.metadata.num_warps * 32 * registers <= 65536
+    assert built.metadata.shared + 1024 <= 228 * 1024
+
+
+@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}], ids=str)
+def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
+    for dtype in (torch.float16, torch.float32):
+        assert tracked("sm_90", dtype, rows=64, cols=64, **key).asm["cubin"]
+    assert tracked("gfx942", torch.bfloat16, rows=64, cols=64, ptx=False, **key).asm["hsaco"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_copies_that_add(dtype: str) -> None:
+    """One instruction of the memory system for an item, or for several, visible to all devices."""
+    for step in (move.ITEM_BYTES[dtype], 16):
+        constants = move._constants(step, dtype) | {"PTX": True}
+        names = move.device_code.move_kernel.arg_names
+        arguments = [torch.int64 if n in move.device_code.TABLES else 1 for n in names[: len(names) - len(constants)]]
+        with compiling_for(TARGETS["sm_90"]):
+            ptx = move.device_code.move_kernel.warmup(*arguments, grid=(1,), num_warps=8, **constants).asm["ptx"]
+        assert re.search(r"(atom|red)[.\w]*\.sys[.\w]*\.add", ptx), "no addition at system scope"

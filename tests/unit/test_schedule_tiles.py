@@ -13,7 +13,6 @@ from made_up import Kernel
 from sim_toys import SWITCH
 
 from weft.errors import ScheduleError
-from weft.runtime.cpu.program import Checked
 from weft.schedule import RANK, Compute, Copy, Draft, Expr, Schedule, Set, Tiles, Wait, lookup
 from weft.schedule.order import issue_order, sets_per_run
 from weft.schedule.steps.loops import counted
@@ -95,11 +94,6 @@ def test_text_and_json() -> None:
     assert from_json(to_json(schedule)) == schedule
     for text in (schedule.table(), schedule.table(1)):
         assert "   2  tiles of push, t in 0 .. 900 - 1\n        copy    x[t:+1, :] -> box@" in text
-
-
-def test_processes_leave_tiles_that_set_signals_to_their_operators() -> None:
-    with pytest.raises(ScheduleError, match="the CPU executor's tiles set no signals"):
-        Checked(pushed(), 0, 2)
 
 
 def test_of_a_rank_only_the_tiles_own_number_is_open() -> None:

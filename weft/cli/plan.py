@@ -49,6 +49,8 @@ _OPERATORS = {
 
     weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
 
+    weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --topology ring
+
     weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json""",
     "all_to_all_matmul": f"""Plan y = tokens, at the ranks of their experts, @ their experts' weights: mixture of experts. M:
 tokens that a rank sends, each once for each of its experts. As many are taken to be for each expert.
@@ -76,7 +78,7 @@ def _add(op: str, about: str) -> None:
             typer.Option(
                 min=1,
                 max=_MOST_RANKS,
-                help=f"GPUs, all linked to each other; gathered rows must be divisible by them. {_MANY} It grows with experts too.",
+                help=f"GPUs; gathered rows must be divisible by them. {_MANY} It grows with experts too.",
             ),
         ] = 2,
         experts: Annotated[
@@ -94,6 +96,14 @@ def _add(op: str, about: str) -> None:
             str | None,
             typer.Option(
                 metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
+            ),
+        ] = None,
+        topology: Annotated[
+            str | None,
+            typer.Option(
+                metavar="NAME|FILE",
+                help="How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file like those in weft/hw/topology. "
+                "Default: as the machine file says.",
             ),
         ] = None,
         dtype: Annotated[
@@ -127,8 +137,8 @@ def _add(op: str, about: str) -> None:
         # Hundreds of ranks take minutes.
         with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
             found = explanation(
-                op, M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, experts=experts, bounded=bounded,
-                progress=step,
+                op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, experts=experts,
+                bounded=bounded, progress=step,
             )  # fmt: skip
             step("simulating what is lost", 0.0)
             found.cells(shown)

@@ -38,6 +38,14 @@ def _write_tokens(table, count, value: tl.constexpr, PTX: tl.constexpr):
         write_token(tl.load(table + i), tl.full([], value, tl.int32), value == 1, PTX)
 
 
+@triton.jit
+def _put(place, items, inside, ADD: tl.constexpr):
+    if ADD:
+        tl.atomic_add(place, items, mask=inside, sem="relaxed", scope="sys")
+    else:
+        tl.store(place, items, mask=inside)
+
+
 @triton.jit(
     do_not_specialize=[
         "source", "target", "n_targets", "rows", "width", "source_pitch", "target_pitch", "n_opens", "n_waits", "n_sets",
@@ -50,7 +58,7 @@ def move_kernel(
     targets, n_targets: tl.int32, opens, n_opens: tl.int32, waits, n_waits: tl.int32, sets, n_sets: tl.int32,
     answers, n_answers: tl.int32, begins, n_begins: tl.int32, passes, n_passes: tl.int32, ends, n_ends: tl.int32,
     arrivals, sizes: tl.int64, source_rows: tl.int64, early: tl.int32,
-    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
@@ -58,7 +66,8 @@ def move_kernel(
     pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers:
     addresses of words. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches. sizes: 0, or where
     three int64 say at which row of the source to begin, at which of the target, and how many rows to copy: at most `rows`, and
-    none beyond the `source_rows` that there are. early: the source is no peer's to write, and reading begins before the waits.
+    none beyond the `source_rows` that there are. early: the source is no peer's to write, and reading begins before the waits. ADD:
+    items, floating-point numbers, are added to what is there, one by one and for all devices to see.
     """
     if tl.program_id(0) == 0:
         _write_tokens(opens, n_opens, 1, PTX)
@@ -91,14 +100,17 @@ def move_kernel(
         place = source.to(tl.pointer_type(ITEM)) + row * source_pitch
         place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
         items = tl.load(place + column, mask=inside & ((early == 0) | (block != program)), other=loaded)
-        items = tl.where(alive, items, -1)  # of a group that has failed: NaN, as a number of any type
+        if ADD:
+            items = tl.where(alive, items, float("nan"))
+        else:
+            items = tl.where(alive, items, -1)  # of a group that has failed: NaN, as a number of any type
         place = target.to(tl.pointer_type(ITEM)) + row * target_pitch
         place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
-        tl.store(place + column, items, mask=inside)
+        _put(place + column, items, inside, ADD)
         for i in range(n_targets):
             place = tl.load(targets + i).to(tl.pointer_type(ITEM)) + row * target_pitch
             place = tl.multiple_of(place, ALIGN * ITEM.primitive_bitwidth // 8)
-            tl.store(place + column, items, mask=inside)
+            _put(place + column, items, inside, ADD)
         block += programs
     if n_waits + n_sets + n_answers + n_ends > 0:
         tl.debug_barrier()

@@ -7,11 +7,12 @@ of DMA based Finer-Grain Compute Communication Overlap", IV.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.hw import Machine, load_machine
+from weft.hw.topology import load_topology
 from weft.plan import gemms
 from weft.plan.autotune import known_times
 from weft.plan.calibration import calibrated
@@ -150,6 +151,7 @@ def explain(
     K: int,
     ranks: int,
     hw: str | Path | None = None,
+    topology: str | Path | None = None,
     dtype: str = "bf16",
     mode: Mode = "queued",
     experts: int | None = None,
@@ -161,13 +163,15 @@ def explain(
         all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
         `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
+    topology: how its GPUs are linked, a topology file's name or path; by default as the machine file says.
 
-    `ValueError` for an operator, machine, dtype or mode that is not known, an M or `experts` that `ranks` do not divide, a size
-    below 1, or mode "graph" for all_to_all_matmul that is not bounded, which no graph can capture.
+    `ValueError` for an operator, machine, topology, dtype or mode that is not known, an M or `experts` that `ranks` do not
+    divide, a size below 1, or mode "graph" for all_to_all_matmul that is not bounded, which no graph can capture.
     """
-    return str(
-        explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, dtype=dtype, mode=mode, experts=experts, bounded=bounded)
-    )
+    found = explanation(
+        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, experts=experts, bounded=bounded
+    )  # fmt: skip
+    return str(found)
 
 
 def explanation(
@@ -179,13 +183,14 @@ def explanation(
     ranks: int,
     hw: str | Path | None,
     dtype: str,
+    topology: str | Path | None = None,
     mode: Mode,
     experts: int | None = None,
     bounded: bool = False,
     progress: Progress = lambda what, share: None,
 ) -> Explanation:
     """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
-    machine, model, notes = machine_and_model(hw, ranks)
+    machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
     problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded)
@@ -193,13 +198,15 @@ def explanation(
         raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to multiply; each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
-    measured = known_times(problem, machine.name, mode)
+    measured = {} if topology else known_times(problem, machine.name, mode)
     choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
     here = frozenset(gemms.measured_here(machine.name))
     return Explanation(choice, machine, notes, static_pick(problem, machine), here)
 
 
-def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model, tuple[str, ...]]:
+def machine_and_model(
+    hw: str | Path | None, ranks: int, topology: str | Path | None = None
+) -> tuple[Machine, Model, tuple[str, ...]]:
     """The machine, its model, calibrated if that was done, with the GEMMs that this process has measured on such a machine;
     and what to know of that."""
     notes = []
@@ -211,6 +218,10 @@ def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model
     machine = load_machine(hw)
     try:
         model, note, _ = calibrated(machine, ranks)
+        if topology is not None:
+            model = replace(model, wiring=load_topology(topology, machine))
+            model.wiring.of(ranks)  # which it may not be made for
+            notes.append(f"topology {topology} in place of {machine.topology}")
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
     if here := gemms.measured_here(machine.name):

@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 
-from weft import _core
 from weft.errors import WeftError
 from weft.symm import Domain, set_up_within
+from weft.symm.memory import lent
 
-_DLPACK_TYPE = {torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
-_DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
 _GRANULE = 1 << 16
 
 
@@ -45,7 +43,6 @@ class OutputPool:
         if not 1 <= count <= 255:
             raise ValueError(f"outputs={count} must be between 1 and 255: how many result buffers each rank keeps")
         self._domain = domain
-        self._dlpack_device = _DLPACK_DEVICE[domain.device.type], domain.device.index or 0
         self.count = count
         self.copied = 0
         self.slot_bytes = 0
@@ -106,7 +103,7 @@ class OutputPool:
         # free slots: after growth the old slots go back to a list that nobody reads.
         lease = _Lease(region.owner(rank), self._free, slot)
         address = region.address(rank) + slot * self.slot_bytes
-        tensor = _core.lease(address, list(shape), *_DLPACK_TYPE[dtype], *self._dlpack_device, lease)
+        tensor = lent(address, list(shape), dtype, self._domain.device, lease)
         del lease
         if not self._free and self.count > 1:
             self.copied += 1

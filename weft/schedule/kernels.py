@@ -64,6 +64,19 @@ class GroupedMatmul(TileKernel):
 
 
 @dataclass(frozen=True, slots=True)
+class TrackedMatmul(TileKernel):
+    """A GEMM whose tiles are stored where their steps say, in peers' memory too, and whose signals are set as soon as all tiles
+    that set them are stored, while the kernel goes on (`weft.kernels.tracked_matmul`). A body is one matmul, and sets.
+
+    rows, cols: of a tile at most; powers of two.
+    """
+
+    kind: ClassVar[str] = "tracked_matmul"
+    rows: int = 128
+    cols: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class LibraryGroupedMatmul(TileKernel):
     """The library's GEMMs of rows that are in the order of experts."""
 

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from weft.hw.topology import Wiring
 from weft.schedule import ITEM_BYTES
 
 MatmulShape = tuple[int, int, int, str]
@@ -62,8 +63,7 @@ class Model:
     hbm_bytes_per_us: float  # read and written
     l2_bytes: float
 
-    port_bytes_per_us: float  # what a GPU can send, and what it can receive, to and from all others together
-    pair_bytes_per_us: float  # from one GPU to one other, per direction
+    wiring: Wiring  # the topology: which links a flow from one GPU to another occupies
     copy_latency_us: float
     copy_bytes_per_us: float
     copy_engines: int

@@ -18,11 +18,10 @@ import torch
 
 from weft import _core
 from weft.errors import OutOfSharedMemoryError
-from weft.symm.memory import Ranks
+from weft.symm.memory import Ranks, lent
 from weft.words import counted
 
-_UINT8 = (1, 8)  # DLPack's type code and bits
-_CPU = (1, 0)  # DLPack's device type and index
+_CPU = torch.device("cpu")
 _KEEP_FREE = 0.05  # of what is free: a machine without any is no better off than one that was refused
 
 
@@ -46,7 +45,7 @@ class CpuRegion:
                 f"{tuple(shape)} {dtype} at byte {offset_bytes} needs {offset_bytes + wanted} of {self.nbytes} bytes"
             )
         # The tensor owns a reference to the mapping, not to this region: closing the region leaves it valid.
-        flat = _core.lease(mapping.address + offset_bytes, [wanted], *_UINT8, *_CPU, mapping)
+        flat = lent(mapping.address + offset_bytes, [wanted], torch.uint8, _CPU, mapping)
         return flat.view(dtype).view(shape)
 
     def owner(self, rank: int) -> _core.Mapping:

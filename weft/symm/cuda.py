@@ -18,13 +18,11 @@ from typing import TypeAlias
 
 import torch
 
-from weft import _core
 from weft.errors import DisagreementError, OutOfSharedMemoryError
 from weft.symm.cuda_driver import DriverError, Memory, fill, make, rounded, take
-from weft.symm.memory import Ranks
+from weft.symm.memory import Ranks, lent
 
 _ALIGNMENT = 512  # what a cudaMalloc guarantees at least; keeps vector accesses and copy engines happy
-_UINT8, _CUDA = (1, 8), 2  # DLPack's type code and bits, and its device
 _SLAB_BYTES = 8 << 20  # the smallest slab: signals and small buffers share one
 
 
@@ -115,7 +113,7 @@ def _shared(domain: Ranks, nbytes: int) -> list[torch.Tensor]:
         for one in [descriptor, *files]:
             if one is not None:
                 os.close(one)
-    return [_core.lease(one.address, [nbytes], *_UINT8, _CUDA, device.index or 0, one) for one in everybody]
+    return [lent(one.address, [nbytes], torch.uint8, device, one) for one in everybody]
 
 
 def _made(nbytes: int, device: torch.device) -> tuple[Memory, int]:

@@ -8,6 +8,19 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack
+
+from weft import _core
+
+_DTYPES = {torch.uint8: (1, 8), torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
+_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
+    """A tensor over memory that `owner` keeps; the tensor and all its views keep `owner`."""
+    capsule = _core.lease(address, shape, *_DTYPES[dtype], _DEVICES[device.type], device.index or 0, owner)
+    tensor: torch.Tensor = from_dlpack(capsule)
+    return tensor
 
 
 class Region(Protocol):

@@ -18,10 +18,11 @@ OPERATORS = {
 def operator(name: str) -> Any:
     """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One whose spec says how its calls
     are drawn, and what must come out, needs no file here, whether it is weft's or registered by somebody (`weft.operator`)."""
-    if name in OPERATORS:
-        return importlib.import_module(OPERATORS[name]).OPERATOR
+    home = OPERATORS.get(name, f"weft.ops.{name}")
+    if not home.startswith("weft.ops."):
+        return importlib.import_module(home).OPERATOR
     with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module(f"weft.ops.{name}")
+        importlib.import_module(home)
     calls, any_operator = map(importlib.import_module, ("weft.operator.calls", "weft.bench.ops.any_operator"))
     if name not in calls.OPERATORS:
         raise ValueError(f"no operator {name!r}: give one of {', '.join(OPERATORS)}")

@@ -54,8 +54,10 @@ from weft.schedule.spans import span_name
 from weft.schedule.steps import put_in, variables_of
 from weft.schedule.text import describe
 from weft.symm import Domain
+from weft.symm.memory import lent
 from weft.words import counted
 
+_CPU = torch.device("cpu")
 _ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ELEMENTWISE: dict[str, Any] = {
     "add": torch.ops.aten.add.out,
@@ -85,7 +87,7 @@ class Checked:
         for setter, its_lanes in enumerate(ranks):
             for lane in its_lanes:
                 for step in lane.steps:
-                    for (at, signal, index), times in ({} if step.inner else step.sets()).items():
+                    for (at, signal, index), times in step.sets().items():
                         if at == rank:
                             self.setters[signal, value(index)] += [setter] * times
         first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
@@ -103,8 +105,8 @@ def _meetings(schedule: Schedule) -> Schedule:
     """What others must know of a rank: its sets and collectives. To write out all steps of all ranks takes a while."""
 
     def kept(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        steps = tuple(replace(step, body=kept(step.body)) if isinstance(step, For) else step for step in steps)
-        return tuple(step for step in steps if isinstance(step, Set | Collective | For))
+        steps = tuple(replace(step, body=kept(step.body)) if isinstance(step, For | Tiles) else step for step in steps)
+        return tuple(step for step in steps if isinstance(step, Set | Collective | For) or step.inner)
 
     return replace(schedule, lanes=tuple(replace(lane, steps=kept(lane.steps)) for lane in schedule.lanes))
 
@@ -138,8 +140,10 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
                 in_fp8 = isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8"
                 if isinstance(inner, Compute) and in_fp8 and not inner.op.startswith("scaled_matmul"):
                     wrong.append("there is no fp8 arithmetic on CPU but of scaled GEMMs: use bf16")
-                if isinstance(inner, Set) and isinstance(step, Tiles):
-                    wrong.append("the CPU executor's tiles set no signals")
+                if isinstance(inner, Set) and isinstance(step, Tiles) and variables_of(step.extent):
+                    wrong.append(
+                        "tiles whose number only a run knows set no signals: what waits would not know for how many"
+                    )
             faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
     if faults:
         raise ScheduleError(f"schedule {schedule.name} on rank {rank}: {faults[0]}")
@@ -471,7 +475,7 @@ class _Given:
         address, row_stride, col_stride, rows = self.key = key
         cols = self.shape[1]
         items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
-        flat = _core.lease(address, [items * self.dtype.itemsize], 1, 8, 1, 0, ())  # uint8 on CPU, owned by nobody
+        flat = lent(address, [items * self.dtype.itemsize], torch.uint8, _CPU, ())  # owned by nobody
         return _Place(flat.view(self.dtype), row_stride, col_stride, rows, cols)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.schedule import Compute, Copy, Expr, Region, Step, Tiles
+from weft.schedule import Compute, Copy, Expr, Index, Region, Set, Step, Tiles
 from weft.schedule.expr import Values
 from weft.schedule.steps import put_in
 
@@ -25,15 +25,21 @@ def numbered(step: Step, values: Values, size_of: Callable[[Place], tuple[int, i
         return
     tiles = np.arange(_extent(step, values))
     within: Mapping[str, Any] = {**values, step.index: tiles} if isinstance(step, Tiles) else values
-    columns = []
+    columns: list[tuple[Copy | Compute | Set, list[list[Any]]]] = []
     for inner in step.inner or (step,):
+        if isinstance(inner, Set):
+            columns.append((inner, [_numbers(len(tiles), within, inner.index, inner.at).tolist()]))
+            continue
         assert isinstance(inner, Copy | Compute)
         regions = (inner.src, inner.dst) if isinstance(inner, Copy) else (*inner.inputs, inner.out)
         tables = [_table(region, within, len(tiles), size_of) for region in regions]
         columns.append((inner, tables))
     for i in range(len(tiles)):
         for inner, tables in columns:
-            parts = [table[i] for table in tables]
+            parts: list[Any] = [table[i] for table in tables]
+            if isinstance(inner, Set):
+                yield Set(inner.signal, *parts[0])
+                continue
             if 0 in (parts[-1].rows, parts[-1].cols):
                 continue
             if isinstance(inner, Copy):
@@ -48,13 +54,17 @@ def _extent(step: Step, values: Values) -> int:
     return step.extent.evaluate(values) if isinstance(step.extent, Expr) else step.extent
 
 
+def _numbers(count: int, values: Mapping[str, Any], *indices: Index) -> np.ndarray:
+    """[tiles, indices]"""
+    found = [n.over(values) if isinstance(n, Expr) else n for n in indices]
+    return np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
+
+
 def _table(
     region: Region, values: Mapping[str, Any], count: int, size_of: Callable[[Place], tuple[int, int]]
 ) -> list[Region]:
     """The region of each tile."""
-    numbers = (region.row, region.rows, region.col, region.cols, region.at)
-    found = [n.over(values) if isinstance(n, Expr) else n for n in numbers]
-    rows = np.stack(np.broadcast_arrays(np.zeros(count, np.int64), *found)[1:], axis=1)
+    rows = _numbers(count, values, region.row, region.rows, region.col, region.cols, region.at)
     for at in np.unique(rows[:, 4]).tolist():
         here = rows[rows[:, 4] == at]
         most = size_of((region.buffer, at))

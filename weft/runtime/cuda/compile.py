@@ -30,10 +30,10 @@ from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.move import Move, Shape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
-from weft.runtime.cuda.tile_kernels import Gemms
+from weft.runtime.cuda.tile_kernels import Gemms, Tracked
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.schedule import Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
-from weft.schedule.kernels import GroupedMatmul, TileKernel
+from weft.schedule.kernels import GroupedMatmul, TileKernel, TrackedMatmul
 from weft.schedule.spans import span_name
 
 Part: TypeAlias = tuple[bool, int, int, int]
@@ -202,6 +202,10 @@ class Compiler:
     def _words_set_by(self, step: Set) -> list[int]:
         return self._words_of[int(step.at)].get((step.signal, int(step.index)), [])
 
+    def addresses_set(self, at: int, signal: str, index: int) -> list[int]:
+        """Of the words into which a set of this counter puts tokens."""
+        return [self.context.words.address(at) + 8 * word for word in self._words_of[at].get((signal, index), [])]
+
     def _tokens_in(self, group: Group) -> list[Token]:
         name = self.context.lanes[group.lane]
         found = [self._tokens.get((name, at)) for at in range(group.first, group.last + 1)]
@@ -220,7 +224,7 @@ class Compiler:
                   if (context.lanes[group.lane], at) in self._tokens]  # fmt: skip
         after = mine[len(before) :]
         opens, sets = (
-            [words.address(int(s.at)) + 8 * word for s in steps if isinstance(s, Set) for word in self._words_set_by(s)]
+            [a for s in steps if isinstance(s, Set) for a in self.addresses_set(int(s.at), s.signal, int(s.index))]
             for steps in (group.steps[:begun], group.steps[begun:])
         )
         standing = own(context.standing_word)
@@ -232,6 +236,7 @@ class Compiler:
         signals: dict[str, Any] = {
             "opens": opens, "waits": [own(t.word) for t in before], "sets": sets, "answers": [own(t.word) for t in after],
             "begins": begins, "passes": passes, "ends": ends, "early": context.buffers[copies[0].src.buffer].role == "input",
+            "adds": context.buffers[copies[0].dst.buffer].dtype if copies[0].accumulate else "",
         }  # fmt: skip
         if is_late(copies[0]):
             self._launch_late(group.lane, copies[0], signals)
@@ -367,3 +372,10 @@ def _grouped_matmul(kernel: GroupedMatmul, step: Tiles, compiler: Compiler, lane
         ahead.gemms.append(call)
         if step is last:
             compiler.items.late(lane, ahead.settle)
+
+
+@emit_tiles.register
+def _tracked_matmul(kernel: TrackedMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
+    call = Tracked(compiler.context, compiler.regions, kernel, step, compiler.addresses_set)
+    compiler.items.prepares.append(call.prepare)
+    compiler.items.late(lane, call)

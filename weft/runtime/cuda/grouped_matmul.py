@@ -7,20 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
-from triton.runtime.jit import MockTensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft import env
 from weft.kernels import grouped_matmul as device_code
 from weft.kernels.grouped_matmul import Config, choose_config
+from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 from weft.words import counted
 
 __all__ = ["Config", "GroupedMatmul", "choose_config", "launch", "prepare"]
 
-_TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_ALIGNMENT = 16  # of addresses and row strides, in bytes, for tensor maps and wide loads
 _NUMBERS = 16  # of the kernel's arguments, after its six tensors
 MAX_SEGMENTS = 1024
 
@@ -48,10 +44,10 @@ class Variant(NamedTuple):
             "SPLITS_P2": triton.next_power_of_2(segments),
             "K": self.k,
             "N": self.n,
-            "DTYPE": _TRITON_TYPE[self.dtype],
+            "DTYPE": TRITON_TYPE[self.dtype],
             "TMA": self.tma,
             "W_TRANSPOSED": self.transposed,
-            "ALIGN": _ALIGNMENT // self.dtype.itemsize if self.aligned else 1,
+            "ALIGN": ALIGNMENT // self.dtype.itemsize if self.aligned else 1,
             "BLOCK_M": c.block_m,
             "BLOCK_N": c.block_n,
             "BLOCK_K": c.block_k,
@@ -64,7 +60,7 @@ class Variant(NamedTuple):
 
     def map(self, number: int, tensor: Any) -> Any:
         """The kernel's argument for tokens, inbox, weights or y, 0 to 3: a tensor map of it, or the tensor itself."""
-        tensor = _Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
+        tensor = Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
             return tensor
         c = self.config
@@ -74,45 +70,12 @@ class Variant(NamedTuple):
         return TensorDescriptor.from_tensor(tensor, w_box if number == 2 else [c.block_m, c.block_k])
 
 
-class _Lent:
-    """Where a tensor lies, and nothing that keeps it there: it is the caller's."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.shape, self._strides, self._address = (
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.data_ptr(),
-        )
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def stride(self, dim: int | None = None) -> Any:
-        return self._strides if dim is None else self._strides[dim]
-
-
-class _Stand(MockTensor):
-    """A contiguous tensor that is not there, at an address that says how the real ones are aligned."""
-
-    def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
-        super().__init__(dtype, shape)
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def stride(self, dim: int | None = None) -> Any:
-        strides = super().stride()
-        return strides if dim is None else strides[dim]
-
-
 def compile_variant(variant: Variant) -> Any:
     """Compile for Triton's current device, and load nothing."""
     v = variant
     w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
     address = 0 if v.aligned else v.dtype.itemsize
-    stands = [_Stand(v.dtype, shape, address) for shape in ([1, v.k], [1, v.k], w_shape, [1, v.n])]
+    stands = [Stand(v.dtype, shape, address) for shape in ([1, v.k], [1, v.k], w_shape, [1, v.n])]
     return device_code.grouped_matmul_kernel.warmup(
         *(v.map(i, stand) for i, stand in enumerate(stands)),
         torch.int64,
@@ -133,15 +96,6 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
     return compiled
 
 
-@lru_cache(maxsize=16)
-def _tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
-    """Whether tensor maps work there (under the interpreter they do), and how many programs run at once."""
-    if device.type != "cuda":
-        return env.triton_interpreted(), 2
-    properties = torch.cuda.get_device_properties(device)
-    return torch.version.hip is None and properties.major >= 9, properties.multi_processor_count
-
-
 def prepare(w: torch.Tensor, *, world_size: int, config: Config) -> None:
     """Compile and load what `launch` needs for these weights [E, K, N], whatever the alignment of the rows; takes seconds.
 
@@ -158,17 +112,9 @@ def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: boo
     if transposed and w.stride(1) != 1:
         raise ValueError(f"w has strides {w.stride()} for [E, K, N] = {tuple(w.shape)}: K or N must have stride 1")
     # A tensor map is exact about its innermost extent only to 16 bytes.
-    aligned = rows_aligned and _is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % _ALIGNMENT == 0
-    tma = aligned and w.element_size() == 2 and _tma_and_multiprocessors(w.device)[0]
+    aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
+    tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
     return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config)
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the rows of a tensor with unit stride in the last dimension begin at multiples of 16 bytes."""
-    bits = tensor.data_ptr()
-    for stride in tensor.stride()[:-1]:
-        bits |= stride * tensor.element_size()
-    return bits % _ALIGNMENT == 0
 
 
 class GroupedMatmul:
@@ -202,7 +148,7 @@ class GroupedMatmul:
         self._inbox, self._counts, self._splits, self._config = inbox, counts, splits, config
         self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
         self._segments = n_sources * n_experts
-        self._programs = config.per_sm * (_tma_and_multiprocessors(counts.device)[1] - spare)
+        self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
         # Tensor maps and the kernel, of the tensors that came last: mostly the next ones lie there too.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
@@ -235,7 +181,7 @@ class GroupedMatmul:
         if self._places[:2] != places[:2] or self._variant is None or not y.shape[0]:
             return False
         (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
-        if (shape[1:], stride, dtype) != (before[1:], stride_before, dtype_before) or not _is_aligned(y):
+        if (shape[1:], stride, dtype) != (before[1:], stride_before, dtype_before) or not is_aligned(y):
             return False
         self._maps[3], self._places = self._variant.map(3, y), places
         return True
@@ -251,7 +197,7 @@ class GroupedMatmul:
             if y.numel() and x.shape[0]:  # K is 0
                 raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
             return False
-        variant = _variant(w, self._world, self._config, all(_is_aligned(t) for t in (x, inbox, y)))
+        variant = _variant(w, self._world, self._config, all(is_aligned(t) for t in (x, inbox, y)))
         if variant != self._variant:
             constants = variant.constants()
             if w.device.type != "cuda":
@@ -300,10 +246,10 @@ def _check(
         )
     for name, x in (("tokens", tokens), ("inbox", inbox), ("y", y)):
         columns = n if name == "y" else k
-        if x.dtype != w.dtype or x.dtype not in _TRITON_TYPE or x.shape[1:] != (columns,) or x.stride(1) != 1:
+        if x.dtype != w.dtype or x.dtype not in TRITON_TYPE or x.shape[1:] != (columns,) or x.stride(1) != 1:
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: make it {w.dtype} [rows, {columns}] with "
-                f"contiguous rows, of one of the types {[str(t) for t in _TRITON_TYPE]}"
+                f"contiguous rows, of one of the types {[str(t) for t in TRITON_TYPE]}"
             )
     for name, table in (("counts", counts), ("splits", splits)):
         if table.dtype != torch.int64 or table.stride(-1) != 1:

@@ -100,6 +100,7 @@ class Grouping:
             more = steps[end]
             if (
                 not (isinstance(more, Copy) and more.by == "kernel" and more.src == first.src)
+                or more.accumulate != first.accumulate
                 or is_late(more)
                 or self._pitch_of(more.dst) != pitch
             ):

@@ -14,9 +14,10 @@ import triton.language as tl
 from weft import _core
 from weft.kernels import move as device_code
 from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
-from weft.schedule.steps import COPY_UNITS
+from weft.schedule.steps import COPY_UNITS, ITEM_BYTES
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_ADDED = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 _ALIGNMENT = 16  # the widest access, in bytes
 _BLOCK_BYTES = 16384  # in flight per program: 64 bytes a thread
 MAX_PROGRAMS = COPY_UNITS  # of a copy, and so of the compute units that it takes away
@@ -39,7 +40,8 @@ class Move:
     opens, waits, sets, answers: addresses of words (`weft.runtime.cuda.tokens`). targets: addresses of further places for what
     is copied. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, ends.
     sizes: address of (first row of the source, of the target, rows), which the device knows; `shape.rows` is then the most.
-    early: nothing that the launch waits for writes what is copied, so that it is read meanwhile. programs: at most so many.
+    early: nothing that the launch waits for writes what is copied, so that it is read meanwhile. programs: at most so many. adds:
+    the dtype, if what is copied is added to what is there.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Move:
         sizes: int = 0,
         early: bool = False,
         programs: int = MAX_PROGRAMS,
+        adds: str = "",
     ) -> None:
-        self._shape = shape
+        self._shape, self._item = shape, ITEM_BYTES[adds] if adds else 8
         tables: list[Sequence[int]] = [targets, opens, waits, sets, answers]
         tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
         words = torch.tensor([*itertools.chain(*tables), 0], dtype=torch.int64, device=device)
@@ -71,14 +74,15 @@ class Move:
         self._programs = max(1, min(programs, -(-shape.rows * shape.width // _BLOCK_BYTES)))
         self._step = _greatest_power_of_two(shape.width, shape.source_pitch, shape.target_pitch, *targets)
         # Tensors of the caller may begin anywhere: the widest variant is for most, the narrow ones for odd addresses.
-        self._variants = {step: _compiled_move(device, step) for step in {self._step, min(self._step, 2), 1}}
+        narrow = {self._item} if adds else {min(self._step, 2), 1}
+        self._variants = {step: _compiled_move(device, step, adds) for step in {self._step, *narrow}}
 
     def launch(self, source: int = 0, target: int = 0, source_rows: int = 0, *, stream: int | None = None) -> None:
         """source_rows: with `sizes`, how many rows there are from `source` on. stream: its handle (default: the current one)."""
         step = self._step
         if (source | target) & (step - 1):
             step = min(step, _greatest_power_of_two(source, target))
-            step = step if step in self._variants else 2 if step > 2 else 1
+            step = step if step in self._variants else max(one for one in self._variants if one <= step)
         compiled, constants = self._variants[step]
         arguments = self._arguments(step, source, target, source_rows)
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
@@ -95,7 +99,7 @@ class Move:
         return len(known) == len(calls)
 
     def _arguments(self, step: int, source: Any, target: Any, source_rows: int) -> tuple[Any, ...]:
-        item, shape = min(8, step), self._shape
+        item, shape = min(self._item, step), self._shape
         return (
             source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
             *self._tables, self._sizes, source_rows, self._early,
@@ -119,16 +123,21 @@ class Stamps:
         self._compiled[(1, 1, 1)](self.times, index, torch.version.hip is None, stream=stream)
 
 
-@lru_cache(maxsize=64)
-def _compiled_move(device: torch.device, step: int) -> tuple[Any, tuple[Any, ...]]:
-    """A loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
-    item = min(8, step)
-    constants = {
-        "ITEM": _ITEMS[item],
+def _constants(step: int, adds: str) -> dict[str, Any]:
+    item = ITEM_BYTES[adds] if adds else min(8, step)
+    return {
+        "ITEM": _ADDED[adds] if adds else _ITEMS[item],
         "BLOCK": _BLOCK_BYTES // item,
         "ALIGN": step // item,
+        "ADD": bool(adds),
         "PTX": torch.version.hip is None,
     }
+
+
+@lru_cache(maxsize=64)
+def _compiled_move(device: torch.device, step: int, adds: str = "") -> tuple[Any, tuple[Any, ...]]:
+    """A loaded kernel for addresses that are multiples of `step` bytes, and its constants."""
+    constants = _constants(step, adds)
     kernel = device_code.move_kernel
     names = kernel.arg_names[: len(kernel.arg_names) - len(constants)]
     return loaded(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from weft.runtime.cuda.context import Context, Tensors
@@ -45,6 +46,22 @@ class Regions:
             return self._symmetric + int(region.at), offset, buffer.cols * item
         return self._base[buffer.name], offset, buffer.cols * item
 
+    def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
+        """Of many regions of one buffer: (the number of its base if that is the caller's tensor, where each begins, bytes from row
+        to row): addresses, or bytes from the caller's tensor."""
+        buffer = self._context.buffers[name]
+        item = ITEM_BYTES[buffer.dtype]
+        places = (row * buffer.cols + col) * item
+        if buffer.role == "symmetric":
+            begins = np.array(
+                [self.bases[self._symmetric + r] for r in range(self._context.domain.world_size)], np.int64
+            )
+            return None, places + begins[at] + self._context.layout.buffers[name], buffer.cols * item
+        base = self._base[name]
+        if buffer.role == "scratch":
+            return None, places + self.bases[base], buffer.cols * item
+        return base, places, buffer.cols * item
+
     def fixed_pitch(self, region: Region) -> int | None:
         """Bytes from row to row, for a region in memory of the schedule's own."""
         known = region.buffer in self._context.own
@@ -56,11 +73,19 @@ class Regions:
     def item_bytes(self, region: Region) -> int:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
+    def _whole(self, region: Region) -> torch.Tensor:
+        """A buffer of the schedule's own, or a peer's."""
+        context, name = self._context, region.buffer
+        own = context.own[name]
+        if (at := int(region.at)) == context.rank:
+            return own
+        return context.region.tensor(at, tuple(own.shape), own.dtype, context.layout.buffers[name])
+
     def view(self, region: Region) -> View:
         buffer = self._context.buffers[region.buffer]
         row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
         if buffer.name in self._context.own:
-            fixed = self._context.own[buffer.name][row : row + rows, col : col + cols]
+            fixed = self._whole(region)[row : row + rows, col : col + cols]
             return lambda tensors: fixed
         name = buffer.name
         if (rows, cols) == (buffer.rows, buffer.cols):

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weft.errors import ScheduleError
 from weft.runtime.cuda.calls import COLLECTIVES
 from weft.runtime.cuda.compile import emit, emit_tiles
-from weft.schedule import Collective, Compute, Copy, Lane, Reduce, Schedule, Step, Tiles
+from weft.schedule import Collective, Copy, Region, Schedule, Step, Tiles
 from weft.schedule.expr import value
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
 
 
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
-    """`ScheduleError` with the step of `rank` that streams, copy engines and kernels have no way to do."""
-    updated: dict[str, str] = {}
+    """`ScheduleError` with the step of `rank` that streams, copy engines and kernels have no way to do, or with steps of any ranks
+    that would lose what others add."""
     for lane in schedule.of_rank(rank, expected=False):
         for step in lane.steps:
-            for fault in (*_unknown(step, rank), *_updated_twice(step, lane, updated)):
+            for fault in _unknown(step, rank):
                 raise ScheduleError(f"schedule {schedule.name}, lane {lane.name}: {describe(step, rank)}: {fault}")
+    if any(
+        access.updates for lane in schedule.lanes for step in _written_out(lane.steps) for access in step.accesses()
+    ):
+        _require_nothing_lost(schedule)
+
+
+def _written_out(steps: Iterable[Step]) -> Iterator[Step]:
+    for step in steps:
+        yield from _written_out(step.inner) if step.inner else (step,)
 
 
 def _unknown(step: Step, rank: int) -> Iterator[str]:
@@ -28,24 +37,47 @@ def _unknown(step: Step, rank: int) -> Iterator[str]:
         yield f"the GPU executor runs no steps of kind {step.kind!r}: it runs {_entries(emit.registry)}"
     elif isinstance(step, Collective) and step.op not in COLLECTIVES:
         yield f"the GPU executor knows no {step.op}: it knows {', '.join(COLLECTIVES)}"
-    elif isinstance(step, Compute | Reduce):
-        for region in (access.region for access in step.accesses()):
-            if not variables_of(region.at) and value(region.at) != rank:
-                yield f"{describe(region, rank)} is a peer's, and the library's kernels compute in memory of their own GPU: copy it"
     elif isinstance(step, Tiles) and emit_tiles.dispatch(type(step.kernel)) is emit_tiles.dispatch(object):
         yield f"the GPU executor has no kernel {step.kernel.name}: it has {_entries(emit_tiles.registry)}"
-    for inner in step.inner or (step,):
-        if isinstance(inner, Copy) and inner.accumulate:
-            yield "the GPU executor's copies do not add: copy, then compute with accumulate=True"
+    for inner in _written_out([step]):
+        for access in inner.accesses():
+            if access.updates and not _is_atomic(inner) and _owner(access.region) not in (None, rank):
+                yield (
+                    f"it adds to {describe(access.region, rank)}, a peer's, where only a copy by kernel adds for all to "
+                    "see: compute here, then copy with accumulate=True by kernel"
+                )
+        if isinstance(inner, Copy) and inner.accumulate and inner.by != "kernel":
+            yield "copy engines do not add: copy by kernel, or copy and then compute with accumulate=True"
+
+
+def _is_atomic(step: Step) -> bool:
+    """Whether what it adds is added item by item, whoever else adds there."""
+    return isinstance(step, Copy)
+
+
+def _owner(region: Region) -> int | None:
+    """None: only a run knows."""
+    return None if variables_of(region.at) else value(region.at)
 
 
 def _entries(registry: Mapping[Any, object]) -> str:
     return ", ".join(kind.kind for kind in registry if kind is not object)
 
 
-def _updated_twice(step: Step, lane: Lane, updated: dict[str, str]) -> Iterator[str]:
-    """updated: by buffer, the lane that adds to it."""
-    for access in step.accesses():
-        other = updated.setdefault(access.region.buffer, lane.name) if access.updates else lane.name
-        if other != lane.name:
-            yield f"lane {other} adds to {access.region.buffer} too, and kernels of two streams would lose what one adds: use one"
+def _require_nothing_lost(schedule: Schedule) -> None:
+    """A kernel that reads, adds and writes back loses what another lane adds meanwhile."""
+    updated: dict[tuple[int | None, str], dict[tuple[int, str], bool]] = {}
+    for rank in range(schedule.world_size):
+        for lane in schedule.of_rank(rank, expected=False):
+            for step in _written_out(lane.steps):
+                for access in step.accesses():
+                    if access.updates:
+                        of_buffer = updated.setdefault((_owner(access.region), access.region.buffer), {})
+                        of_buffer[rank, lane.name] = of_buffer.get((rank, lane.name), True) and _is_atomic(step)
+    for (owner, buffer), lanes in updated.items():
+        if len(lanes) > 1 and not all(lanes.values()):
+            names = " and ".join(f"lane {lane} of rank {rank}" for rank, lane in lanes)
+            raise ScheduleError(
+                f"schedule {schedule.name}: {names} add to {buffer} of rank {owner}, and kernels of several streams would lose "
+                "what one adds: use one lane, or copies by kernel alone"
+            )

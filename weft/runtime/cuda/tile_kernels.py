@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
+from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
-from weft.schedule import ITEM_BYTES
-from weft.schedule.kernels import GroupedMatmul
+from weft.runtime.cuda.regions import Regions
+from weft.schedule import ITEM_BYTES, Compute, Expr, Index, Set, Tiles
+from weft.schedule.kernels import GroupedMatmul, TrackedMatmul
+from weft.schedule.steps import variables_of
 
 
 class Gemms:
@@ -36,3 +42,83 @@ class Gemms:
     def _weights(self, tensors: Tensors) -> torch.Tensor:
         w = tensors[self._what.weights]
         return w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1))
+
+
+class Tracked:
+    """`TrackedMatmul` as one launch. words_set: addresses of the words for (rank, signal, index)."""
+
+    def __init__(
+        self,
+        context: Context,
+        regions: Regions,
+        kernel: TrackedMatmul,
+        step: Tiles,
+        words_set: Callable[[int, str, int], list[int]],
+    ) -> None:
+        from weft.runtime.cuda import tracked_matmul  # here, and not above: as for `Gemms`
+
+        matmul, *sets = step.body
+        if (
+            variables_of(step)
+            or not isinstance(matmul, Compute)
+            or (matmul.op, matmul.accumulate) != ("matmul", False)
+            or not all(isinstance(one, Set) for one in sets)
+        ):
+            raise ScheduleError(
+                f"{step}: a tracked matmul does one matmul in each tile, which adds to nothing, and then sets signals; how many "
+                "tiles there are is known before a run"
+            )
+        a, w = matmul.inputs
+        tiles = {step.index: np.arange(int(step.extent))}
+
+        def over(number: Index) -> np.ndarray:
+            found = number.over(tiles) if isinstance(number, Expr) else number
+            return np.broadcast_to(np.asarray(found, np.int64), len(tiles[step.index]))
+
+        if (
+            any((over(one.at) != context.rank).any() for one in (a, w))
+            or (over(a.col) != 0).any()
+            or (over(w.row) != 0).any()
+        ):
+            raise ScheduleError(f"{step}: a tracked matmul reads whole rows and columns of this rank's operands")
+        self._a_view, self._w_view = (
+            regions.view(context.buffers[name].part(at=context.rank)) for name in (a.buffer, w.buffer)
+        )
+        rows, cols = over(matmul.out.rows), over(matmul.out.cols)
+        if rows.max(initial=0) > kernel.rows or cols.max(initial=0) > kernel.cols:
+            raise ScheduleError(
+                f"{step}: tiles of up to {rows.max()} x {cols.max()} are more than {kernel.rows} x {kernel.cols}"
+            )
+        base, place, pitch = regions.places(
+            matmul.out.buffer, over(matmul.out.at), over(matmul.out.row), over(matmul.out.col)
+        )
+        self._base = base
+        counters, counter_of = self._counters([one for one in sets if isinstance(one, Set)], over, words_set)
+        table = np.stack([over(a.row), rows, over(w.col), cols, place, np.full_like(place, pitch), *counter_of], axis=1)
+        self._matmul = tracked_matmul.TrackedMatmul(
+            context.device, table, counters, rows=kernel.rows, cols=kernel.cols, sets=len(sets),
+            itemsize=ITEM_BYTES[context.buffers[matmul.out.buffer].dtype], relative=base is not None,
+        )  # fmt: skip
+
+    @staticmethod
+    def _counters(
+        sets: list[Set], over: Callable[[Index], np.ndarray], words_set: Callable[[int, str, int], list[int]]
+    ) -> tuple[list[tuple[int, list[int]]], list[np.ndarray]]:
+        """(tiles that come, and the words that are set then) of each counter, and for each of the sets the tiles' counters."""
+        named: dict[tuple[str, int, int], int] = {}
+        of_tiles = []
+        for one in sets:
+            pairs = np.stack([over(one.at), over(one.index)], axis=1)
+            which, back = np.unique(pairs, axis=0, return_inverse=True)
+            numbers = [named.setdefault((one.signal, at, index), len(named)) for at, index in which.tolist()]
+            of_tiles.append(np.array(numbers, np.int64)[back.reshape(-1)])
+        come = np.bincount(np.concatenate(of_tiles) if of_tiles else np.zeros(0, np.int64), minlength=len(named))
+        words = [words_set(at, signal, index) for signal, at, index in named]
+        return list(zip(come.tolist(), words, strict=True)), of_tiles
+
+    def prepare(self, tensors: Tensors) -> None:
+        self._matmul.prepare(self._a_view(tensors), self._w_view(tensors))
+
+    def __call__(self, tensors: Tensors, bases: list[int]) -> None:
+        y = 0 if self._base is None else bases[self._base]
+        self._matmul.launch(self._a_view(tensors), self._w_view(tensors), y)

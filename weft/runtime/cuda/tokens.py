@@ -10,6 +10,9 @@ kernels that read the count from memory would keep them from using a whole GPU: 
 
 A wait for a signal of the previous run has its first token from the start.
 
+Tiles of a kernel that set one counter many times put a token when the last of them has: the kernel counts, in memory of its own
+device, and streams of its own rank wait for it as they wait for peers.
+
 When a token is taken. It must be gone before the next one is put: else that one is lost. Writing is slow (a fence of the whole
 system), so that a stream which takes a token does so where it writes anyway: with its next set for the rank that the token
 is from, if that rank waits for this set before it puts the next token. Then
@@ -69,6 +72,7 @@ def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
                     continue
                 passed += 1
                 setter = crossing[rank][key]
+                _require_all(schedule, rank, step, ranks[setter])
                 carrier = _carrier(ranks, rank, lane.steps, at, setter)
                 mine[lane.name, at] = Token(len(mine), key, setter, step.previous, carrier, passed)
         found.append(mine)
@@ -77,14 +81,15 @@ def tokens_of(schedule: Schedule) -> tuple[dict[Place, Token], ...]:
 
 
 def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
-    """Of each rank, the counters that another one sets, and which."""
+    """Of each rank, the counters that another one sets, or tiles of its own, and whose they are."""
     sets = Counter[tuple[int, str, int]]()
     crossing: list[dict[Key, int]] = [{} for _ in ranks]
     for setter, lanes in enumerate(ranks):
-        for step in (step for lane in lanes for step in lane.steps if isinstance(step, Set)):
-            sets[int(step.at), step.signal, int(step.index)] += 1
-            if step.at != setter:
-                crossing[int(step.at)][step.signal, int(step.index)] = setter
+        for step in (step for lane in lanes for step in lane.steps):
+            for at, signal, index in step.sets():
+                sets[int(at), signal, int(index)] += 1
+                if at != setter or step.inner:
+                    crossing[int(at)][signal, int(index)] = setter
     for (at, signal, index), count in sets.items():
         if count > 1:
             raise ScheduleError(
@@ -92,6 +97,17 @@ def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
                 f"sets a word by writing it: give every setter an index of its own"
             )
     return crossing
+
+
+def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> None:
+    """Tiles that set a counter many times put one token, when all of them have."""
+    for step in (step for lane in lanes for step in lane.steps if step.inner):
+        times = step.sets()[rank, wait.signal, wait.index]
+        if times not in (0, wait.count):
+            raise ScheduleError(
+                f"schedule {schedule.name}: rank {rank} waits for {wait.count} of the {times} times that tiles set "
+                f"{wait.signal}[{wait.index}], and kernels set a word once, when all of these have come: wait for all"
+            )
 
 
 def words_for(tokens: dict[Place, Token]) -> dict[Key, list[int]]:
@@ -129,7 +145,7 @@ def _carrier(ranks: list[Lanes], rank: int, steps: tuple, at: int, setter: int) 
             for other in lane.steps:
                 if isinstance(other, Wait) and (other.signal, other.index) == (step.signal, step.index):
                     waited = waited or other.previous != wait.previous
-                if isinstance(other, Set) and (other.at, other.signal, other.index) == (rank, wait.signal, wait.index):
+                if (rank, wait.signal, wait.index) in other.sets():
                     return place if waited else None
         return None
     return None
@@ -146,8 +162,8 @@ def _check(schedule: Schedule, ranks: list[Lanes], tokens: list[dict[Place, Toke
         lane = ranks[event.rank][event.lane].name
         if isinstance(step, Wait):
             numbers[event.run, event.rank, lane, event.step] = number
-        elif isinstance(step, Set):
-            sets[event.run, int(step.at), step.signal, int(step.index)] = number
+        for at, signal, index in step.sets():
+            sets[event.run, int(at), signal, int(index)] = number
     for rank, mine in enumerate(tokens):
         for (lane, at), token in mine.items():
             wait, following = numbers[2, rank, lane, at], sets[2 if token.previous else 3, rank, *token.key]

@@ -1,0 +1,155 @@
+"""What a call costs the host: wall time of a call in a row of 1,000 without synchronisation, whose work on the device is shorter.
+
+    python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--json FILE] [--profile]
+
+An embedding module (26 tables of D 64, 512 samples a rank, global batches, 50 different ones in turn) and GEMM operators at small
+shapes, each beside what a user would write by hand with the library's collectives. Of each the slowest rank, the median of five
+rows that take turns. One JSON object is appended to FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bench.core.records import append, environment
+from weft.launch import run_ranks
+from weft.nn import ShardedEmbeddingBagCollection
+from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
+
+TABLES, DIM, ROWS, SAMPLES, BATCHES = 26, 64, 100_000, 512, 50
+REPETITIONS = 5
+
+
+def calls_of(rank: int, world: int, device: torch.device) -> dict[str, Callable[[int], Any]]:
+    """By name; each takes the number of the call. What it returns is dropped."""
+    group = dist.group.WORLD
+    assert group is not None
+    tables = [EmbeddingBagConfig(ROWS, DIM, f"t{i}", [f"f{i}"]) for i in range(TABLES)]
+    module = ShardedEmbeddingBagCollection(tables, group=group, device=device, input="global_batch")
+    generator = torch.Generator().manual_seed(3)  # the same batches on all ranks
+    batches = []
+    for _ in range(BATCHES):
+        lengths = torch.randint(0, 5, (TABLES * SAMPLES * world,), generator=generator)
+        values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        keys = [f"f{i}" for i in range(TABLES)]
+        batches.append(KeyedJaggedTensor(keys, values.to(device), lengths=lengths.to(device)))
+    for batch in batches:
+        batch.offsets()
+
+    def embedding(i: int) -> Any:
+        return module(batches[i % BATCHES])
+
+    found: dict[str, Callable[[int], Any]] = {"embedding module": embedding}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for m, n, k in ((64, 512, 512), (512, 1024, 1024)):
+        shards = [torch.randn(m // world, k, device=device).to(dtype) for _ in range(BATCHES)]
+        w = torch.randn(n, k, device=device).to(dtype).t()
+        gathered = torch.empty(m, k, device=device, dtype=dtype)
+
+        def gather(i: int, shards: Any = shards, w: Any = w) -> Any:
+            return weft.all_gather_matmul(shards[i % BATCHES], [w], 0, group, return_A=False)
+
+        def by_hand(i: int, shards: Any = shards, w: Any = w, gathered: Any = gathered) -> Any:
+            dist.all_gather_into_tensor(gathered, shards[i % BATCHES], group=group)
+            return torch.mm(gathered, w)
+
+        found[f"all_gather_matmul {m}x{n}x{k}"] = gather
+        found[f"by hand {m}x{n}x{k}"] = by_hand
+    tokens, experts = 256, 8
+    choose = random.Random(rank)
+    rows = [torch.randn(tokens, 512, device=device).to(dtype) for _ in range(BATCHES)]
+    splits = []
+    for _ in range(BATCHES):
+        cuts = sorted(choose.randrange(tokens + 1) for _ in range(experts - 1))
+        splits.append(torch.tensor([b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)], device=device))
+    w_experts = torch.randn(experts // world, 512, 512, device=device).to(dtype)
+
+    def dispatch(i: int) -> Any:
+        return weft.all_to_all_matmul(
+            rows[i % BATCHES], w_experts, splits[i % BATCHES], group=group, max_rows=world * tokens
+        )
+
+    found["all_to_all_matmul, max_rows"] = dispatch
+    return found
+
+
+def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
+    group = dist.group.WORLD
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier(group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    calls = calls_of(rank, world, device)
+    rows: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for i in range(2 * BATCHES):
+            call(i)
+        synchronize()
+    for _ in range(REPETITIONS):
+        for name, call in calls.items():
+            synchronize()
+            start = time.perf_counter()
+            for i in range(given.calls):
+                call(i)
+            rows[name].append(1e6 * (time.perf_counter() - start) / given.calls)
+    synchronize()
+    profiles = {}
+    for name, call in calls.items() if given.profile else ():
+        profile = cProfile.Profile()
+        synchronize()
+        profile.enable()
+        for i in range(given.calls):
+            call(i)
+        profile.disable()
+        synchronize()
+        profiles[name] = profile
+    if rank == 0:
+        for name, profile in profiles.items():
+            print(name)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(28)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, rows)
+    host = {
+        name: round(statistics.median(max(of[name][i] for of in everyone) for i in range(REPETITIONS)), 1)
+        for name in calls
+    }
+    return {"op": "host_time", "ranks": world, "calls": given.calls, "host_us": host, **environment(given.device)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--profile", action="store_true", help="Print where rank 0's host was in further calls.")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    backend = "nccl" if given.device == "cuda" else "gloo"
+    found = run_ranks(given.ranks, measure, given, backend=backend, timeout_s=300.0)[0]
+    print(json.dumps(found, indent=1))
+    if given.json is not None:
+        append(given.json, [found])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors, against float64;
+no memory around them is written; each word gets its token when all of its tiles have come, and not before; counters are zero again.
+
+The interpreter has to be chosen before Triton is imported; therefore this file runs itself, once, in a process with
+TRITON_INTERPRET=1 that plays all `CASES` and prints what went wrong in each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+NAN = float("nan")
+ROWS, COLS = 16, 32
+"""Of a tile."""
+
+
+@dataclass(frozen=True)
+class Case:
+    m: int = 40
+    k: int = 48
+    n: int = 72
+    dtype: torch.dtype = torch.float16
+    transposed: bool = False
+    relative: bool = False  # stored in the caller's tensor, or at addresses of two others
+    sets: int = 1
+    launches: int = 2
+    missing: int = 0  # of the tiles that a counter waits for, how many never come
+
+
+CASES = {
+    "one signal": Case(),
+    "bf16, transposed weights": Case(dtype=torch.bfloat16, transposed=True),
+    "fp32": Case(dtype=torch.float32, m=17, k=20, n=36),
+    "awkward sizes": Case(m=33, k=37, n=45),
+    "awkward sizes, transposed weights": Case(m=18, k=37, n=33, transposed=True),
+    "in the caller's tensor": Case(relative=True),
+    "in the caller's tensor, no signal": Case(relative=True, sets=0),
+    "two signals a tile": Case(sets=2),
+    "a tile is missing": Case(missing=1),
+}
+
+
+def play(case: Case) -> None:
+    from weft.runtime.cuda.tracked_matmul import TrackedMatmul
+
+    g = torch.Generator().manual_seed(3)
+    item = torch.empty(0, dtype=case.dtype).element_size()
+    tiles = [(i, j) for i in range(0, case.m, ROWS) for j in range(0, case.n, COLS)]
+    tiles = [tiles[i] for i in torch.randperm(len(tiles), generator=g).tolist()]
+    pitch = case.n + 8
+    # Rows of the first half of the row tiles belong into one tensor, the others into another one, five rows further down.
+    outs = [torch.full((case.m + 10, pitch), NAN, dtype=case.dtype) for _ in range(1 if case.relative else 2)]
+    half = -(-case.m // ROWS) // 2 * ROWS
+    words = torch.zeros(3, dtype=torch.int64)
+    table, come = [], [0, 0, 0]
+    for row, column in tiles:
+        which = 0 if case.relative or row < half else 1
+        offset = ((row + 5) * pitch + column) * item
+        place = offset if case.relative else outs[which].data_ptr() + offset
+        counters = [int(row >= half), 2][: case.sets]
+        for counter in counters:
+            come[counter] += 1
+        table.append([row, min(ROWS, case.m - row), column, min(COLS, case.n - column), place, pitch * item, *counters])
+    targets = [[words.data_ptr() + 8 * i] for i in range(3)]
+    numbered = [(n + case.missing * (i == 1), to) for i, (n, to) in enumerate(zip(come, targets, strict=True))]
+    made = TrackedMatmul(
+        torch.device("cpu"), np.array(table, np.int64), numbered[: 3 if case.sets == 2 else 2 * case.sets],
+        rows=ROWS, cols=COLS, sets=case.sets, itemsize=item, relative=case.relative,
+    )  # fmt: skip
+    for _ in range(case.launches if not case.missing else 1):
+        a = torch.randn(case.m, case.k, generator=g).to(case.dtype)
+        w = torch.randn(case.k, case.n, generator=g).to(case.dtype)
+        w = w.t().contiguous().t() if case.transposed else w
+        words.zero_()
+        for out in outs:
+            out.fill_(NAN)
+        made.launch(a, w, outs[0].data_ptr() if case.relative else 0)
+        exact = a.double() @ w.double()
+        for which, out in enumerate(outs):
+            mine = slice(None) if case.relative else slice(0, half) if which == 0 else slice(half, None)
+            expected = torch.full((case.m + 10, pitch), NAN, dtype=torch.float64)
+            expected[5 : 5 + case.m][mine, : case.n] = exact[mine]
+            assert torch.equal(out.isnan(), expected.isnan()), "written elsewhere, or not everywhere"
+            error = float((out.double() - expected).nan_to_num().abs().max() / exact.abs().max())
+            assert error < {4: 1e-5, 2: 1e-2}[item], f"off by {error}"
+        wanted = [int(come[0] > 0), int(come[1] > 0 and not case.missing), int(come[2] > 0)]
+        assert words.tolist() == (wanted if case.sets else [0, 0, 0]), words
+        left = made._tables[1][:, 0].tolist()
+        assert left == [0, come[1]][: len(left)] if case.missing else not any(left), left
+
+
+def test_interpreted() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    # Wild stores end the process: the first case that it has not answered is the one that did it.
+    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
+    assert {name: text for name, text in (dict.fromkeys(CASES, crashed) | said).items() if text} == {}
+
+
+def main() -> None:
+    from test_grouped_matmul_interpreted import mend_the_interpreter
+
+    mend_the_interpreter()
+    for name, case in CASES.items():
+        try:
+            play(case)
+            wrong = ""
+        except Exception:
+            wrong = traceback.format_exc()
+        print(json.dumps([name, wrong]), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

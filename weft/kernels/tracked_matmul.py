@@ -1,0 +1,99 @@
+"""Matrix multiplication whose progress is tracked: tiles in a stated order, stored where a table says, and signals that are set as
+soon as their tiles are stored.
+
+What T3's tracker does beside the memory controller, a program does at the end of a tile: it adds one to a counter in this device's
+memory, and whoever adds the last one of a counter sets its signals. A stream that waits for a signal then copies what is there
+while the kernel goes on with other tiles: the GEMM is one launch, and no compute unit is spent on communication.
+
+    table [tiles, 6 + SETS]     of a tile: its first row of a, how many rows, its first column, how many columns, where its first
+                                element is stored, the distance of rows there; then the numbers of its counters
+    counters [n, 4]             of a counter: tiles that have come (zero between launches), how many come in all, its first word and
+                                the end of its words
+    words                       addresses of words for tokens (`weft.kernels.signals`), a peer's among them
+
+A tile is stored at an address of this device or of a peer; if its row distance is negative, in bytes from `y`, the caller's tensor.
+
+Order: a tile's stores, a barrier, the addition with acquire and release at system scope; the last one has seen all others, and its
+tokens are stored with release. A wait inside the loop would break the compiler's pipelining; there is none.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.signals import write_token
+
+
+@triton.jit(
+    do_not_specialize=["y", "tiles", "a_rows", "a_stride", "w_stride"],
+    do_not_specialize_on_alignment=["table", "counters", "sets"],
+)
+def tracked_matmul_kernel(
+    a, w, table, counters, sets, y: tl.int64, tiles: tl.int32, a_rows: tl.int32, a_stride: tl.int64, w_stride: tl.int64,
+    K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """See the top of this file.
+
+    a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension: with TMA tensor maps
+    with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in elements that
+    are multiples of ALIGN. y: the address of the caller's tensor.
+    """
+    in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        entry = table + tile * (6 + SETS)
+        row, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+        column, columns = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+        place, pitch = tl.load(entry + 4), tl.load(entry + 5)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if TMA:
+            for k in range(0, K, BLOCK_K):
+                x = a.load([row, k])
+                if W_TRANSPOSED:
+                    b = w.load([column, k]).T
+                else:
+                    b = w.load([k, column])
+                acc = tl.dot(x, b, acc)
+        else:
+            ks = tl.arange(0, BLOCK_K)
+            is_row = (in_tile < rows) & (row + in_tile < a_rows)
+            is_column = column + in_columns < N
+            a_at = a + (row + in_tile).to(tl.int64)[:, None] * (a_stride // ALIGN * ALIGN) + ks[None, :]
+            w_step = w_stride // ALIGN * ALIGN
+            if W_TRANSPOSED:
+                w_at = w + ks[:, None] + (column + in_columns).to(tl.int64)[None, :] * w_step
+            else:
+                w_at = w + ks.to(tl.int64)[:, None] * w_step + (column + in_columns)[None, :]
+            for k in range(0, K, BLOCK_K):
+                is_k = ks < K - k
+                x = tl.load(a_at, mask=is_row[:, None] & is_k[None, :], other=0.0)
+                b = tl.load(w_at, mask=is_k[:, None] & is_column[None, :], other=0.0)
+                acc = tl.dot(x, b, acc, input_precision="ieee")
+                a_at += BLOCK_K
+                if W_TRANSPOSED:
+                    w_at += BLOCK_K
+                else:
+                    w_at += BLOCK_K * w_step
+
+        to = tl.where(pitch < 0, y + place, place).to(tl.pointer_type(DTYPE))
+        step = tl.where(pitch < 0, -pitch, pitch) // ALIGN * ALIGN
+        to = tl.multiple_of(to, ALIGN * DTYPE.primitive_bitwidth // 8)
+        columns = columns // ALIGN * ALIGN  # no change, but now the compiler stores 16 bytes at a time
+        at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
+        tl.store(at, acc.to(DTYPE), mask=(in_tile < rows)[:, None] & (in_columns < columns)[None, :])
+
+        if SETS > 0:
+            tl.debug_barrier()  # all lanes have stored
+            for number in tl.static_range(SETS):
+                counter = counters + 4 * tl.load(entry + 6 + number)
+                wanted = tl.load(counter + 1)
+                come = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+                if come == wanted - 1:
+                    tl.store(counter, tl.full([], 0, tl.int64))
+                    first, end = tl.load(counter + 2).to(tl.int32), tl.load(counter + 3).to(tl.int32)
+                    for word in range(first, end):
+                        write_token(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)

@@ -1,0 +1,66 @@
+"""What launches of our GEMMs have in common: tensor maps of lent memory, stand-ins to compile with, what a device can."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime.jit import MockTensor
+
+from weft import env
+
+TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+ALIGNMENT = 16
+"""Of addresses and row strides, in bytes, for tensor maps and wide loads."""
+
+
+class Lent:
+    """Where a tensor lies, and nothing that keeps it there: it is the caller's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape, self._strides, self._address = (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.data_ptr(),
+        )
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._strides if dim is None else self._strides[dim]
+
+
+class Stand(MockTensor):
+    """A contiguous tensor that is not there, at an address that says how the real ones are aligned."""
+
+    def __init__(self, dtype: torch.dtype, shape: list[int], address: int) -> None:
+        super().__init__(dtype, shape)
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = super().stride()
+        return strides if dim is None else strides[dim]
+
+
+@lru_cache(maxsize=16)
+def tma_and_multiprocessors(device: torch.device) -> tuple[bool, int]:
+    """Whether tensor maps work there (under the interpreter they do), and how many programs run at once."""
+    if device.type != "cuda":
+        return env.triton_interpreted(), 2
+    properties = torch.cuda.get_device_properties(device)
+    return torch.version.hip is None and properties.major >= 9, properties.multi_processor_count
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the rows of a tensor with unit stride in the last dimension begin at multiples of 16 bytes."""
+    bits = tensor.data_ptr()
+    for stride in tensor.stride()[:-1]:
+        bits |= stride * tensor.element_size()
+    return bits % ALIGNMENT == 0

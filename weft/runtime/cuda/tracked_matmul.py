@@ -1,0 +1,159 @@
+"""Launching `weft.kernels.tracked_matmul`: its tables on the device, tensor maps or pointers, variants compiled before anything
+waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from weft import env
+from weft.kernels import tracked_matmul as device_code
+from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
+
+_LARGE = 128 * 256  # elements of a tile that eight warps share
+
+
+class Variant(NamedTuple):
+    """What a compiled kernel depends on. rows, cols: of a tile."""
+
+    dtype: torch.dtype
+    k: int
+    n: int
+    transposed: bool
+    aligned: bool
+    tma: bool
+    rows: int
+    cols: int
+    sets: int
+    ptx: bool = torch.version.hip is None and not env.triton_interpreted()
+
+    @property
+    def block_k(self) -> int:
+        return 32 if self.dtype.itemsize == 4 else 64
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "K": self.k, "N": self.n, "DTYPE": TRITON_TYPE[self.dtype], "TMA": self.tma, "W_TRANSPOSED": self.transposed,
+            "ALIGN": ALIGNMENT // self.dtype.itemsize if self.aligned else 1, "BLOCK_M": self.rows, "BLOCK_N": self.cols,
+            "BLOCK_K": self.block_k, "SETS": self.sets,
+            "PTX": self.ptx,
+        }  # fmt: skip
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": 8 if self.rows * self.cols >= _LARGE else 4, "num_stages": 3 if self.tma else 2}
+
+    def operands(self, a: Any, w: Any) -> tuple[Any, Any]:
+        """The kernel's arguments for them: tensor maps, or the tensors themselves."""
+        if not self.tma:
+            return a, w
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        box = [self.cols, self.block_k] if self.transposed else [self.block_k, self.cols]
+        return TensorDescriptor.from_tensor(a, [self.rows, self.block_k]), TensorDescriptor.from_tensor(w, box)
+
+
+def compile_variant(variant: Variant) -> Any:
+    """Compile for Triton's current device, and load nothing."""
+    v, address = variant, 0 if variant.aligned else variant.dtype.itemsize
+    w = Stand(v.dtype, [v.n, v.k] if v.transposed else [v.k, v.n], address)
+    tables, numbers = [torch.int64] * 3, [1] * 5
+    operands = v.operands(Stand(v.dtype, [1, v.k], address), w)
+    return device_code.tracked_matmul_kernel.warmup(
+        *operands, *tables, *numbers, grid=(1,), **v.constants(), **v.options()
+    )
+
+
+@lru_cache(maxsize=64)
+def _compiled(device: torch.device, variant: Variant) -> Any:
+    """Compiled and on the device: loading a kernel behind a stream that waits could hang the device."""
+    with torch.cuda.device(device):
+        compiled = compile_variant(variant)
+        compiled._init_handles()
+    return compiled
+
+
+class TrackedMatmul:
+    """Tiles of a @ w, stored and counted as tables say; made once for a schedule.
+
+    table: int64 [tiles, 6 + sets], as the kernel has it, but for places: addresses and a pitch, or offsets from `y`, all in bytes.
+    counters: of each, how many tiles come, and the addresses of the words that are set then. relative: places are offsets from y.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        table: np.ndarray,
+        counters: Sequence[tuple[int, Sequence[int]]],
+        *,
+        rows: int,
+        cols: int,
+        sets: int,
+        itemsize: int,
+        relative: bool,
+    ) -> None:
+        table = table.copy()
+        self._out_aligned = not bool(((table[:, 4] | table[:, 5] | table[:, 3] * itemsize) % ALIGNMENT).any())
+        table[:, 5] = table[:, 5] // itemsize * (-1 if relative else 1)
+        ends = np.cumsum([len(words) for _, words in counters], dtype=np.int64)
+        of_counters = [
+            (0, come, end - len(words), end) for (come, words), end in zip(counters, ends.tolist(), strict=True)
+        ]
+        words = [word for _, of_one in counters for word in of_one]
+        self._tables = tuple(
+            torch.tensor(rows_, dtype=torch.int64, device=device)
+            for rows_ in (table, of_counters or [(0,) * 4], words or [0])
+        )
+        self._tiles, self._shape, self._device = len(table), (rows, cols, sets), device
+        self._programs = max(1, min(len(table), tma_and_multiprocessors(device)[1]))
+        self._places: tuple[Any, ...] = ()
+        self._kernel: Any = None
+        self._operands: tuple[Any, ...] = ()
+
+    def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
+        """Compile and load what `launch` needs for such operands, wherever their rows begin; takes seconds."""
+        if self._device.type == "cuda":
+            for aligned in (True, False):
+                _compiled(self._device, self._variant(a, w, aligned))
+
+    def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
+        """Enqueue on the current stream. a: [rows, K], contiguous rows. w: [K, N], K or N with stride 1. y: the caller's tensor."""
+        if not self._tiles:
+            return
+        places = (a.data_ptr(), a.shape, a.stride(), w.data_ptr(), w.stride(), y % ALIGNMENT)
+        if places != self._places:
+            self._bind(a, w, y)
+            self._places = places
+        self._kernel(y, self._tiles, a.shape[0], a.stride(0), w.stride(1 if w.stride(1) != 1 else 0))
+
+    def _variant(self, a: torch.Tensor, w: torch.Tensor, aligned: bool) -> Variant:
+        (k, n), item = w.shape, w.element_size()
+        transposed = w.stride(1) != 1
+        if (transposed and w.stride(0) != 1) or a.stride(1) != 1 or a.dtype != w.dtype or a.dtype not in TRITON_TYPE:
+            raise ValueError(
+                f"a tracked matmul of {a.dtype} {tuple(a.shape)} with strides {a.stride()} and {w.dtype} {tuple(w.shape)} with "
+                f"{w.stride()}: make them of one floating-point type, a with contiguous rows, w with contiguous rows or columns"
+            )
+        aligned = (
+            aligned and self._out_aligned and is_aligned(w.mT if transposed else w) and (n | k) * item % ALIGNMENT == 0
+        )
+        tma = aligned and item == 2 and tma_and_multiprocessors(w.device)[0]
+        return Variant(w.dtype, k, n, transposed, aligned, tma, *self._shape)
+
+    def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
+        """What depends on where tensors are, made anew."""
+        variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
+        constants = variant.constants()
+        w = w.mT if variant.transposed else w
+        if w.device.type != "cuda":
+            operands = (*variant.operands(a, w), *self._tables)
+            self._kernel = lambda *numbers: device_code.tracked_matmul_kernel[self._programs,](
+                *operands, *numbers, **constants
+            )
+            return
+        compiled, values = _compiled(w.device, variant), tuple(constants.values())
+        self._operands = operands = (*variant.operands(Lent(a), Lent(w)), *self._tables)
+        self._kernel = lambda *numbers: compiled[self._programs, 1, 1](*operands, *numbers, *values)
