@@ -222,11 +222,11 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "."], "'--json': file '.' is a directory"),
+        (["--json", "."], "--json .: is a folder, and a file is wanted"),
         (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
         (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
         (["--pictures", __file__], "is a file"),
-        (["--seconds", "inf"], "less than or equal to 3600"),
+        (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
     ],
 )
 def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
