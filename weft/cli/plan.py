@@ -87,7 +87,7 @@ def _add(op: str, about: str) -> None:
             int,
             typer.Option(
                 min=1,
-                max=_MOST_UNEVEN_RANKS if op == _EMBEDDING else _MOST_RANKS,
+                max=_MOST_RANKS,
                 help=f"GPUs; gathered rows must be divisible by them. {_MANY} It grows with experts too.",
             ),
         ] = 2,
@@ -141,6 +141,10 @@ def _add(op: str, about: str) -> None:
         from weft.plan import explanation
 
         m, n, k = _shape(shape)
+        if op == _EMBEDDING and ranks > _MOST_UNEVEN_RANKS:
+            raise ValueError(
+                f"--ranks {ranks}: ranks have tables of their own, and more than {_MOST_UNEVEN_RANKS} take too long"
+            )
         if experts is not None and m % experts and ranks > _MOST_UNEVEN_RANKS:
             above = m + experts - m % experts
             raise ValueError(
