@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 import weft
 from weft.bench.core.records import append, environment
+from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import run_ranks
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
 
 TABLES, DIM, ROWS, SAMPLES, BATCHES = 26, 64, 100_000, 512, 50
 REPETITIONS = 5

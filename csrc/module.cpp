@@ -5,6 +5,7 @@ namespace nb = nanobind;
 
 void register_signal(nb::module_ &m);
 void register_lease(nb::module_ &m);
+void register_layouts(nb::module_ &m);
 void register_embedding_all_to_all(nb::module_ &m);
 void register_mapping(nb::module_ &m);
 void register_copy(nb::module_ &m);
@@ -17,6 +18,7 @@ NB_MODULE(_core, m) {
     m.doc() = "Native part of weft: signals in shared memory, leased tensors, CPU kernels. No torch ABI.";
     register_signal(m);
     register_lease(m);
+    register_layouts(m);
     register_embedding_all_to_all(m);
     register_mapping(m);
     register_copy(m);

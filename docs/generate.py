@@ -18,7 +18,7 @@ from weft import env
 
 HERE = Path(__file__).parent
 _GENERATED = "<!-- Generated from {source} by `python docs/generate.py`: edit there. -->\n\n"
-_MODULES = ("nn", "plan", "schedule", "sim", "sparse", "symm", "trace", "hw", "timeline", "launch")
+_MODULES = ("embedding", "nn", "plan", "schedule", "sim", "symm", "trace", "hw", "timeline", "launch")
 
 
 def api() -> str:

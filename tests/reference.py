@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor, hash_ids
-from weft.sparse.jagged import offsets_of
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor, hash_ids
+from weft.embedding.jagged import offsets_of
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import weft.forks  # noqa: F401 - from here on a forked child knows that it is o
 __version__ = "0.1.0"
 
 _HOME = {
-    "EmbeddingBagConfig": "weft.sparse",
-    "EmbeddingSharding": "weft.sparse",
-    "KeyedJaggedTensor": "weft.sparse",
-    "KeyedTensor": "weft.sparse",
+    "EmbeddingBagConfig": "weft.embedding",
+    "EmbeddingSharding": "weft.embedding",
+    "KeyedJaggedTensor": "weft.embedding",
+    "KeyedTensor": "weft.embedding",
     "Timeline": "weft.timeline",
     "all_gather_matmul": "weft.ops.all_gather_matmul",
     "all_gather_scaled_matmul": "weft.ops.all_gather_scaled_matmul",
@@ -27,9 +27,9 @@ _HOME = {
     "embedding_pool": "weft.ops.embedding_pool",
     "matmul_reduce_scatter": "weft.ops.matmul_reduce_scatter",
     "on_failure": "weft.symm",
-    "place_tables": "weft.sparse",
+    "place_tables": "weft.embedding",
 }
-_MODULES = ("errors", "hw", "nn", "plan", "schedule", "sim", "sparse", "symm", "timeline", "trace")
+_MODULES = ("embedding", "errors", "hw", "nn", "plan", "schedule", "sim", "symm", "timeline", "trace")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

@@ -35,6 +35,27 @@ def lease(
 ) -> object:
     """A DLPack capsule of a tensor over `address` (row-major; DLPack dtype and device codes) that keeps `owner` alive."""
 
+# csrc/layouts.cpp
+class LayoutReader:
+    """Reads where tensors lie, and how, by DLPack's C exchange API.
+
+    Args:
+        tensor, parameter: the types of tensors. Not of others that derive from these, which may keep their values elsewhere.
+
+    Raises:
+        AttributeError, RuntimeError: they offer no such API, or one of a version that is not known here.
+    """
+
+    def __init__(self, tensor: type, parameter: type) -> None: ...
+    def read(self, tensors: list[object]) -> bytes:
+        """Address, device, dtype, sizes and strides of all: equal if all of these are."""
+
+    def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
+        """What a call depends on: of tensors all but where they lie, numbers, flags, None, and lists of these.
+
+        None if there is anything else; and, with `gradients`, if a tensor requires one.
+        """
+
 # csrc/mapping.cpp
 class Mapping:
     """A sealed memfd mapped readable, writable and shared, pages in place; unmapped when the last reference goes."""
@@ -203,7 +224,7 @@ def embedding_all_to_all(
         transport: 0 direct (no flags are raised), 1 put.
         remote_first: work on the samples of rank + 1, rank + 2, ..., this rank; otherwise in batch order.
         slice_size: most vectors of a slice (see `slice_runs`).
-        hash: the row is hash(index) mod rows (weft/sparse/hashing.py); no index is bad then.
+        hash: the row is hash(index) mod rows (weft/embedding/hashing.py); no index is bad then.
         bounds: 0 ignore (the caller promises), 1 warning (a bad index reads a row of zeros and is counted), 2 fatal
             (all indices are looked at first; if any is bad nothing is written and no flag is raised).
         n_threads: threads that share the work, the caller's included.

@@ -19,10 +19,11 @@ from reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm
+from weft.embedding import EmbeddingBagConfig
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import plan_of
 from weft.errors import PoisonedGroupError, RefusedError, WeftError
-from weft.ops.embedding_all_to_all import compiled
-from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
-from weft.sparse import EmbeddingBagConfig
+from weft.operator.embedding import compiled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,8 +61,8 @@ def exchanged(group: dist.ProcessGroup, p: Problem, features: Any = None, **opti
 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
     """The operator that `exchanged` with these options uses, to look inside."""
-    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding), "hash": p.hash}
-    return compiled(EmbeddingPlan(p.sharding, **usual | options), symm.domain(group, DEVICE))
+    plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
+    return compiled(plan, symm.domain(group, DEVICE))
 
 
 def poison(operator: Any) -> None:
@@ -105,7 +106,10 @@ def test_equals_float64(group: dist.ProcessGroup, name: str) -> None:
     assert_close(alone.cpu(), p)
     for order in ("remote_first", "natural"):
         assert torch.equal(exchanged(group, p, order=order), alone), f"{order}: not the bits of embedding_pool"
-    assert torch.equal(exchanged(group, p, transport="put"), alone), "put: not the bits of embedding_pool"
+    for transport in ("put", "serial"):
+        assert torch.equal(exchanged(group, p, transport=transport), alone), (
+            f"{transport}: not the bits of embedding_pool"
+        )
 
 
 def test_values_and_offsets_may_begin_anywhere(group: dist.ProcessGroup) -> None:

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from reference import Problem, assert_close
 
 from weft import symm
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.embedding import as_jagged
+from weft.embedding.check import check_jagged
+from weft.embedding.options import EmbeddingOptions, Order
+from weft.embedding.plan import plan_of
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
-from weft.runtime.embedding_plan import EmbeddingPlan, Order, Transport, default_slice_size
-from weft.sparse import as_jagged
-from weft.sparse.check import check_jagged
 
-TRANSPORTS, ORDERS = get_args(Transport), get_args(Order)
+FUSED, ORDERS = ("direct", "put"), get_args(Order)
+TRANSPORTS = (*FUSED, "serial")
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 MARKS = [
     pytest.mark.multigpu,
@@ -50,8 +53,8 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> Any:
     """The operator that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
-    usual = {"transport": "direct", "slice_size": default_slice_size(p.sharding), "hash": p.hash}
-    return compiled(EmbeddingPlan(p.sharding, **usual | options), symm.domain(group, device()))
+    plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct", "hash": p.hash} | options))
+    return compiled(plan, symm.domain(group, device()))
 
 
 def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torch.Tensor:
@@ -64,7 +67,7 @@ def run(group: dist.ProcessGroup, p: Problem, operator: Any, **how: Any) -> torc
 def poison(operator: Any) -> None:
     """NaN into every output buffer of this rank that is not lent, in stream order: peers write only after it."""
     pool = operator.outputs
-    if pool.slot_bytes:
+    if pool is not None and pool.slot_bytes:
         memory = pool._region.tensor(operator.domain.rank, (pool.count, pool.slot_bytes), torch.uint8)
         for slot in pool._free:
             memory[slot].fill_(NAN_BYTE)

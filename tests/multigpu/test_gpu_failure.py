@@ -17,7 +17,7 @@ import gpu_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import TRANSPORTS, assert_right, error_of
+from gpu_ranks import FUSED, assert_right, error_of
 from reference import Problem, problem
 
 from weft import symm
@@ -72,7 +72,7 @@ def absent(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tup
     return error, then(own, p, options)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FUSED)
 def test_a_rank_that_never_calls(pair: Pool, transport: str) -> None:
     answers = pair.run(absent, PROBLEM, {"transport": transport}, timeout_s=30)
     kind, text = answers[0][0]
@@ -179,7 +179,7 @@ def killed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tup
     return error, again
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FUSED)
 def test_a_rank_that_is_killed(pair: Pool, transport: str) -> None:
     with Pool(2, backend="nccl") as mortals:
         answers = mortals.run(killed, PROBLEM, {"transport": transport}, return_exceptions=True, timeout_s=40)

@@ -15,15 +15,15 @@ import gpu_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import ORDERS, TRANSPORTS, assert_right
+from gpu_ranks import FUSED, ORDERS, TRANSPORTS, assert_right
 from reference import Problem, assert_close, problem, tables_of
 
 import weft
 from weft import symm
+from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.kernels.embedding_all_to_all import COPIES, FLAGS
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.symm.cuda import _slabs
 
 pytestmark = ranks.MARKS
@@ -110,7 +110,7 @@ def closed_in_turn(group: dist.ProcessGroup, transport: str) -> list[int]:
     return free
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FUSED)
 def test_a_closed_module_gives_its_memory_back(pair: Pool, transport: str) -> None:
     for free in pair.run(closed_in_turn, transport, timeout_s=60):
         assert len(set(free)) == 1
@@ -159,7 +159,7 @@ def timed(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> weft
     return timeline
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FUSED)
 def test_timeline_has_the_bytes_that_leave(pair: Pool, transport: str) -> None:
     p = ONE_WIDTH
     for rank, timeline in enumerate(pair.run(timed, p, {"transport": transport}, timeout_s=60)):

@@ -9,13 +9,16 @@ import torch.distributed as dist
 from reference import Problem
 
 from weft import symm
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.embedding.options import EmbeddingOptions, Order
+from weft.embedding.plan import plan_of
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import EmbeddingPlan, Order, Transport
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TRANSPORTS, ORDERS = get_args(Transport), get_args(Order)
+FUSED, ORDERS = ("direct", "put"), get_args(Order)
+TRANSPORTS = (*FUSED, "serial")
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 
 
@@ -32,14 +35,14 @@ def call(group: dist.ProcessGroup, p: Problem, features: Any = None, **options: 
 def operator_of(group: dist.ProcessGroup, p: Problem, **options: Any) -> EmbeddingAllToAllCpu:
     """The operator that `call` with these options uses, to look inside."""
     options.pop("deadline_s", None)
-    plan = EmbeddingPlan(p.sharding, **{"transport": "direct"} | options)
+    plan = plan_of(p.sharding, EmbeddingOptions(**{"transport": "direct"} | options))
     return compiled(plan, symm.domain(group, "cpu"))
 
 
 def free_buffers(operator: EmbeddingAllToAllCpu) -> list[torch.Tensor]:
     """The bytes of each output buffer of this rank that is not lent."""
     pool, rank = operator.outputs, operator.domain.rank
-    if not pool.slot_bytes:
+    if pool is None or not pool.slot_bytes:
         return []
     memory = pool._region.tensor(rank, (pool.count, pool.slot_bytes), torch.uint8)
     return [memory[slot] for slot in pool._free]

@@ -22,21 +22,23 @@ from weft.bench.ops.embedding_all_to_all import (
     EmbeddingWorkload,
     SerialArm,
     Traffic,
-    Variant,
-    column_runs,
+    embedding_bags,
     make_arm,
+    parse,
     pooled_float64,
     why_not,
 )
-from weft.bench.ops.embedding_presets import FULL, EmbeddingPreset, Fixed, TableShape, UniformBags
+from weft.bench.ops.embedding_presets import FULL, Bag, EmbeddingPreset, TableShape
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.tables import column_runs
 from weft.launch import Pool
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
 from weft.timeline import Timeline
 
 CPU = torch.device("cpu")
-TINY = EmbeddingPreset("tiny", "by hand", (TableShape(10, 4, Fixed(3)), TableShape(20, 4, Fixed(3))), False, 6)
+TINY = EmbeddingPreset("tiny", "by hand", (TableShape(10, 4, Bag(3, 3)), TableShape(20, 4, Bag(3, 3))), False, 6)
 RAGGED = EmbeddingPreset(
-    "ragged", "odd sizes", tuple(TableShape(50 + i, 3 + 2 * i, UniformBags(5)) for i in range(5)), False, 21
+    "ragged", "odd sizes", tuple(TableShape(50 + i, 3 + 2 * i, Bag(0, 5)) for i in range(5)), False, 21
 )
 
 
@@ -52,9 +54,9 @@ def test_a_repetition_is_as_slow_as_its_slowest_rank() -> None:
 
 
 def test_names_of_variants() -> None:
-    assert Variant.parse("direct") == Variant("direct")
-    assert Variant.parse("put-natural-slice8") == Variant("put", "natural", 8)
-    assert Variant.parse("put-slice0") is None
+    assert parse("direct") == EmbeddingOptions("direct", outputs=1)
+    assert parse("put-natural-slice8") == EmbeddingOptions("put", "natural", 8, outputs=1)
+    assert parse("put-slice0") is None
     assert why_not("put-natural", CPU) is None
     assert why_not("fbgemm", CPU) == "it is compared on GPUs"
     assert why_not("per-table", CPU) == "only GPU kernels are launched"
@@ -158,11 +160,8 @@ class _Broken(SerialArm):
     """Correct, except for what `spoil` does to the output."""
 
     def __init__(self, work: EmbeddingWorkload, spoil) -> None:
-        super().__init__(work)
-        self.inner, self.spoil = make_arm(BASELINE, work), spoil
-
-    def pool(self, which: int) -> torch.Tensor:
-        return self.inner.pool(which)
+        super().__init__(work, embedding_bags)
+        self.spoil = spoil
 
     def __call__(self, which: int) -> torch.Tensor:
         output = super().__call__(which)
@@ -250,9 +249,7 @@ def _measured(group: dist.ProcessGroup) -> list[dict]:
         OPERATOR.name, variants=("batched", "put", "direct-natural"), modes=("queued",), quick=True, scale=1.0
     )
     ranks = _ranks(group)
-    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records(
-        options, "run"
-    )
+    return OPERATOR.measure(RAGGED, ranks, options, ceilings_for(options, ranks), lambda what, share: None).records
 
 
 def test_records_have_every_field_and_agree_with_each_other(pool: Pool) -> None:

@@ -10,21 +10,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from weft import symm
+from weft.bench.__main__ import options_of
 from weft.bench.core import measure
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_arms
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
-from weft.bench.ops import all_gather_matmul
-from weft.bench.ops.all_gather_matmul import OPERATOR, MatmulWorkload, Weft, roundings
-from weft.bench.ops.gemms import MatmulShape, cannot
+from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants, roundings
+from weft.bench.ops.gemms import Shape, cannot
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import choosing
@@ -32,7 +33,7 @@ from weft.plan import choose
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates, described
 from weft.sim import model_of
 
-SHAPE = MatmulShape(24, 10, 16, ("by hand",))
+SHAPE = Shape(24, 10, 16, ("by hand",))
 PUT = "shard[chunks=1,send=in_turn,by=dma]"
 UNCUT = "shard[chunks=500,send=in_turn,by=dma]"
 ONE_PEER = "shard[chunks=1,send=at_once,by=dma]"
@@ -44,10 +45,8 @@ def _options(**given) -> BenchOptions:
 
 
 def _typed(variants: str) -> tuple[str, ...]:
-    return BenchOptions.from_text(
-        OPERATOR.name, preset="24x10x16", ranks=2, device="cpu", variants=variants, modes=[], scale=None, dtype=None,
-        json=None, quick=True, seconds=None,
-    ).variants  # fmt: skip
+    given = ["--preset", "24x10x16", "--ranks", "2", "--device", "cpu", "--quick", "--variants", variants]
+    return options_of([OPERATOR.name, *given]).variants
 
 
 def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
@@ -63,7 +62,7 @@ def test_a_comma_inside_a_schedules_name_belongs_to_it() -> None:
         ({"variants": (UNCUT,)}, r"variant 'shard\[chunks=500,.*' cannot do any of these shapes: .*500"),
         ({"variants": (ONE_PEER,)}, r"variant 'shard\[.*at_once.*' cannot do any of these shapes: .*peer"),
         ({"modes": ("graph",)}, "modes=.*all_gather_matmul on cpu has no other"),
-        ({"scale": 0.5}, r"scale=0\.5 is for tables: name a smaller shape"),
+        ({"scale": 0.5}, r"scale=0\.5: .* for tables: name a smaller shape"),
         ({"dtype": "fp8"}, "must be a positive multiple of 16, as fp8 GEMMs want it"),
         ({"ranks": 5}, "m=24 must be divisible by world_size=5: use 20 or 25"),
         ({"preset": "llama"}, "no preset 'llama': give one of measured, llama-3-8b.*or a shape MxNxK"),
@@ -78,7 +77,7 @@ def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -
 def test_a_variant_that_cannot_do_a_shape_is_a_note_of_that_shape() -> None:
     options = _options(preset="24x10x16,1024x10x16", variants=(UNCUT, PUT))
     problems = [described("all_gather_matmul", m=m, n=10, k=16, ranks=2, dtype="fp32") for m in (24, 1024)]
-    few, many = (cannot(options.variants, [(p, "")], ()) for p in problems)
+    few, many = (cannot(options.variants, [(p, "")]) for p in problems)
     assert len(few) == 1
     assert few[0].startswith(f"not measured, {UNCUT}: ")
     assert "500" in few[0]
@@ -99,13 +98,14 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
     return Ranks(group, group, torch.device("cpu"))
 
 
-def _workload(group: dist.ProcessGroup, dtype: str = "fp32") -> MatmulWorkload:
-    return MatmulWorkload(SHAPE, _ranks(group), dtype, input_sets=2)
+def _workload(group: dist.ProcessGroup) -> GatherVariants:
+    return GatherVariants(OPERATOR.spec, SHAPE, _ranks(group), "fp32", input_sets=2)
 
 
 def _facts(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
-    work.roundings["2d"] = 4
+    p = AllGatherMatmul.even(24, 10, 16, 3)
+    work.schedules["2d"] = next(c for c in candidates(p) if c.name == TWO_D).build()  # which rounds four times
     errors = {"serial": 1e-6}
     gathered = [torch.empty(12, 16) for _ in range(2)]
     dist.all_gather(gathered, work.x_shards[1], group=group)
@@ -116,7 +116,7 @@ def _facts(group: dist.ProcessGroup) -> dict:
         "reference": float((work.reference(1) - torch.cat(gathered).double() @ work.w.double()).abs().max()),
         "limits": [work.limit(name, errors) for name in ("put", "2d")],
         "rooflines": [
-            work.roofline_ms(Ceilings(memory, link, flops))
+            work.roofline_ms([Ceilings(memory, link, flops)] * 2)
             for memory, link, flops in ((1e6, 1e12, 1e12), (1e12, 1e6, 1e12), (1e12, 1e12, 1e6))
         ],
     }
@@ -137,7 +137,7 @@ def _measured(group: dist.ProcessGroup, dtype: str) -> list[dict]:
     ranks, options = _ranks(group), _options(variants=("weft", "weft-serial", "shard", TWO_D), dtype=dtype)
     found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
     assert not found.wrong
-    return found.records(options, "run")
+    return found.records
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -170,10 +170,10 @@ def test_records_have_every_field_and_agree_with_each_other(pool: Pool, dtype: s
 
 def _scaled(group: dist.ProcessGroup) -> list[dict]:
     ranks, options = _ranks(group), _options(variants=("weft", PUT), dtype="fp8", preset="24x16x32")
-    shape = MatmulShape(24, 16, 32, ())
+    shape = Shape(24, 16, 32, ())
     found = OPERATOR.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
     assert not found.wrong
-    return found.records(options, "run")
+    return found.records
 
 
 def test_fp8_is_the_scaled_operator(pool: Pool) -> None:
@@ -210,22 +210,26 @@ def test_records_say_what_was_chosen_and_predicted(pool: Pool, monkeypatch: pyte
 
 def _with_one_wrong(group: dist.ProcessGroup, path: Path) -> str:
     """A run of two shapes in which a pinned schedule is wrong on one of two ranks."""
-    correct = Weft.__call__
+    correct = GatherVariants.weft
 
-    def spoiled(self: Weft, which: int) -> torch.Tensor:
-        y = correct(self, which)
-        if self.schedule == PUT and self.work.ranks.rank == 1:
+    def spoiling(self: GatherVariants, variant: str, schedule: str | None) -> Any:
+        call = correct(self, variant, schedule)
+
+        def spoiled(which: int) -> torch.Tensor:
+            y = call(which)
             y[-1, -1] += 1
-        return y
+            return y
+
+        return spoiled if schedule == PUT and self.ranks.rank == 1 else call
 
     options = _options(preset="24x10x16,8x4x8", variants=("weft", "shard[chunks=1"), modes=("queued",), json=path)
-    all_gather_matmul.Weft.__call__ = spoiled  # type: ignore[method-assign]
+    GatherVariants.weft = spoiling  # type: ignore[method-assign]
     try:
         run_rank(group.rank(), group.size(), options)
     except RuntimeError as error:
         return str(error)
     finally:
-        all_gather_matmul.Weft.__call__ = correct  # type: ignore[method-assign]
+        GatherVariants.weft = correct  # type: ignore[method-assign]
     return "nothing"
 
 
@@ -283,32 +287,37 @@ class _Recorder:
         return graph, graph.output
 
 
-class _Serial(all_gather_matmul.Serial):
-    def __init__(self, work: MatmulWorkload, kind: str) -> None:
-        super().__init__(work)
-        self.kind = kind
+class _Serial:
+    def __init__(self, work: GatherVariants, kind: str) -> None:
+        self.serial, self.kind = work.serial, kind
+
+    def __call__(self, which: int) -> torch.Tensor:
+        return self.serial(which)
 
 
 def _captured(group: dist.ProcessGroup) -> dict:
     work = _workload(group)
+    work.others(())
     arms = {name: _Serial(work, name) for name in ("serial", "refuses", "late")}
     eager = check(arms, work)
-    found = check(arms, work, _Recorder(work.ranks), eager.errors)  # type: ignore[arg-type]
+    wrong = dict(eager.wrong)
+    found = check(arms, work, _Recorder(work.ranks), eager)  # type: ignore[arg-type]
     original, measure.Recorder = measure.Recorder, _Recorder  # type: ignore[assignment,misc]
     try:
         results = measure_arms(
-            work, arms, {"beside": arms["serial"].gather}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3),
+            work, arms, {"beside": work.gather}, modes=("queued", "graph"), seconds=0.01, repetitions=(3, 3),
             step=lambda what, share: None,
         )  # fmt: skip
     finally:
         measure.Recorder = original  # type: ignore[misc]
-    return {"eager": eager, "checked": (found.errors, found.not_captured, sorted(found.graphs)), "results": results}
+    checked = found.errors, found.not_captured, sorted(found.graphs)
+    return {"eager": wrong, "checked": checked, "results": results}
 
 
 def test_a_captured_call_is_checked_and_one_that_cannot_be_is_named(pool: Pool) -> None:
     first, second = pool.run(_captured, ranks=2)
     assert first == second
-    assert not first["eager"].wrong
+    assert not first["eager"]
     errors, not_captured, graphs = first["checked"]
     assert errors["serial"] < 1e-5
     assert errors["late"] == math.inf, "a row that a replay leaves poisoned"
@@ -319,7 +328,7 @@ def test_a_captured_call_is_checked_and_one_that_cannot_be_is_named(pool: Pool) 
     assert {name for mode, name in results.timings if mode == "queued"} == {"serial", "refuses", "late", "beside"}
     assert results.not_captured == not_captured
     assert len(results.wrong) == 1
-    assert "late as a graph differs" in results.wrong[0]
+    assert "late as a graph differs" in results.wrong["late"]
 
 
 @pytest.mark.slow

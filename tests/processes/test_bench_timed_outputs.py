@@ -95,7 +95,7 @@ def test_a_row_that_ends_wrong_has_no_time(pool: Pool, mode: Mode) -> None:
         assert (mode, "fresh") in found.timings
         assert (mode, "tiring") not in found.timings
         assert ("graph", "tiring") not in found.timings, "nor is it captured"
-        (text,) = found.wrong
+        (text,) = found.wrong.values()
         assert f"doubling: tiring, {mode}, differs from the float64 reference" in text
         assert "its time is not kept" in text
         assert found.errors["tiring"] > 0.1
@@ -107,7 +107,7 @@ def test_a_graph_that_is_replayed_without_writing_has_no_time(pool: Pool) -> Non
         assert eager == {}
         assert {name for mode, name in found.timings if mode == "queued"} == {"baseline", "fresh", "once"}
         assert {name for mode, name in found.timings if mode == "graph"} == {"baseline", "fresh"}
-        (text,) = found.wrong
+        (text,) = found.wrong.values()
         assert "once, graph, differs" in text
 
 

@@ -34,6 +34,16 @@ def test_version_and_help_need_no_torch() -> None:
         assert command in found.stdout
 
 
+@pytest.mark.parametrize(
+    "launcher", ["from weft.cli.app import app; app(['bench', '--help'])", "from weft.bench.__main__ import *; main()"]
+)
+def test_help_of_bench_needs_no_torch(launcher: str) -> None:
+    script = f"import sys; sys.argv = ['', '--help']; sys.modules['torch'] = None; {launcher}"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert "put-natural-slice8" in " ".join(found.stdout.split())
+
+
 def test_help_of_bench_teaches_by_examples() -> None:
     text = runner.invoke(app, ["bench", "--help"]).output
     for words in (

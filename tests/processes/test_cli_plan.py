@@ -52,6 +52,55 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
+def test_embeddings(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = [
+        "plan",
+        "embedding_all_to_all",
+        "--shape",
+        "4096,64,20",
+        "--tables",
+        "26",
+        "--hw",
+        "h200",
+        "--ranks",
+        "4",
+    ]
+    done = runner.invoke(app, [*arguments, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert {one["candidate"] for one in data["candidates"]} == {"serial", "direct", "put"}
+    assert all(one["predicted_us"] > 0 and one["losses"] is None for one in data["candidates"])
+    for words in (
+        "4096 samples, 26 features with 1664 columns and 20 rows a bag, fp32, 4 ranks",
+        data["choice"],
+        "taken",
+    ):
+        assert words in done.output
+    assert "DIL" not in done.output
+    assert "--tables 128" in runner.invoke(app, ["plan", "embedding_all_to_all", "--help"]).output
+
+
+def test_a_shape_on_gpus_that_are_linked_in_another_way(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = [
+        "--shape",
+        "4096,512,512",
+        "--hw",
+        "mi300x",
+        "--ranks",
+        "8",
+        "--topology",
+        "torus",
+        "--json",
+        str(file),
+    ]
+    found = runner.invoke(app, [*COMMAND, *arguments])
+    assert found.exit_code == 0, found.output
+    assert "topology torus in place of mesh" in found.output
+    assert "topology torus in place of mesh" in json.loads(file.read_text())["notes"]
+
+
 def test_without_a_terminal_lines_say_what_takes_so_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +194,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
             "M=8192 tokens are not as many for each of 960 experts, and more than 72 ranks that differ take too long to "
             "simulate; use M=8640",
         ),
-        (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to multiply"),
+        (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
         (
             ["--experts", "8", "--mode", "graph"],
             "plan it with --bounded (in Python bounded=True), and call it with max_rows",
@@ -173,11 +222,11 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "."], "'--json': file '.' is a directory"),
+        (["--json", "."], "--json .: is a folder, and a file is wanted"),
         (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
         (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
         (["--pictures", __file__], "is a file"),
-        (["--seconds", "inf"], "less than or equal to 3600"),
+        (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
     ],
 )
 def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
@@ -199,7 +248,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,4096"], "--shape '512,4096' must be three whole numbers M,N,K above 0"),
         (["--shape", "-512,8,8"], "--shape '-512,8,8' must be three whole numbers"),
         (["--shape", "512,1e3,8"], "--shape '512,1e3,8' must be three whole numbers"),
-        (["--shape", "512,8,0"], "M=512, N=8, K=0: there is nothing to multiply; each must be at least 1"),
+        (["--shape", "512,8,0"], "M=512, N=8, K=0: there is nothing to compute; each must be at least 1"),
         (["--shape", "512,8,8", "--ranks", "1024"], "less than or equal to 256"),
         (["--shape", "512,8,8", "--json", "."], "'--json': file '.' is a directory"),
         (["--shape", "512,8,8", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: there is no folder"),
@@ -207,6 +256,14 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
+        (
+            ["--shape", "512,8,8", "--topology", "rings"],
+            "no topology 'rings': give one of hosts, mesh, ring, switch, torus",
+        ),
+        (
+            ["--shape", "512,8,8", "--hw", "h200", "--topology", "ring"],
+            "NVIDIA H200 has no link.pair_usable: add it to that",
+        ),
         (
             ["--shape", "512,8,8", "--dtype", "bf8", "--hw", "h200"],
             "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16",

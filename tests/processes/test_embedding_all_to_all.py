@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from reference import Problem, assert_as_exact_as_torch, assert_close, even, problem, tables_of
 
 import weft
+from weft.embedding import EmbeddingBagConfig
 from weft.launch import Pool
-from weft.sparse import EmbeddingBagConfig
 
 INDEX_DTYPES = (torch.int64, torch.int32)
 SIZES = (1, 2, 3, 4, 8)

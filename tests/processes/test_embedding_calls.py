@@ -16,7 +16,7 @@ import embedding_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_ranks import DTYPES, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
+from embedding_ranks import DTYPES, FUSED, ORDERS, TRANSPORTS, assert_same_bits, pooled_here
 from pool import error_of
 from reference import Problem, assert_close, problem, tables_of
 
@@ -69,7 +69,7 @@ def recorded(group, p, options):
     return output, timeline, before, time.monotonic_ns() / 1e3
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FUSED)
 def test_timeline(pool: Pool, transport: str) -> None:
     """Spans lie within the call, carry exactly the bytes that leave the rank, and end with a wait."""
     p = problem(3, batch=20, dtype=torch.float16)
@@ -85,6 +85,22 @@ def test_timeline(pool: Pool, transport: str) -> None:
         waits = [span for span in timeline if span.lane == "wait"]
         assert len(waits) == 1
         assert waits[0].end_us == max(span.end_us for span in timeline)
+
+
+def test_timeline_of_serial(pool: Pool) -> None:
+    """One step after the other, of which the exchange has the bytes that leave the rank."""
+    p = problem(3, batch=20, dtype=torch.float16)
+    answers = pool.run(recorded, p, {"transport": "serial"}, ranks=3)
+    assert_same_bits([answer[0] for answer in answers], p)
+    for rank, (_, timeline, before, after) in enumerate(answers):
+        spans = list(timeline)
+        assert [(span.rank, span.lane, span.name) for span in spans] == [
+            (rank, "compute", name) for name in ("pool", "all_to_all", "unpack")
+        ]
+        times = [before, *(time for span in spans for time in (span.start_us, span.end_us)), after]
+        assert times == sorted(times)
+        width = sum(slot.dim for slot in p.sharding.local_slots(rank))
+        assert [span.bytes for span in spans] == [0, (20 - p.batch_sizes[rank]) * width * 2, 0]
 
 
 def caught(group, p, options, spoil):
@@ -206,7 +222,7 @@ def hold(group, problems, options):
 
 
 @pytest.mark.parametrize("outputs", [2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", FUSED)
 def test_held_results_stay_as_they_are(pool: Pool, outputs: int, transport: str) -> None:
     problems = [Problem(tables_of((8, 3, 16)), (0, 1, 0), (6, 5), seed=seed) for seed in range(5)]
     options = {"outputs": outputs, "transport": transport, "slice_size": 7}

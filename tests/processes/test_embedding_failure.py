@@ -66,8 +66,10 @@ def absent(group, p, options):
 def test_a_rank_that_never_calls(pool: Pool, transport: str) -> None:
     answers = pool.run(absent, PROBLEM, {"transport": transport}, ranks=3)
     errors = [answers[rank][0] for rank in (0, 2)]
+    missed = 4 if transport == "serial" else 3  # whose ranks meet twice in a call
     assert_deadline(
-        errors, r"rank [02] waited 0.5 s for embedding_all_to_all \(call 3\) from rank 1 .*: wanted 3, found 2"
+        errors,
+        rf"rank [02] waited 0.5 s for embedding_all_to_all \(call {missed}\) from rank 1 .*: wanted {missed}, found {missed - 1}",
     )
     assert_over(answers)
 
@@ -136,7 +138,7 @@ def test_a_rank_that_raises_inside_a_call(pool: Pool, transport: str) -> None:
     for rank in (0, 2):
         kind, text = answers[rank][0]
         assert kind == "PoisonedGroupError"
-        assert "rank 1: embedding_all_to_all failed in the middle of a call: ArithmeticError('on purpose')" in text
+        assert re.search(r"rank 1: embedding_all_to_all.*: ArithmeticError\('on purpose'\)", text)
     assert_over(answers)
 
 

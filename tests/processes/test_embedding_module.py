@@ -16,12 +16,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor, KeyedTensor, hash_ids
+from weft.embedding.jagged import offsets_of
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 from weft.nn.input_dist import InputDist
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor, KeyedTensor, hash_ids
-from weft.sparse.jagged import offsets_of
 
 TABLES = (
     EmbeddingBagConfig(50, 8, "users", ("u", "friend")),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from pool import error_of, traces
 
+from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.sparse import EmbeddingBagConfig, KeyedJaggedTensor
 
 BATCH, WIDTH = 64, 256  # of fp32: results of 64 KiB
 IDS = torch.arange(2 * BATCH) % 20

@@ -15,9 +15,9 @@ from pool import error_of
 from slow import slow
 
 import weft
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, KeyedJaggedTensor
 
 TABLES = (EmbeddingBagConfig(50, 8, "users", ("u", "friend")), EmbeddingBagConfig(20, 3, "items", ("i",), "mean"))
 KEYS = ["u", "friend", "i"]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from weft.bench.core import records
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
+from weft.bench.report import markdown
 from weft.launch import Pool
 from weft.operator.calls import made, registered
 from weft.operator.spec import Operator
@@ -144,7 +147,9 @@ def test_it_is_verified_simulated_planned_and_explained() -> None:
     assert "straight" in explain("matmul_scatter", M=4096, N=1024, K=8192, ranks=4, hw="h200")
 
 
-def test_it_is_measured(pool: Pool) -> None:
+def test_it_is_measured_and_reported(pool: Pool, tmp_path: Path) -> None:
     written = pool.run(measured, ranks=2, timeout_s=120)[0]
     assert {r["variant"] for r in written} == {"serial", "weft", "straight"}
     assert all(r["p50_ms"] > 0 and r["error"] < 1e-5 for r in written)
+    records.append(tmp_path / "results.jsonl", [r | {"device": "cuda"} for r in written])  # CPU times may be too short
+    assert "| 16x6x8 | " in markdown(records.read([tmp_path / "results.jsonl"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.hw import load_machine
+from weft.hw.topology import Wiring, mesh, switch
 from weft.schedule import (
     ITEM_BYTES,
     RANK,
@@ -19,12 +20,12 @@ from weft.schedule import (
 from weft.sim import NULL, Model, model_of
 
 TOY = replace(
-    NULL, name="toy", hbm_bytes_per_us=1e6, pair_bytes_per_us=100.0, copy_engines=8, copy_bytes_per_us=100.0,
+    NULL, name="toy", hbm_bytes_per_us=1e6, wiring=Wiring(mesh, (100.0,)), copy_engines=8, copy_bytes_per_us=100.0,
     copy_latency_us=7.0, put_bytes_per_us=((1, 50.0), (2, 100.0)), compute_units=4, kernel_copy_units=1,
 )  # fmt: skip
 """A mesh with links of 100 bytes/us; memory that is never scarce; kernels that take no time."""
 
-SWITCH = replace(TOY, pair_bytes_per_us=100.0, port_bytes_per_us=100.0)
+SWITCH = replace(TOY, wiring=Wiring(switch, (100.0,)))
 
 
 def gpu(name: str, world: int) -> Model:

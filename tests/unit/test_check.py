@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, JaggedInput, hash_ids
-from weft.sparse.check import CheckedInput, bad_index_message, check_jagged, check_offsets, first_bad_index
-from weft.sparse.jagged import offsets_of
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput, hash_ids
+from weft.embedding.check import CheckedInput, bad_index_message, check_jagged, check_offsets, first_bad_index
+from weft.embedding.jagged import offsets_of
 
 SHARDING = EmbeddingSharding(
     (

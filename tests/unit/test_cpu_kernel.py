@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft import _core
-from weft.sparse.hashing import hash_ids
+from weft.embedding.hashing import hash_ids
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIRECT, PUT = 0, 1

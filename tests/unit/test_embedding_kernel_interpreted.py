@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -21,9 +22,10 @@ import pytest
 import torch
 from reference import Problem, assert_close, problem, tables_of
 
-from weft.runtime.embedding_plan import EmbeddingPlan, Order
-from weft.sparse import EmbeddingBagConfig, JaggedInput
-from weft.sparse.check import CheckedInput, check_jagged
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
+from weft.embedding.check import CheckedInput, check_jagged
+from weft.embedding.options import EmbeddingOptions, Order
+from weft.embedding.plan import EmbeddingPlan
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Ranks:
 
         self.device_code, self.case, self.p = device_code, case, case.p
         self.world = case.p.sharding.world_size
-        self.plan = EmbeddingPlan(case.p.sharding, **case.options)
+        self.plan = EmbeddingPlan(case.p.sharding, EmbeddingOptions(**case.options))
         self.kernels = [EmbeddingKernel(self.plan, rank, torch.device("cpu")) for rank in range(self.world)]
         self.inputs = [self.input(rank) for rank in range(self.world)]
         self.slot_elements = max(1, max(case.p.batch_sizes) * case.p.sharding.total_dim) + 3
@@ -194,14 +196,14 @@ def check_signals(ranks: Ranks, rank: int, epoch: int) -> None:
         if reader != rank:
             word = int(ranks.signals[reader, 2 * rank + 1])
             assert word == (epoch << ranks.device_code.SLOT_BITS) + ranks.slot(rank, epoch)
-            if ranks.plan.transport == "direct":
+            if ranks.plan.options.transport == "direct":
                 assert int(ranks.signals[reader, 2 * ranks.world + rank]) == epoch
 
 
 def check_counts(ranks: Ranks, epoch: int) -> None:
     """`put`: a copy and a flag per slice and remote sample, in the place where their reader looks; otherwise none."""
     per_sample, sizes = ranks.plan.slices_per_sample, ranks.p.batch_sizes
-    put = ranks.plan.transport == "put"
+    put = ranks.plan.options.transport == "put"
     for rank in range(ranks.world):
         sent = (sum(sizes) - sizes[rank]) * per_sample[rank] if put else 0
         assert ranks.words(rank, "COPIES", "FLAGS") == [epoch * sent, epoch * sent], f"rank {rank}"
@@ -268,7 +270,43 @@ def play_garbage_offsets() -> None:
     assert not ranks.output(0, 1).isnan().any()
 
 
+def play_pooling_alone() -> None:
+    """What ranks pool of their own tables, with nobody to send it to, has the bits of all tables in one kernel; and a rank with bad
+    ids says so at its next call."""
+    from weft.runtime.cuda.embedding import pool_on_gpu
+
+    p = problem(2, (8, 3, 300, 5), 6, weighted=True)
+
+    def pooled(
+        plan: EmbeddingPlan, weights: list[torch.Tensor], given: tuple[torch.Tensor, ...], **how: int
+    ) -> torch.Tensor:
+        jagged = JaggedInput(None, *given)
+        checked = check_jagged(jagged, plan.sharding, 0, (6,), weights)
+        out = torch.full((6, plan.sharding.total_dim), torch.nan)
+        pool_on_gpu(plan, weights, jagged, checked, out, **how)
+        return out
+
+    together = EmbeddingPlan(EmbeddingSharding(p.tables, (0,) * 4, 1), EmbeddingOptions("direct"))
+    whole = pooled(together, p.weights, p.whole())
+    assert_close(whole, p)
+    plan = EmbeddingPlan(p.sharding, EmbeddingOptions("serial"))
+    for rank in range(2):
+        alone = plan.alone(rank)
+        assert alone is not None
+        slots = [s for slot in p.sharding.local_slots(rank) for s in range(slot.column, slot.column + slot.dim)]
+        values, *rest = p.tupled(rank)
+        for bad in (0, 0, 1, 0):
+            spoiled = values.clone()
+            spoiled[:bad] = -1
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                found = pooled(alone, p.local_weights(rank), (spoiled, *rest), rank=rank, widest=300)
+            assert bad or torch.equal(found, whole[:, slots])
+        assert [str(one.message)[: len("rank 1: 1 index")] for one in said] == [f"rank {rank}: 1 index"]
+
+
 OTHERS = {
+    "pooling alone": play_pooling_alone,
     "a disagreement": play_a_disagreement,
     "poison": play_poison,
     "garbage offsets": play_garbage_offsets,

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from reference import tables_of
 
 from weft import _core
-from weft.runtime.embedding_plan import EmbeddingPlan, Unit
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan, plan_of
+from weft.schedule.slices import Unit
 
 
 def plan(owners: tuple[int, ...], dims: tuple[int, ...] = (8, 3, 16, 1, 5), **options: Any) -> EmbeddingPlan:
-    return EmbeddingPlan(EmbeddingSharding(tables_of(dims[: len(owners)]), owners, 3), **options)
+    return plan_of(EmbeddingSharding(tables_of(dims[: len(owners)]), owners, 3), EmbeddingOptions(**options))
 
 
 def test_slices_of_adjacent_columns() -> None:
@@ -32,7 +34,7 @@ def test_slices_of_adjacent_columns() -> None:
 
 def test_a_table_with_several_features_is_several_slots() -> None:
     table = EmbeddingBagConfig(9, 4, "t", ("a", "b", "c"))
-    p = EmbeddingPlan(EmbeddingSharding((table,), (0,), 1), slice_size=2)
+    p = plan_of(EmbeddingSharding((table,), (0,), 1), EmbeddingOptions(slice_size=2))
     assert p.slices(0) == (Unit(0, 2, 0, 8), Unit(2, 3, 8, 4))
 
 
@@ -46,7 +48,7 @@ def test_slices_tile_a_ranks_columns_as_the_native_kernel_does(
     dims: list[int], owners: list[int], slice_size: int
 ) -> None:
     sharding = EmbeddingSharding(tables_of(dims), tuple(owners[: len(dims)]), 3)
-    p = EmbeddingPlan(sharding, "put", slice_size=slice_size)
+    p = plan_of(sharding, EmbeddingOptions("put", slice_size=slice_size))
     for rank in range(3):
         slots, slices = sharding.local_slots(rank), p.slices(rank)
         assert [n for unit in slices for n in range(unit.first, unit.end)] == list(range(len(slots)))
@@ -88,14 +90,15 @@ def test_tables_placement_and_world_are_compared() -> None:
         EmbeddingSharding(tables[:1], (0,), 2),
         EmbeddingSharding(fp16, (0, 1), 2),
     ]
-    assert len({EmbeddingPlan(sharding).fingerprint for sharding in shardings}) == len(shardings)
+    assert len({plan_of(sharding, EmbeddingOptions()).fingerprint for sharding in shardings}) == len(shardings)
 
 
 def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
     program = (
-        "from reference import tables_of; from weft.runtime.embedding_plan import EmbeddingPlan; "
-        "from weft.sparse import EmbeddingSharding; "
-        "print(EmbeddingPlan(EmbeddingSharding(tables_of((8, 3)), (0, 1), 3)).fingerprint)"
+        "from reference import tables_of; from weft.embedding.options import EmbeddingOptions; "
+        "from weft.embedding.plan import plan_of; "
+        "from weft.embedding import EmbeddingSharding; "
+        "print(plan_of(EmbeddingSharding(tables_of((8, 3)), (0, 1), 3), EmbeddingOptions()).fingerprint)"
     )
     environment = {"PYTHONPATH": ":".join(path for path in sys.path if path), "PYTHONHASHSEED": "7"}
     there = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -107,7 +110,7 @@ def test_equal_plans_have_one_fingerprint_in_every_process() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transport": "auto"}, "transport='auto' must be one of 'direct', 'put'"),
+        ({"transport": "pigeon"}, "transport='pigeon' must be one of 'auto', 'serial', 'direct', 'put'"),
         ({"order": ""}, "order='' must be one of 'remote_first'"),
         ({"bounds_check": "error"}, "bounds_check='error' must be one of 'fatal', 'warning', 'ignore'"),
         ({"slice_size": 0}, "slice_size=0 must be at least 1"),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.sparse import hash_ids
+from weft.embedding import hash_ids
 
 
 def reference(ids: np.ndarray, rows: int) -> np.ndarray:

@@ -40,7 +40,6 @@ from weft.studies.inefficiency_measure import (
     gather_name,
     gemm_beside,
     in_turns,
-    run_bytes,
     shard_bytes,
     together,
 )
@@ -51,8 +50,8 @@ BF16 = 2
 def test_a_gemm_by_hand() -> None:
     gemm = Gemm("g", "TP", "model", 4, 3, 2)
     assert gemm.ops == 48
-    assert gemm.traffic(BF16) == 2 * (8 + 6 + 12)
-    assert gemm.op_to_byte(BF16) == pytest.approx(48 / 52)
+    assert gemm.traffic == 2 * (8 + 6 + 12)
+    assert gemm.op_to_byte == pytest.approx(48 / 52)
     assert (gemm.piece(rows=2).m, gemm.piece(columns=2).k) == (2, 1)
 
 
@@ -73,10 +72,10 @@ def test_table_1_and_its_names() -> None:
     st.floats(1e6, 1e12),
 )
 def test_what_fits_keeps_its_character(gemm: Gemm, scale: Fraction, ops: float, nbytes: float) -> None:
-    fitted = fit(gemm, scale=scale, most_ops=ops, most_bytes=nbytes, item_bytes=BF16)
+    fitted = fit(gemm, scale=scale, most_ops=ops, most_bytes=nbytes)
     run = fitted.run
     assert run.ops <= ops
-    assert run_bytes(run, BF16) <= nbytes
+    assert run.run_bytes <= nbytes
     assert run.m % 64 == 0
     assert run.k % 64 == 0
     assert run.m == run.k == 64 or (run.m <= run.k) == (gemm.m < gemm.k) or run.m == run.k
@@ -85,13 +84,13 @@ def test_what_fits_keeps_its_character(gemm: Gemm, scale: Fraction, ops: float, 
 
 def test_a_gemm_that_nothing_makes_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="g5 does not fit even as 64 x 32 x 64: 45056 bytes, and 1e"):
-        fit(TABLE_1[4], scale=Fraction(1), most_ops=1e15, most_bytes=1e4, item_bytes=BF16)
+        fit(TABLE_1[4], scale=Fraction(1), most_ops=1e15, most_bytes=1e4)
 
 
 def test_a_gemm_that_fits_is_the_papers() -> None:
-    fitted = fit(TABLE_1[1], scale=Fraction(1), most_ops=1e15, most_bytes=1e12, item_bytes=BF16)
+    fitted = fit(TABLE_1[1], scale=Fraction(1), most_ops=1e15, most_bytes=1e12)
     assert (str(fitted.run), str(fitted)) == ("131072 x 16384 x 16384", "as in the paper")
-    fitted = fit(TABLE_1[7], scale=Fraction(1), most_ops=1.25e13, most_bytes=1e12, item_bytes=BF16)
+    fitted = fit(TABLE_1[7], scale=Fraction(1), most_ops=1.25e13, most_bytes=1e12)
     assert (str(fitted.run), str(fitted)) == ("16384 x 28672 x 8192", "M/16")
 
 
@@ -124,7 +123,7 @@ def test_spearman_by_hand() -> None:
     # 1, 2.5, 2.5, 4 against 1, 2, 3, 4
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
     assert math.isnan(spearman([1, 1], [1, 2]))
-    with pytest.raises(ValueError, match="2 values cannot be correlated with 3"):
+    with pytest.raises(ValueError, match="must match exactly"):
         spearman([1, 2], [1, 2, 3])
 
 
@@ -143,19 +142,19 @@ def _row(gemm: Gemm, loss: Callable[[str], float]) -> Row:
     for name in [f(by) for f in (gemm_beside, gather_beside) for by in TRANSPORTS]:
         ms[name] = ms[BASELINES[name]] * loss(name)
     overlap = {name: 0.9 for name in ms if "beside" in name}
-    return Row(gemm, "M/2", BF16, gemm.m * gemm.k * BF16, ms, overlap)
+    return Row(gemm, "M/2", gemm.m * gemm.k * BF16, ms, overlap)
 
 
 def _as_in_the_paper(gemm: Gemm) -> Row:
     def loss(name: str) -> float:
-        traffic = gemm.traffic(BF16) / 1e12
+        traffic = gemm.traffic / 1e12
         if "beside" in name:
             return 1.1 + traffic + (0 if "dma" in name else 0.2)
         if name.startswith("gather"):
             return 1.1 - gemm.m * gemm.k / 1e12
         cut, pieces = name.split("-")
         hurt = 10 if (cut == "rows") == (gemm.m < gemm.k) else 1
-        return 1 + 1e5 * hurt * int(pieces) ** 2 / gemm.piece(**{cut: int(pieces)}).op_to_byte(BF16) ** 2
+        return 1 + 1e5 * hurt * int(pieces) ** 2 / gemm.piece(**{cut: int(pieces)}).op_to_byte ** 2
 
     return _row(gemm, loss)
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.sparse import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
-from weft.sparse.jagged import offsets_of
+from weft.embedding import JaggedInput, KeyedJaggedTensor, KeyedTensor, as_jagged
+from weft.embedding.jagged import offsets_of
 
 
 class TorchRecLike:

@@ -20,8 +20,9 @@ from reference import problem, tables_of
 from slow import mostly
 
 from weft import env
-from weft.runtime.embedding_plan import EmbeddingPlan
-from weft.sparse import EmbeddingSharding
+from weft.embedding import EmbeddingSharding
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here: it compiles the GPU kernels")
 if env.triton_interpreted():
@@ -70,7 +71,7 @@ def compiling_for(target: GPUTarget) -> Iterator[None]:
 def compiled(
     target: str, sharding: EmbeddingSharding, options: dict[str, Any], key: dict[str, Any], rank: int = 0
 ) -> tuple[Any, EmbeddingKernel]:
-    kernel = EmbeddingKernel(EmbeddingPlan(sharding, **options), rank, torch.device("cpu"))
+    kernel = EmbeddingKernel(EmbeddingPlan(sharding, EmbeddingOptions(**options)), rank, torch.device("cpu"))
     kernel._on_nvidia = TARGETS[target].backend == "cuda"  # which it asks the device, and there is none
     usual = {"values": torch.int64, "offsets": torch.int64, "wait": True, "enter": True, "leave": True}
     unusual = {"wide": False, "weighted": False, "counted": False, "timeline": False}
@@ -243,6 +244,8 @@ def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) ->
     built = tracked("sm_90", torch.bfloat16, tma=True, **key)
     ptx = built.asm["ptx"]
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 6
+    assert "st.global.v4.b32" in ptx
+    assert "st.global.b16" not in ptx
     assert "wgmma.mma_async" in ptx
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0

@@ -30,17 +30,17 @@ def test_an_import_upwards_an_unknown_layer_and_a_cycle_are_found(tmp_path: Path
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     kept = _lint(tmp_path)
     assert kept.returncode == 0, kept.stdout
-    with (tmp_path / "weft" / "sparse" / "hashing.py").open("a") as file:
+    with (tmp_path / "weft" / "embedding" / "hashing.py").open("a") as file:
         file.write("from weft import symm\n")
     (tmp_path / "weft" / "elsewhere.py").write_text("")
-    (tmp_path / "weft" / "sparse" / "one.py").write_text("from weft.sparse.two import b\n")
-    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from weft.sparse.one import a\n"
-    (tmp_path / "weft" / "sparse" / "two.py").write_text(typed)
+    (tmp_path / "weft" / "embedding" / "one.py").write_text("from weft.embedding.two import b\n")
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from weft.embedding.one import a\n"
+    (tmp_path / "weft" / "embedding" / "two.py").write_text(typed)
     broken = _lint(tmp_path)
     assert broken.returncode != 0
-    assert "weft.sparse.hashing -> weft.symm" in broken.stdout
+    assert "weft.embedding.hashing -> weft.symm" in broken.stdout
     assert "weft.elsewhere" in broken.stdout
-    assert "No cycles are allowed in weft.sparse" in broken.stdout
+    assert "No cycles are allowed in weft.embedding" in broken.stdout
 
 
 def test_no_package_is_imported_by_what_it_imports() -> None:

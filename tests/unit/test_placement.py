@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
-from weft.sparse.placement import CONTIGUOUS_SLACK
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, place_tables
+from weft.embedding.placement import CONTIGUOUS_SLACK
 
 # MLPerf DLRM-DCNv2: rows per table, and ids per sample and table.
 DCNV2_ROWS = [40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155]

@@ -127,7 +127,7 @@ def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.Monk
         ({"M": 1001}, "m=1001 must be divisible by world_size=2"),
         ({"dtype": "int32"}, "dtype='int32': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
         ({"dtype": "bf8"}, "dtype='bf8': NVIDIA H200 has a rate for fp32, fp16, bf16, fp8 only"),
-        ({"M": 0}, "M=0, N=4096, K=8192: there is nothing to multiply; each must be at least 1"),
+        ({"M": 0}, "M=0, N=4096, K=8192: there is nothing to compute; each must be at least 1"),
         ({"N": -8}, "n=-8"),
         ({"mode": "eager"}, "mode='eager' is not known"),
     ],

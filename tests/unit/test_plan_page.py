@@ -12,15 +12,16 @@ from weft.plan.predict import HOPELESS
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 BLOCK = re.compile(
-    r"(?<=^```\n)(\$ weft plan (\w+) --shape (\d+),(\d+),(\d+)(?: --experts (\d+))? --hw (\w+)\n)(.*?)(?=^```$)",
+    r"(?<=^```\n)(\$ weft plan (\w+) --shape (\d+),(\d+),(\d+)(?: --(experts|tables) (\d+))? --hw (\w+)\n)(.*?)(?=^```$)",
     re.DOTALL | re.MULTILINE,
 )
 
 
 def _said(found: re.Match[str]) -> str:
     m, n, k = (int(found[i]) for i in (3, 4, 5))
-    experts = int(found[6]) if found[6] else None
-    text = plan.explain(found[2], M=m, N=n, K=k, ranks=2, hw=found[7], experts=experts)
+    option = {found[6]: int(found[7])} if found[6] else {}
+    dtype = "fp32" if found[2] == "embedding_all_to_all" else "bf16"
+    text = plan.explain(found[2], M=m, N=n, K=k, ranks=2, hw=found[8], dtype=dtype, **option)
     return f"{found[1]}{text.rstrip()}\n"
 
 
@@ -28,7 +29,7 @@ def test_the_examples_are_what_the_planner_says(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # no calibration
     text = PAGE.read_text()
     said, count = BLOCK.subn(_said, text)
-    assert count == 2
+    assert count == 3
     if os.environ.get("WEFT_WRITE_DOCS") == "1":
         PAGE.write_text(said)
         return

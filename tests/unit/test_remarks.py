@@ -7,7 +7,6 @@ import pytest
 
 from weft.bench.core import harness, remarks
 from weft.bench.core.harness import Timing, is_clear, noise, summarise, time_arms
-from weft.bench.core.measure import Results
 from weft.bench.demo import headline
 
 QUIET = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -45,14 +44,18 @@ def test_gains_within_their_noise_are_in_parentheses_and_counted() -> None:
     assert remarks.gain(_record(0.5), base, same=True) == "(2.00x)", "nothing is faster than itself"
 
 
-def _results(**ms: float) -> Results:
-    timings = {("queued", name): Timing(0.99 * of, of, 1.01 * of, 0.0, 25) for name, of in ms.items()}
-    return Results({}, {}, timings)  # type: ignore[arg-type]
+def _records(**ms: float) -> list[dict[str, Any]]:
+    """Of queued calls; single ones are the faster the slower these are."""
+    return [
+        _record(of**power, variant=name, mode=mode)
+        for mode, power in (("queued", 1), ("single", -1))
+        for name, of in ms.items()
+    ]
 
 
 def test_the_demos_headline_is_what_a_call_does_by_default() -> None:
-    assert headline(_results(embedding_bag=4.0, batched=3.0, direct=2.0, put=1.0)) == "2.00x", "not of the fastest"
-    assert headline(_results(embedding_bag=4.0, direct=4.01, put=1.0)) == "(1.00x)"
+    assert headline(_records(embedding_bag=4.0, batched=3.0, direct=2.0, put=1.0)) == "2.00x", "not of the fastest"
+    assert headline(_records(embedding_bag=4.0, direct=4.01, put=1.0)) == "(1.00x)"
 
 
 def test_one_schedule_under_two_names_shows_the_noise() -> None:

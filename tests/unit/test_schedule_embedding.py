@@ -11,18 +11,17 @@ import pytest
 from reference import tables_of
 from schedule_interpreter import Tensors, edited, interpret
 
+from weft.embedding import EmbeddingSharding
+from weft.embedding.plan import kernel_of, problem_of
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.ops.embedding_all_to_all import described
-from weft.runtime.embedding_plan import kernel_of
 from weft.runtime.null import NullSchedule
-from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, slices
+from weft.schedule import Collective, EmbeddingAllToAll, Schedule, Set, Step, Tiles, Wait, candidates, named, slices
 from weft.schedule.kernels import PooledSlices
 from weft.schedule.order import issue_order
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import Model, Simulated, model_of, simulate
-from weft.sparse import EmbeddingSharding
 from weft.timeline import Timeline
 
 
@@ -50,7 +49,7 @@ PROBLEMS = (
 
 
 def schedules(p: EmbeddingAllToAll, slice_size: int = 2) -> dict[str, Schedule]:
-    found = {"pooled": slices.pooled(p)}
+    found = {"serial": slices.serial(p)}
     for order in ("remote_first", "natural"):
         found[f"direct {order}"] = slices.direct(p, slice_size=slice_size, order=order)
         found[f"put {order}"] = slices.put(p, slice_size=slice_size, order=order)
@@ -63,7 +62,7 @@ def dims_of(p: EmbeddingAllToAll) -> tuple[int, ...]:
 
 def inputs_of(p: EmbeddingAllToAll, runs: int) -> list[list[Tensors]]:
     rng = np.random.default_rng(7)
-    shapes = {b.name: (b.rows, b.cols) for b in slices.pooled(p).buffers if b.role == "input"}
+    shapes = {b.name: (b.rows, b.cols) for b in slices.serial(p).buffers if b.role == "input"}
     weights = rng.integers(-4, 5, (shapes["tables"][0], p.columns)).astype(float)
     result = []
     for _ in range(runs):
@@ -145,7 +144,7 @@ def test_an_all_to_all_that_does_not_add_up_is_found() -> None:
     with pytest.raises(
         ScheduleError, match=r"the ranks give rows \[3, 3\] of \[8, 8\] columns, and receive \[\(2, 16\)"
     ):
-        verify(edited(slices.pooled(PROBLEMS[1]), narrow))
+        verify(edited(slices.serial(PROBLEMS[1]), narrow))
 
 
 def test_bad_problems_are_refused() -> None:
@@ -166,8 +165,9 @@ def test_bad_problems_are_refused() -> None:
 
 def test_they_are_candidates_the_one_without_overlap_first() -> None:
     names = [candidate.name for candidate in candidates(PROBLEMS[1])]
-    assert names[0] == "pooled"
-    assert "put[slice_size=8,order=remote_first]" in names
+    assert names[0] == "serial"
+    assert {"direct", "put", "put[slice_size=8]", "put[slice_size=8,order=natural]"} <= {*names}
+    assert named(PROBLEMS[1], "put[slice_size=3]").build() == slices.put(PROBLEMS[1], slice_size=3)
 
 
 # -- what the operator takes from them
@@ -178,16 +178,16 @@ def test_they_are_candidates_the_one_without_overlap_first() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_schedule_says_what_the_operator_does(transport: str, order: str, world: int) -> None:
     sharding = EmbeddingSharding(tables_of((8, 3, 16, 1)), (0, 1, 0, 0), world)
-    p = described(sharding, (4, 2, 3)[:world])
+    p = problem_of(sharding, (4, 2, 3)[:world])
     schedule = from_json(to_json(getattr(slices, transport)(p, slice_size=5, order=order)))
     assert kernel_of(schedule) == PooledSlices(transport, order, 5)  # type: ignore[arg-type]
 
 
 def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
     sharding = EmbeddingSharding(tables_of((8, 3)), (0, 1), 2)
-    p = described(sharding, (1, 1))
+    p = problem_of(sharding, (1, 1))
     for schedule in (
-        slices.pooled(p),
+        slices.serial(p),
         edited(slices.direct(p, slice_size=5, order="natural"), lambda s: s if isinstance(s, Set) else None),
     ):
         with pytest.raises(ScheduleError, match="is none of the operator's"):
@@ -196,7 +196,7 @@ def test_what_the_operators_kernel_cannot_do_is_no_plan() -> None:
 
 def test_a_sharding_is_described_with_what_its_bags_read() -> None:
     sharding = EmbeddingSharding(tables_of((8, 3)), (1, 0), 2, rows_read=(10.0, 2.5))
-    p = described(sharding, (4, 2))
+    p = problem_of(sharding, (4, 2))
     assert p == EmbeddingAllToAll(2, (4, 2), (((8, 3),), ((0, 8),)), ((2.5,), (10.0,)), "fp32")
 
 
@@ -214,7 +214,7 @@ def alike(tables: int, dim: int, batch: int, rows: int) -> EmbeddingAllToAll:
 
 
 # Queued, fp32, `direct` on two H200s, from benchmarks/results/h200-2-ranks.jsonl: milliseconds, and those of `batched`, which
-# is the same as `pooled`. Predicted: 2.5%, 15%, 2% and 14% less; of `pooled` 2%, 12%, 1% and 11% less.
+# is the same as `serial`. Predicted: 2.5%, 15%, 2% and 14% less; of `serial` 2%, 12%, 1% and 11% less.
 MEASURED = {
     "pgas-weak": (alike(64, 64, 16384, 64), 4.327, 4.921),
     "pgas-strong": (alike(48, 64, 16384, 16), 0.977, 1.473),
@@ -225,12 +225,12 @@ MEASURED = {
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_simulated_times_are_those_that_were_measured(name: str) -> None:
-    p, direct_ms, pooled_ms = MEASURED[name]
+    p, direct_ms, serial_ms = MEASURED[name]
     us = {n: simulate(s, h200(2), runs=3).per_run_us for n, s in schedules(p, slice_size=8).items()}
     assert us["direct remote_first"] == pytest.approx(1e3 * direct_ms, rel=0.16)
-    assert us["pooled"] == pytest.approx(1e3 * pooled_ms, rel=0.16)
-    assert us["direct remote_first"] <= us["put remote_first"] < us["pooled"]
-    assert us["direct natural"] <= us["put natural"] < us["pooled"]
+    assert us["serial"] == pytest.approx(1e3 * serial_ms, rel=0.16)
+    assert us["direct remote_first"] <= us["put remote_first"] < us["serial"]
+    assert us["direct natural"] <= us["put natural"] < us["serial"]
 
 
 def works(result: Simulated) -> int:

@@ -9,6 +9,7 @@ from sim_toys import SWITCH, TOY, all_schedules, bytes_leaving, gpu, puts
 from slow import slow
 
 from weft.errors import ScheduleError
+from weft.hw.topology import Wiring, mesh
 from weft.schedule import RANK, AllGatherMatmul, Collective, Copy, Draft, Expr, Set, Wait, lookup
 from weft.sim import NULL, simulate
 from weft.sim.engine import _Engine
@@ -90,7 +91,7 @@ def test_a_slow_copy_takes_no_more_of_a_port_than_it_can_and_leaves_the_rest_to_
 
 def test_copying_kernels_beyond_the_device_wait_for_each_other() -> None:
     """Of four units each copy holds two: six at once, of which none has to wait for a link, take three times as long as two."""
-    model = replace(TOY, kernel_copy_units=2, pair_bytes_per_us=1e6)
+    model = replace(TOY, kernel_copy_units=2, wiring=Wiring(mesh, (1e6,)))
     two, six = (simulate(puts(7, *range(1, n + 1), by="kernel"), model).end_us for n in (2, 6))
     assert six == pytest.approx(3 * two)
 
@@ -110,7 +111,7 @@ def _matmul_and_copy(by: str = "dma", lanes: int = 1) -> Draft:
 # peer together put 2 x 307.2 bytes/us on each memory.
 MATMUL_US, COPY_US = 200.0, 100.0
 SCARCE = replace(
-    TOY, compute_units=1, launch_us=1e-9, hbm_bytes_per_us=98304 / MATMUL_US / 0.8, pair_bytes_per_us=307.2,
+    TOY, compute_units=1, launch_us=1e-9, hbm_bytes_per_us=98304 / MATMUL_US / 0.8, wiring=Wiring(mesh, (307.2,)),
     matmul_flops_per_us={"fp16": 2 * 128**3 / MATMUL_US}, copy_bytes_per_us=307.2, copy_latency_us=0.0,
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_toys import TOY, gpu
 
-from weft.hw import Machine, Quantity, known_machines, load_machine
+from weft.hw import Machine, known_machines, load_machine
 from weft.sim import NULL, model_of
 
 # One size of tile (32 is the smallest), four units, one operation a microsecond each; splitting k costs too much to pay.
@@ -131,7 +131,7 @@ def test_the_best_size_is_as_fast_as_the_machine_file_says_and_no_other_is_faste
 def test_the_copy_engine_of_the_h200_follows_its_measured_curve(megabytes: int) -> None:
     key = f"link.copy_engine_{megabytes}MB" if megabytes < 1000 else "link.copy_engine_1GB"
     model, count = gpu("h200", 2), megabytes * 1e6
-    predicted = model.copy_latency_us + count / min(model.copy_bytes_per_us, model.port_bytes_per_us)
+    predicted = model.copy_latency_us + count / min(model.copy_bytes_per_us, *model.wiring.numbers[:1])
     assert predicted == pytest.approx(count / load_machine("h200")[key].si * 1e6, rel=0.03)
 
 
@@ -164,8 +164,12 @@ def test_what_a_machine_file_lacks_is_named() -> None:
     for key in ("compute.launch", "memory.l2", "copy_engine.latency", "signal.remote", "contention.kernel_copy_units"):
         with pytest.raises(KeyError, match=f"add {key} to its machine file"):
             model_of(_without(h200, key), 2)
-    with pytest.raises(KeyError, match=r"add link\.port_usable .* or link\.pair_usable"):
+    with pytest.raises(
+        KeyError, match=r"topology switch: NVIDIA H200 has no link\.port_usable: add it to that machine's file"
+    ):
         model_of(_without(h200, "link.port_usable"), 2)
+    with pytest.raises(KeyError, match=r'add topology = "switch" to its machine file.*one of .*mesh, ring, switch'):
+        model_of(replace(h200, topology=""), 2)
     with pytest.raises(KeyError, match=r"link\.loads_8_programs"):
         model_of(_without(h200, *(key for key in h200 if key.startswith("link.loads"))), 2)
     with pytest.raises(KeyError, match=r"compute\.bf16_matmul_8192"):
@@ -191,9 +195,9 @@ def test_the_null_model_costs_nothing() -> None:
 
 
 def _without(machine: Machine, *keys: str) -> Machine:
-    return Machine(machine.name, {key: q for key, q in machine.quantities.items() if key not in keys})
+    return replace(machine, quantities={key: q for key, q in machine.quantities.items() if key not in keys})
 
 
 def _changed(machine: Machine, key: str) -> Machine:
     q = machine[key]
-    return Machine(machine.name, {**machine.quantities, key: Quantity(2 * q.value, q.unit, q.source, q.note)})
+    return replace(machine, quantities={**machine.quantities, key: replace(q, value=2 * q.value)})

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from sim_toys import all_schedules, bytes_leaving, gpu
 
+from weft.hw.topology import Wiring, mesh, ring, switch
 from weft.schedule import AllGatherMatmul, Schedule
 from weft.sim import NULL, Model, simulate
 from weft.sim.engine import _Engine
@@ -21,7 +22,6 @@ def _rate(low: float, high: float) -> st.SearchStrategy[float]:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    switch = draw(st.booleans())
     link = draw(_rate(1e3, 1e6))
     copy = draw(_rate(1e3, 1e6))
     return replace(
@@ -36,8 +36,7 @@ def models(draw: st.DrawFn) -> Model:
         launch_us=draw(_rate(0.1, 20)),
         hbm_bytes_per_us=draw(_rate(1e4, 1e7)),
         l2_bytes=draw(_rate(0, 3e8)),
-        port_bytes_per_us=link if switch else float("inf"),
-        pair_bytes_per_us=link,
+        wiring=Wiring(draw(st.sampled_from([switch, mesh, ring])), (link,)),
         copy_latency_us=draw(_rate(0, 50)),
         copy_bytes_per_us=copy,
         copy_engines=draw(st.integers(1, 16)),
@@ -72,8 +71,8 @@ def test_nothing_is_faster_than_what_it_needs(model: Model, case: tuple[int, str
     result = simulate(schedule, model)
     assert result.end_us >= problem.flops / model.matmul_flops_per_us["bf16"] * (1 - 1e-9)
     sent = bytes_leaving(schedule, 0)
-    lanes = world - 1 if model.port_bytes_per_us == float("inf") else 1
-    assert result.end_us >= sent / (lanes * model.pair_bytes_per_us) * (1 - 1e-9)
+    leaving = {route[0] for other in range(1, world) if (route := model.wiring.of(world).route(0, other))}
+    assert result.end_us >= sent / sum(link.bytes_per_us for link in leaving) * (1 - 1e-9)
     assert result.end_us >= 2 * sent / model.hbm_bytes_per_us * (1 - 1e-9)  # sent, and as much received
     assert 0 <= result.exposed_us <= result.end_us
     assert max(result.compute_us) <= result.end_us * (1 + 1e-9)
@@ -96,9 +95,7 @@ def test_all_ranks_simulated_end_when_the_one_does(model: Model, case: tuple[int
 
 
 FASTER = {
-    "links": lambda m, f: replace(
-        m, pair_bytes_per_us=m.pair_bytes_per_us * f, port_bytes_per_us=m.port_bytes_per_us * f
-    ),
+    "links": lambda m, f: replace(m, wiring=replace(m.wiring, numbers=(m.wiring.numbers[0] * f,))),
     "engines": lambda m, f: replace(m, copy_bytes_per_us=m.copy_bytes_per_us * f),
     "memory": lambda m, f: replace(m, hbm_bytes_per_us=m.hbm_bytes_per_us * f),
     "matmul": lambda m, f: replace(m, matmul_flops_per_us={"bf16": m.matmul_flops_per_us["bf16"] * f}),
@@ -111,9 +108,8 @@ APART = ("serial", SHARD, "shard[chunks=2,send=in_turn,by=dma]")
 
 def with_nothing_shared(model: Model) -> Model:
     """Where matmuls and copies share something, a copy that comes sooner or later may come at a worse moment."""
-    return replace(
-        model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12, port_bytes_per_us=float("inf")
-    )
+    wiring = Wiring(mesh, model.wiring.numbers)
+    return replace(model, copy_disturbance=0.0, kernel_copy_disturbance=0.0, hbm_bytes_per_us=1e12, wiring=wiring)
 
 
 @RUNS

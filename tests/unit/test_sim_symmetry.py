@@ -14,6 +14,7 @@ from sim_toys import SWITCH, TOY, all_schedules, gpu
 from slow import slow
 
 from weft.errors import ScheduleError
+from weft.hw.topology import Topology, Wiring, hosts, mesh, ring, torus
 from weft.schedule import (
     RANK,
     AllGatherMatmul,
@@ -80,6 +81,46 @@ def test_one_rank_gives_the_numbers_of_all(machine: str, world: int, mode: Mode)
         if one.program.symmetric:
             assert _numbers(one) == pytest.approx(_numbers(_every_rank(schedule, model, mode)), rel=SAME), name
     assert alike > 20
+
+
+SLOW_LINK = replace(mesh(4, 100.0).links[0], bytes_per_us=50.0)
+
+
+def _one_slow_link(ranks: int) -> Topology:
+    return replace(mesh(ranks, 100.0), links=(SLOW_LINK, *mesh(ranks, 100.0).links[1:]))
+
+
+@pytest.mark.parametrize("mode", ["queued", slow("single")])
+@pytest.mark.parametrize(
+    ("wiring", "simulated"),
+    [
+        (Wiring(ring, (40e3, 0.5)), 1),
+        (Wiring(torus, (40e3, 0.5, 2)), 2),
+        (Wiring(hosts, (300e3, 0.5, 50e3, 2.5, 2)), 2),
+        (Wiring(_one_slow_link), 4),
+    ],
+)
+def test_no_more_ranks_are_taken_to_be_alike_than_the_topology_has(wiring: Wiring, simulated: int, mode: Mode) -> None:
+    model, alike = replace(gpu("h200", 4), wiring=wiring), 0
+    for name, schedule in _schedules(4).items():
+        one = simulate(schedule, model, runs=2, mode=mode)
+        assert len(one.program.ranks) in (simulated, 4), name
+        alike += len(one.program.ranks) == simulated
+        if one.program.symmetric:
+            every = _every_rank(schedule, model, mode)
+            assert _numbers(one) == pytest.approx(_numbers(every), rel=SAME), name
+            assert _spans(one) == _spans(every), name
+    assert alike > 20
+
+
+def _spans(result: Simulated) -> list[tuple]:
+    return sorted((s.rank, s.lane, s.name, round(s.start_us, 3), round(s.end_us, 3)) for s in result.timeline)
+
+
+def test_a_slow_link_is_told_from_the_others() -> None:
+    """Rank 0 puts over it to rank 1, as all others do over theirs."""
+    ends = simulate(_rings(), replace(TOY, wiring=Wiring(_one_slow_link))).communication_us
+    assert ends == pytest.approx((27, 17, 17, 17))
 
 
 ZERO = (0,) * 4

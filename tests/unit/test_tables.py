@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
 from weft.words import counted
 
 
@@ -206,7 +206,7 @@ def test_statistics_are_no_part_of_the_identity():
 
 def test_the_fingerprint_is_the_same_in_another_process():
     program = (
-        "from weft.sparse import *\n"
+        "from weft.embedding import *\n"
         "a, b = EmbeddingBagConfig(10, 4, 'a', ('f',)), EmbeddingBagConfig(10, 4, 'b', ('g', 'h'))\n"
         "print(EmbeddingSharding((a, b), (0, 1), 2).fingerprint)"
     )

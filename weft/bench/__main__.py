@@ -1,37 +1,107 @@
-"""`python -m weft.bench OP ...`: `weft bench` for machines that have torch but neither typer nor rich.
+"""`python -m weft.bench OP ...`: what `weft bench` does, on machines that have torch but neither typer nor rich too.
 
-The same options and the same run; only the help is plainer.
+The help needs no torch. What it says of presets and variants their operators check (`Operator.check_options`).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weft.bench.core.harness import MODES
-from weft.bench.core.operators import OPERATORS
-from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.run import bench
+from weft.bench.core.operators import OPERATORS, operator
+
+if TYPE_CHECKING:
+    from weft.bench.core.options import BenchOptions
+
+_MODES = ("single", "queued", "graph")
+_ABOUT = """
+Measure an operator against its baselines, after checking every variant against float64.
+
+Starts its own ranks, or is one of torchrun's. Each time is the slowest rank's median; "over roofline" is that time over what its
+bytes (and operations) take at the rates measured in the same run; a cache can take less.
+"""
+_EXAMPLES = """examples:
+  weft bench embedding_all_to_all --preset dcnv2
+  weft bench embedding_all_to_all --device cuda --ranks 2 --json results.jsonl
+  weft bench embedding_all_to_all --preset pgas-weak --variants put-slice1,put-slice8,put-slice64 --mode queued
+  weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
+  weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
+  weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
+  weft bench inefficiency --json losses.jsonl --pictures losses
+  torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
+"""
+_PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or grid-...
+all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on each rank;
+with -symmetric behind either, on GPUs, inputs lie in symmetric memory. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b,
+cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the paper's
+GEMMs. Default: all that suit the device"""
+_VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these
+with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes), all, or
+how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline, always runs), weft, all, or how names
+begin: dispatch; each also as ...-bounded"""
+_SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: what fits. inefficiency: shrink
+M, N and K. Default: 1/32 on CPU; what is still too large shrinks on"""
+
+
+def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") -> BenchOptions:
+    """What is asked for. ValueError for what cannot be.
+
+    Default device: cuda where there is a GPU. Default ranks: every GPU, or 2 on CPU; torchrun's own number there.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("op", metavar="OP", help=f"what to measure: {', '.join(OPERATORS)}")
+    add("--preset", help=_PRESET)
+    add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
+    add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
+    add("--variants", default="", help=_VARIANTS)
+    add("--mode", dest="modes", action="append", choices=_MODES, default=[],
+        help="single: one call, one synchronisation. queued: many. graph: captured and replayed. Default: all that the operator "
+        "has here")  # fmt: skip
+    add("--scale", help=_SCALE)
+    add("--dtype", help="of inputs and outputs: fp32, fp16, bf16; fp8: all_gather_matmul's scaled sibling. Default: fp32; bf16 "
+        "for GEMMs on GPUs")  # fmt: skip
+    add("--json", type=Path, help="append one JSON object per variant and mode to this file")
+    add("--quick", action="store_true", help="small inputs, few repetitions: to try it out")
+    add("--seconds", type=float, help="for the slowest variant in each mode. Default: 1, with --quick 0.1")
+    add("--pictures", type=Path, help="inefficiency: draw the paper's figures 7 to 10 into this folder")
+    given = parser.parse_args(arguments)
+
+    import torch
+
+    from weft import env
+    from weft.bench.core.options import BenchOptions, parse_scale
+
+    op = operator(given.op)
+    given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    given.modes = tuple(mode for mode in _MODES if mode in (given.modes or op.modes(given.device)))
+    given.dtype = given.dtype or op.default_dtype(given.device)
+    given.scale = None if given.scale is None else parse_scale(given.scale)
+    # A comma before `parameter=` belongs to a schedule's name: "weft, shard[chunks=2,send=in_turn,put" are three.
+    given.variants = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants) if (name := part.strip()))
+    if env.under_torchrun():
+        if given.ranks is not None:
+            raise ValueError(f"ranks={given.ranks} under torchrun, which has chosen the number of ranks: leave it out")
+        given.ranks = env.world_size()
+    elif given.ranks is None:
+        given.ranks = max(1, torch.cuda.device_count()) if given.device == "cuda" else 2
+    return BenchOptions(**vars(given))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.bench", description=__doc__)
-    parser.add_argument("op", choices=list(OPERATORS))
-    parser.add_argument("--preset")
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--device", choices=["cpu", "cuda"])
-    parser.add_argument("--variants", help="comma-separated")
-    parser.add_argument("--mode", dest="modes", action="append", choices=MODES, default=[])
-    parser.add_argument("--scale", help="as 1/32 or 0.03")
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--pictures", type=Path)
     try:
-        options = BenchOptions.from_text(**vars(parser.parse_args()))
+        options = options_of(sys.argv[1:])
     except ValueError as error:
-        parser.error(str(error))
+        print(f"weft bench: {error}", file=sys.stderr)
+        sys.exit(2)
+    from weft.bench.core.run import bench
+
     bench(options)
 
 

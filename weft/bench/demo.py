@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch.distributed as dist
 
 from weft.bench.core import records
 from weft.bench.core.console import progress
-from weft.bench.core.measure import STEPS, Results
+from weft.bench.core.measure import STEPS
 from weft.bench.core.options import BenchOptions
+from weft.bench.core.remarks import gain
 from weft.bench.core.run import ceilings_for, make_ranks
+from weft.bench.core.tables import Record
 from weft.bench.ops.embedding_all_to_all import BASELINE, DEFAULT, OPERATOR
 from weft.bench.ops.embedding_presets import PRESETS
 from weft.launch import run_ranks
@@ -48,9 +51,10 @@ def demo(directory: Path, ranks: int = 2, scale: float | None = None) -> Shown:
     return Shown(picture, trace, gain, error)
 
 
-def headline(results: Results) -> str:
+def headline(written: Sequence[Record]) -> str:
     """Of the default variant, whatever others are faster."""
-    return results.gain("queued", DEFAULT, BASELINE)
+    queued = {r["variant"]: r for r in written if r["mode"] == "queued"}
+    return gain(queued[DEFAULT], queued[BASELINE])
 
 
 def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, Timeline], str, str, float]:
@@ -58,27 +62,27 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
     ranks = make_ranks(options.device)
     preset = PRESETS["dcnv2"]
     with progress(STEPS + len(options.modes), shown=rank == 0) as step:
-        measured = OPERATOR.measure(preset, ranks, options, ceilings_for(options, ranks), step)
+        ceilings = ceilings_for(options, ranks)
+        work = OPERATOR.workload(preset, ranks, options)
+        measured = work.measured(options, ceilings, step)
     if measured.wrong:
         raise RuntimeError("\n".join(measured.wrong))
-    results = measured.results
     timelines = {}
     for name, label in _TRACED.items():
         traces = []
         for i in range(_TRACES):
             mine = Timeline()
             ranks.start_together()
-            measured.built[name].traced(i % measured.work.input_sets, mine)
+            work.built[name].traced(i % work.input_sets, mine)
             everybody: list[Timeline] = [Timeline()] * world_size
             dist.all_gather_object(everybody, mine, group=ranks.control)
             traces.append(Timeline([span for timeline in everybody for span in timeline]))
         # The one of median length: recording costs a little, and neighbours on the machine a lot.
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
-    config = measured.work.config
-    here = records.environment("cpu")
+    config, here = work.config, records.environment("cpu")
     title = f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{here['machine']}; commit {here['commit']}"
     if rank == 0:
-        measured.show(options)
-    fused = [name for name in measured.arms if name in ("direct", "put")]
-    return (timelines if rank == 0 else {}), title, headline(results), max(results.errors[name] for name in fused)
+        OPERATOR.show(measured, options)
+    error = max(r["error"] for r in measured.records if r["variant"] in ("direct", "put"))
+    return (timelines if rank == 0 else {}), title, headline(measured.records), error

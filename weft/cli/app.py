@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import weft
-from weft.cli.bench import bench
+from weft.cli.paths import check_writable
 from weft.cli.plan import plan
 
 app = typer.Typer(
@@ -56,7 +56,20 @@ def _root(
     pass
 
 
-app.command()(bench)
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    options_metavar="OP [OPTIONS]",
+)
+def bench(context: typer.Context) -> None:
+    """Measure an operator against its baselines, after checking every variant against float64: `weft bench --help`."""
+    from weft.bench.__main__ import options_of
+
+    options = options_of(context.args, "weft bench")
+    if options.json is not None:
+        check_writable("--json", options.json)
+    from weft.bench.core.run import bench as run
+
+    run(options)
 
 
 @app.command()

@@ -176,7 +176,7 @@ def _sockets() -> Finding:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     left.close()
     right.close()
-    return Finding("sockets", "ok", "Unix domain sockets between ranks")
+    return Finding("sockets", "ok", "Unix domain sockets between the ranks of one host")
 
 
 def _gpus() -> Finding:

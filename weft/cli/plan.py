@@ -38,152 +38,145 @@ _SAYS_EVERY_S = 2.0  # what it does, where there is no terminal for a bar
 _MANY = "A plan's time grows with their square: for hundreds it may be minutes."
 _MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
-_Hw = Annotated[
-    str | None,
-    typer.Option(metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."),
-]
-_Dtype = Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")]
-_Mode = Annotated[
-    PlanMode,
-    typer.Option(
-        help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
-    ),
-]
-_All = Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")]
-_Json = Annotated[
-    Path | None, typer.Option(dir_okay=False, writable=True, help="Write everything to this file, as one JSON object.")
-]
+_EMBEDDING = "embedding_all_to_all"
+_LOSSES = """DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
+rank has nothing to compute."""
+_OPERATORS = {
+    "all_gather_matmul": f"""Plan y = all_gather(x_shard) @ w: [M / ranks, K] on each rank, and [K, N].
+
+{_LOSSES}
+
+    weft plan all_gather_matmul --shape 16384,8192,4096
+
+    weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
+
+    weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --topology ring
+
+    weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json""",
+    "matmul_reduce_scatter": f"""Plan y = reduce_scatter(x @ w): M rows of K columns and [K, N] on each rank, and of the sum
+M / ranks rows to each.
+
+{_LOSSES}
+
+    weft plan matmul_reduce_scatter --shape 8192,8192,4096
+
+    weft plan matmul_reduce_scatter --shape 16384,8192,4096 --ranks 8 --all""",
+    "all_to_all_matmul": f"""Plan y = tokens, at the ranks of their experts, @ their experts' weights: mixture of experts. M:
+tokens that a rank sends, each once for each of its experts. As many are taken to be for each expert.
+
+{_LOSSES} A graph can only capture what the host reads no sizes for: give --bounded with --mode graph.
+
+    weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
+
+    weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph""",
+    _EMBEDDING: """Plan pooled embeddings and their all-to-all: what transport="auto" takes. M: samples of all ranks. N: columns
+of each table. K: rows that a bag of it reads.
+
+serial pools, calls the library's all-to-all, and puts the columns in order.
+
+    weft plan embedding_all_to_all --shape 16384,64,64 --tables 128
+
+    weft plan embedding_all_to_all --shape 65536,128,20 --tables 856 --ranks 8 --dtype fp16""",
+}
 
 
-_EvenRanks = Annotated[
-    int,
-    typer.Option(min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other; M must be divisible by them. {_MANY}"),
-]
+def _add(op: str, about: str) -> None:
+    @plan.command(op, help=about)
+    def command(
+        shape: Annotated[
+            str,
+            typer.Option(
+                metavar="M,N,K",
+                help="M: gathered or scattered rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
+                "of a table. K: what is summed over.",
+            ),
+        ],
+        ranks: Annotated[
+            int,
+            typer.Option(
+                min=1,
+                max=_MOST_RANKS,
+                help=f"GPUs; gathered or scattered rows must be divisible by them. {_MANY} It grows with experts too.",
+            ),
+        ] = 2,
+        experts: Annotated[
+            int | None,
+            typer.Option(min=1, help="all_to_all_matmul, which needs it: of all ranks together; as many on each."),
+        ] = None,
+        bounded: Annotated[
+            bool,
+            typer.Option(
+                "--bounded",
+                help="all_to_all_matmul with max_rows: the host does not wait for the number of rows that arrive.",
+            ),
+        ] = False,
+        tables: Annotated[
+            int | None,
+            typer.Option(
+                min=1, help=f"{_EMBEDDING}, which needs it: of all ranks together; as many on each, if that goes."
+            ),
+        ] = None,
+        hw: Annotated[
+            str | None,
+            typer.Option(
+                metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
+            ),
+        ] = None,
+        topology: Annotated[
+            str | None,
+            typer.Option(
+                metavar="NAME|FILE",
+                help="How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file like those in weft/hw/topology. "
+                "Default: as the machine file says.",
+            ),
+        ] = None,
+        dtype: Annotated[
+            str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")
+        ] = "fp32" if op == _EMBEDDING else "bf16",
+        mode: Annotated[
+            PlanMode,
+            typer.Option(
+                help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+            ),
+        ] = PlanMode.queued,
+        everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
+        json: Annotated[
+            Path | None,
+            typer.Option(dir_okay=False, writable=True, help="Write everything to this file, as one JSON object."),
+        ] = None,
+    ) -> None:
+        from weft.bench.core.console import progress
+        from weft.plan import explanation
+
+        m, n, k = _shape(shape)
+        if op == _EMBEDDING and ranks > _MOST_UNEVEN_RANKS:
+            raise ValueError(
+                f"--ranks {ranks}: ranks have tables of their own, and more than {_MOST_UNEVEN_RANKS} take too long"
+            )
+        if experts is not None and m % experts and ranks > _MOST_UNEVEN_RANKS:
+            above = m + experts - m % experts
+            raise ValueError(
+                f"--shape {shape}: M={m} tokens are not as many for each of {experts} experts, and more than {_MOST_UNEVEN_RANKS} "
+                f"ranks that differ take too long to simulate; use M={above}"
+            )
+        if json is not None:
+            check_writable("--json", json)
+        shown = None if everything or op == _EMBEDDING else 10
+        # Hundreds of ranks take minutes.
+        with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
+            found = explanation(
+                op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, experts=experts,
+                bounded=bounded, tables=tables, progress=step,
+            )  # fmt: skip
+            step("simulating what is lost", 0.0)
+            found.cells(shown)
+        print_explanation(found, shown)
+        if json is not None:
+            json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
 
 
-@plan.command("all_gather_matmul")
-def all_gather_matmul(
-    shape: Annotated[
-        str,
-        typer.Option(
-            metavar="M,N,K", help="M: gathered rows. N: columns of one rank's weight. K: what is summed over."
-        ),
-    ],
-    ranks: _EvenRanks = 2,
-    hw: _Hw = None,
-    dtype: _Dtype = "bf16",
-    mode: _Mode = PlanMode.queued,
-    everything: _All = False,
-    json: _Json = None,
-) -> None:
-    """Plan y = all_gather(x_shard) @ w: [M / ranks, K] on each rank, and [K, N].
-
-    DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
-    rank has nothing to compute.
-
-        weft plan all_gather_matmul --shape 16384,8192,4096
-
-        weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
-
-        weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
-    """
-    _plan("all_gather_matmul", shape, ranks, hw, dtype, mode, everything, json)
-
-
-@plan.command("matmul_reduce_scatter")
-def matmul_reduce_scatter(
-    shape: Annotated[
-        str,
-        typer.Option(
-            metavar="M,N,K", help="M: rows of every rank's product. N: its columns. K: what one rank sums over."
-        ),
-    ],
-    ranks: _EvenRanks = 2,
-    hw: _Hw = None,
-    dtype: _Dtype = "bf16",
-    mode: _Mode = PlanMode.queued,
-    everything: _All = False,
-    json: _Json = None,
-) -> None:
-    """Plan y = reduce_scatter(x @ w): [M, K] and [K, N] on each rank, and of the sum M / ranks rows to each.
-
-    DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
-    rank has nothing to compute.
-
-        weft plan matmul_reduce_scatter --shape 8192,8192,4096
-
-        weft plan matmul_reduce_scatter --shape 16384,8192,4096 --ranks 8 --all
-    """
-    _plan("matmul_reduce_scatter", shape, ranks, hw, dtype, mode, everything, json)
-
-
-@plan.command("all_to_all_matmul")
-def all_to_all_matmul(
-    shape: Annotated[
-        str,
-        typer.Option(
-            metavar="M,N,K",
-            help="M: tokens that a rank sends, each once for each of its experts. [K, N]: an expert's weights.",
-        ),
-    ],
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together; as many on each.")],
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1, max=_MOST_RANKS, help=f"GPUs, all linked to each other. {_MANY} It grows with experts too."
-        ),
-    ] = 2,
-    bounded: Annotated[
-        bool,
-        typer.Option("--bounded", help="With max_rows: the host does not wait for the number of rows that arrive."),
-    ] = False,
-    hw: _Hw = None,
-    dtype: _Dtype = "bf16",
-    mode: _Mode = PlanMode.queued,
-    everything: _All = False,
-    json: _Json = None,
-) -> None:
-    """Plan y = tokens, at the ranks of their experts, @ their experts' weights: mixture of experts. As many tokens are taken to
-    be for each expert.
-
-    DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
-    rank has nothing to compute. A graph can only capture what the host reads no sizes for: give --bounded with --mode graph.
-
-        weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
-
-        weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph
-    """
-    _plan("all_to_all_matmul", shape, ranks, hw, dtype, mode, everything, json, experts, bounded)
-
-
-def _plan(
-    op: str, shape: str, ranks: int, hw: str | None, dtype: str, mode: PlanMode, everything: bool, json: Path | None,
-    experts: int | None = None, bounded: bool = False,
-) -> None:  # fmt: skip
-    from weft.bench.core.console import progress
-    from weft.plan import explanation
-
-    m, n, k = _shape(shape)
-    if experts is not None and m % experts and ranks > _MOST_UNEVEN_RANKS:
-        above = m + experts - m % experts
-        raise ValueError(
-            f"--shape {shape}: M={m} tokens are not as many for each of {experts} experts, and more than {_MOST_UNEVEN_RANKS} "
-            f"ranks that differ take too long to simulate; use M={above}"
-        )
-    if json is not None:
-        check_writable("--json", json)
-    shown = None if everything else 10
-    # Hundreds of ranks take minutes.
-    with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
-        found = explanation(
-            op, M=m, N=n, K=k, ranks=ranks, hw=hw, dtype=dtype, mode=mode.value, experts=experts, bounded=bounded,
-            progress=step,
-        )  # fmt: skip
-        step("simulating what is lost", 0.0)
-        found.cells(shown)
-    print_explanation(found, shown)
-    if json is not None:
-        json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
+for _op, _about in _OPERATORS.items():
+    _add(_op, _about)
 
 
 @contextlib.contextmanager
@@ -240,8 +233,6 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from weft.plan.explain import HEADER
-
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     facts = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     facts.add_column()
@@ -250,14 +241,14 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
         facts.add_row(f"[dim]{what}[/dim]", escape(text), style="bold" if what == "choice" else "")
     console.print(facts)
     rows = found.cells(shown)
-    widths: dict[int, int | None] = dict.fromkeys(range(len(HEADER)))
+    widths: dict[int, int | None] = dict.fromkeys(range(len(found.header)))
     if sys.stdout.isatty():
-        widths |= _widths(HEADER, rows, console.width)
+        widths |= _widths(found.header, rows, console.width)
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="dim")
     kept = [i for i in widths if widths[i] != 0]
     for i in kept:
-        justify: Literal["left", "right"] = "left" if i in (0, len(HEADER) - 1) else "right"
-        table.add_column(HEADER[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
+        justify: Literal["left", "right"] = "left" if i in (0, len(found.header) - 1) else "right"
+        table.add_column(found.header[i], justify=justify, width=widths[i], overflow="fold", no_wrap=i == 0)
     for cells in rows:
         # Names are to be copied: they stay in one piece where there is room.
         name = cells[0] if widths[0] is None else _at_commas(cells[0], widths[0])
@@ -268,7 +259,7 @@ def print_explanation(found: Explanation, shown: int | None) -> None:
     console.print()
     for line in (*found.legend(), *found.left_out(shown)):
         console.print(line, markup=False)
-    if without := [title for i, title in enumerate(HEADER) if widths[i] == 0]:
+    if without := [title for i, title in enumerate(found.header) if widths[i] == 0]:
         console.print(f"no room here for {', '.join(without)}: a wider terminal, a pipe and --json have all columns")
 
 
@@ -297,7 +288,8 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> 
     for title in (*unmeasured, *_LEFT_OUT_FIRST):
         if why(widths) >= least_why:
             break
-        widths[header.index(title)] = 0
+        if title in header:
+            widths[header.index(title)] = 0
     if why(widths) < least_why:
         pieces = max(len(piece) for name in columns[0] for piece in _pieces(name))
         widths[0] = max(pieces, full[0] - (least_why - why(widths)))

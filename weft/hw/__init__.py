@@ -1,4 +1,4 @@
-"""Machines as data, each number with its unit and where it comes from; and what this host can still give."""
+"""Machines and topologies as data, each number with its unit and where it comes from; and what this host can still give."""
 
 from weft.hw.host import available_memory_bytes
 from weft.hw.machine import Machine, Quantity, file_of, known_machines, load_machine

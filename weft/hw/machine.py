@@ -6,6 +6,8 @@
     source = "measured"        # or "datasheet", or "paper", or "assumed": nobody's measurement, and the note says why
     note = "device-to-device copy, bytes read and written"
 
+Its first lines are `name = "..."` and `topology = "switch"`: how its GPUs are linked (`weft.hw.topology`).
+
 `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its
 ceilings in its own run (`weft.bench.core.ceilings`). The files are for models, and to tell a sick machine from a sound one.
 """
@@ -28,6 +30,9 @@ UNITS = {
     "Hz": 1.0, "GHz": 1e9, "1": 1.0,
 }  # fmt: skip
 SOURCES = ("measured", "datasheet", "paper", "assumed")
+_FOLDERS = {"machine": "weft.hw", "topology": "weft.hw.topology"}
+_TIMES = ("ns", "us", "ms", "s")
+_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Quantity:
 class Machine:
     name: str
     quantities: Mapping[str, Quantity]
+    topology: str = ""
+    """A name or a path, for `weft.hw.topology.load_topology`."""
 
     def __getitem__(self, key: str) -> Quantity:
         if key not in self.quantities:
@@ -59,6 +66,25 @@ class Machine:
     def __iter__(self) -> Iterator[str]:
         return iter(self.quantities)
 
+    def number(self, key: str, units: tuple[str, ...] = ()) -> float:
+        """For the simulator: `KeyError` and `ValueError` say what to change in the machine file."""
+        if key not in self.quantities:
+            raise KeyError(
+                f"{self.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
+            )
+        if units and self[key].unit not in units:
+            raise ValueError(f"{self.name}: {key} is in {self[key].unit}: give it in {' or '.join(units)}")
+        return self[key].si
+
+    def per_us(self, key: str) -> float:
+        return self.number(key, _RATES) * 1e-6
+
+    def us(self, key: str) -> float:
+        return self.number(key, _TIMES) * 1e6
+
+    def count(self, key: str) -> int:
+        return round(self.number(key))
+
     def __str__(self) -> str:
         width = max(len(key) for key in self.quantities)
         return "\n".join([self.name] + [f"  {key:<{width}}  {value}" for key, value in self.quantities.items()])
@@ -66,9 +92,7 @@ class Machine:
 
 def known_machines() -> tuple[str, ...]:
     """Names that `load_machine` knows without a path."""
-    return tuple(
-        sorted(entry.name[:-5] for entry in resources.files("weft.hw").iterdir() if entry.name.endswith(".toml"))
-    )
+    return known_files("machine")
 
 
 def file_of(machine: str) -> str | None:
@@ -82,32 +106,49 @@ def load_machine(name: str | Path) -> Machine:
     Raises ValueError where a number lacks its unit or source, has one that is not known, is not positive, or is assumed
     without a note.
     """
-    path = Path(name)
+    data = read_file("machine", name)
+    title, topology = data.pop("name"), data.pop("topology", "")
+    if not isinstance(topology, str):
+        raise ValueError(f'{name}: topology = {topology!r} must be a name or a path, as topology = "switch"')
+    if topology.endswith(".toml"):
+        topology = str(Path(name).parent / topology)
+    quantities = quantities_of(str(name), data)
+    if not quantities:
+        raise ValueError(f"{name}: a machine without a number in it")
+    return Machine(title, quantities, topology)
+
+
+def known_files(what: str) -> tuple[str, ...]:
+    folder = resources.files(_FOLDERS[what])
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def read_file(what: str, name: str | Path) -> dict[str, Any]:
+    """The file of a known machine or topology, or at that path. `ValueError` says what there is, or what is wrong with it."""
+    path, known = Path(name), known_files(what)
+    either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
         try:
             text = path.read_text()
         except OSError as error:
-            raise ValueError(
-                f"the machine file {name} cannot be read ({error.strerror}): give one of {', '.join(known_machines())}, or "
-                f"the path of a TOML file"
-            ) from error
-    elif str(name) in known_machines():
-        text = resources.files("weft.hw").joinpath(f"{name}.toml").read_text()
+            why = f"the {what} file {name} cannot be read ({error.strerror})"
+            raise ValueError(f"{why}: {either} the path of a TOML file") from error
+    elif str(name) in known:
+        text = resources.files(_FOLDERS[what]).joinpath(f"{name}.toml").read_text()
     else:
-        raise ValueError(
-            f"no machine {str(name)!r}: give one of {', '.join(known_machines())}, or a path ending in .toml"
-        )
+        raise ValueError(f"no {what} {str(name)!r}: {either} a path ending in .toml")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name} is no TOML file: {error}") from error
-    title = data.pop("name", None)
-    if not isinstance(title, str):
-        raise ValueError(f'{name}: a machine file starts with name = "..."')
-    quantities = dict(_leaves(str(name), "", data))
-    if not quantities:
-        raise ValueError(f"{name}: a machine without a number in it")
-    return Machine(title, quantities)
+    if not isinstance(data.get("name"), str):
+        raise ValueError(f'{name}: a {what} file starts with name = "..."')
+    return data
+
+
+def quantities_of(file: str, data: Mapping[str, Any]) -> dict[str, Quantity]:
+    """All numbers of a file, by their keys with dots."""
+    return dict(_leaves(file, "", data))
 
 
 def _leaves(file: str, prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Quantity]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
@@ -20,15 +20,17 @@ from torch import nn
 
 from weft import env, symm
 from weft.arguments import check_tensor, checked_deadline
+from weft.embedding.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
+from weft.embedding.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged
+from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.placement import place_tables
+from weft.embedding.plan import plan_of
+from weft.embedding.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.nn.input_dist import InputDist
+from weft.operator.embedding import OPERATOR, release
 from weft.operator.together import together
-from weft.ops.embedding_all_to_all import OPERATOR, device_of, embedding_all_to_all, plan_of, pool_and_send, release
-from weft.runtime.embedding_plan import EmbeddingPlan
-from weft.sparse.check import DEVICE_TYPES, CheckedInput, blocks_of_slots, check_offsets, check_parts, no_tables_on
-from weft.sparse.jagged import JaggedInput, KeyedJaggedTensor, KeyedTensor, Unreadable, as_jagged
-from weft.sparse.placement import place_tables
-from weft.sparse.tables import DTYPES, EmbeddingBagConfig, EmbeddingSharding
+from weft.ops.embedding_all_to_all import device_of, planned_call, pool_and_send
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
@@ -56,7 +58,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         device: where this rank's tables and features live; default the current GPU for an NCCL group, else the CPU. On
             "meta" the tables take no memory and cannot be called before `to_empty(device=...)`, which leaves the values
             to be loaded.
-        placement: the owner of each table, by name or in table order; default balanced (`weft.sparse.place_tables`).
+        placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
         rows_read: mean rows per sample and table, by name or in table order, which the balance goes by; default 1 per
             feature. Give it where pooling factors differ.
         input: "local_batch" (TorchRec's): a rank passes all features of its own samples, and they are distributed over
@@ -78,10 +80,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
         rows_read: Sequence[float] | Mapping[str, float] | None = None,
         input: Literal["local_batch", "global_batch"] = "local_batch",
         is_weighted: bool = False,
-        transport: str = "auto",
-        order: str = "remote_first",
+        transport: Transport = "auto",
+        order: Order = "remote_first",
         slice_size: int | None = None,
-        bounds_check: str = "warning",
+        bounds_check: BoundsCheck = "warning",
         hash: bool = False,
         outputs: int = 2,
         deadline_s: float | None = None,
@@ -92,17 +94,8 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.input = input
         self.deadline_s: float | None = None
         self._is_weighted = is_weighted
-        self._plan: EmbeddingPlan | None = None
-        self._settings: dict[str, Any] = {
-            "transport": transport,
-            "order": order,
-            "slice_size": slice_size,
-            "bounds_check": bounds_check,
-            "hash": hash,
-            "outputs": outputs,
-        }
         self.embedding_bags = nn.ModuleDict()
-        sharding, refusal = None, None
+        sharding, options, refusal = None, None, None
         try:
             self.deadline_s = checked_deadline(deadline_s)
             if input not in ("local_batch", "global_batch"):
@@ -113,21 +106,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
             sharding = place_tables(tables, group.size(), rows_read=rows_read, placement=placement)
             if dotted := [table.name for table in sharding.tables if "." in table.name]:
                 raise ValueError(f"table {dotted[0]!r}: torch has no parameter with a dot in its name, choose another")
-            # Options are refused now, on every rank, and not at the first call.
-            used: Any = "direct" if transport == "auto" else transport
-            EmbeddingPlan(
-                sharding,
-                used,
-                cast(Any, order),
-                1 if slice_size is None else slice_size,
-                cast(Any, bounds_check),
-                hash,
-                outputs,
-            )
+            # Refused now, on every rank, and not at the first call.
+            options = EmbeddingOptions(transport, order, slice_size, bounds_check, hash, outputs)
         except (ValueError, TypeError) as error:
             refusal = error
-        settings = {**self._settings, "input": input, "is_weighted": is_weighted}
-        sharding = _agree(group, device, sharding, settings, refusal, self.deadline_s)
+        said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
+        sharding = _agree(group, device, sharding, said, refusal, self.deadline_s)
+        self._options = cast(EmbeddingOptions, options)
         self._settle(sharding, cast(torch.device, device))
         for index in self.sharding.local_tables(self.rank):
             table = self.sharding.tables[index]
@@ -154,8 +139,6 @@ class ShardedEmbeddingBagCollection(nn.Module):
             with together(type(self).__name__, self.group, self._speaks_on, self.deadline_s):
                 return self._pooled(features, batch_sizes)
         with together(OPERATOR, self.group, self._speaks_on, self.deadline_s):
-            if self._plan is None:
-                self._plan = plan_of(self.sharding, **self._settings)
             weights, jagged, group = self._weights(), self._own_features(features), self.group
             device = device_of(weights, jagged, group)
             values = pool_and_send(self._plan, weights, jagged, group, device, batch_sizes, self.deadline_s)
@@ -175,15 +158,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
             jagged, batch_sizes = self._input_dist(features, refusal)
         else:
             jagged = self._own_features(features)
-        values = embedding_all_to_all(
-            self._weights(),
-            jagged,
-            self.sharding,
-            group=self.group,
-            batch_sizes=batch_sizes,
-            deadline_s=self.deadline_s,
-            **self._settings,
-        )
+        values = planned_call(self._plan, self._weights(), jagged, self.group, batch_sizes, self.deadline_s)
         return KeyedTensor(self._keys, self._length_per_key, values)
 
     def close(self) -> None:
@@ -198,7 +173,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         `DisagreementError` if ranks close different modules; `DeadlineError`, `PeerLostError` and `PoisonedGroupError` as
         calls do: the memory of a group that has failed goes with the group.
         """
-        release(self.sharding, group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s, **self._settings)
+        release(self._plan, group=self.group, device=self._speaks_on(), deadline_s=self.deadline_s)
 
     def _weights(self) -> list[torch.Tensor]:
         """Past `nn.Module.__getattr__`, which takes longer for all tables than the kernel's launch; unless something stands where
@@ -262,7 +237,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
         """Take note of what the tables are and of the device that they are on."""
         self.sharding, self.device = sharding, device
-        self._plan = None  # of calls with these tables, until the next one has made it
+        self._plan = plan_of(sharding, self._options)
         # Ranks with tables on meta still take part, to say that they refuse.
         speaks_on = _device_for(self.group, None) if device.type == "meta" else device
         self._input_dist = InputDist(
@@ -315,7 +290,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         return self._is_weighted
 
     def extra_repr(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in asdict(self._options).items())
         return (
             f"rank {self.rank} of {self.sharding.world_size} on {self.device}, input={self.input!r}, "
             f"is_weighted={self._is_weighted}, {settings}\n{self.sharding.describe()}"
@@ -365,16 +340,16 @@ def _agree(
     group: dist.ProcessGroup,
     device: Any,
     sharding: EmbeddingSharding | None,
-    settings: dict[str, Any],
+    said: dict[str, Any],
     refusal: Exception | None,
     deadline_s: float | None,
 ) -> EmbeddingSharding:
-    """Collective: the sharding, if all ranks have the same one and the same settings.
+    """Collective: the sharding, if all ranks have the same one and say the same of everything else.
 
     Otherwise every rank raises: `RefusedError` with what a rank refused its arguments for, or `DisagreementError`.
     """
     # What was refused may be anything, and need not pickle.
-    mine = (sharding, settings, None) if refusal is None else (None, {}, str(refusal))
+    mine = (sharding, said, None) if refusal is None else (None, {}, str(refusal))
     # Ranks meet where the group's calls usually are, though one of them means another type of device, or none that there is.
     usual = _device_for(group, None)
     meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
@@ -384,12 +359,12 @@ def _agree(
     everyone = domain.all_gather(mine, what="making a ShardedEmbeddingBagCollection", deadline_s=deadline_s)
     if reasons := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text is not None]:
         raise RefusedError(f"arguments refused by {'; '.join(reasons)}") from refusal
-    first_sharding, first_settings, _ = everyone[0]
-    for rank, (other_sharding, other_settings, _) in enumerate(everyone):
+    first_sharding, first_said, _ = everyone[0]
+    for rank, (other_sharding, other_said, _) in enumerate(everyone):
         difference = first_sharding.difference(other_sharding)
-        for name, value in first_settings.items():
-            if other_settings[name] != value:
-                difference = difference or f"{name}={value!r} and not {other_settings[name]!r}"
+        for name, value in first_said.items():
+            if other_said[name] != value:
+                difference = difference or f"{name}={value!r} and not {other_said[name]!r}"
         if difference:
             raise DisagreementError(
                 f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"

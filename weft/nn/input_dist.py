@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from weft import symm
 from weft.arguments import check_tensor, checked_deadline
+from weft.embedding.check import missing_feature
+from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
+from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.runtime.in_turn import begun, turn_on
-from weft.sparse.check import missing_feature
-from weft.sparse.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offsets_of, wrong_sum
-from weft.sparse.tables import EmbeddingSharding
 from weft.words import counted
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size

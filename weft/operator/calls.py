@@ -20,6 +20,7 @@ from weft.operator.derivatives import once, refused
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
+from weft.runtime.layouts import READER
 from weft.runtime.opaque import opaque
 from weft.timeline import Timeline
 
@@ -66,11 +67,18 @@ def _called(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
     timeline: Timeline | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    call, wanted = op.checked(call, group), op.wanted(call)
-    prepared = _prepared_for(op, call, group, schedule, deadline_s, wanted)
+    table, signature = _tables[op.name], None
+    if READER is not None and plan.pinned(schedule) is None:
+        signature = READER.signature(call, torch.is_grad_enabled())
+        if signature is not None and (known := table.again(group, signature)) is not None:
+            return known.prepared(call, deadline_s, timeline, known.inputs(call))
+    checked, wanted = op.checked(call, group), op.wanted(call)
+    prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
     if True in wanted:
-        return list(_Function.apply(prepared, call, deadline_s, timeline, *op.tensors(call)))
-    return prepared(call, deadline_s, timeline)
+        return list(_Function.apply(prepared, checked, deadline_s, timeline, *op.tensors(checked)))
+    if signature is not None and checked is call:
+        table.remember(group, signature, prepared, call)
+    return prepared(checked, deadline_s, timeline)
 
 
 def _prepared_for(

@@ -390,15 +390,12 @@ def _measured(
 ) -> dict[str, float]:
     """Microseconds by name, the slowest rank's, from now or before: they are kept on disk (`weft.plan.autotune`)."""
 
-    def time_us(call: Callable[[], object]) -> float:
-        return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
-
     def run(candidate: Candidate) -> float:
         if serial is not None and candidate.name == "serial":
-            return time_us(serial)
+            return time_us(serial, domain, mode, deadline_s)
         made = executor(schedules[candidate.name], domain, p)
         try:
-            return time_us(lambda: made.run(tensors, deadline_s=deadline_s))
+            return time_us(lambda: made.run(tensors, deadline_s=deadline_s), domain, mode, deadline_s)
         finally:
             made.close()
 
@@ -408,6 +405,11 @@ def _measured(
 
     found = [named(p, name) for name in schedules]
     return plan.autotune(p, found, run, agree, machine=device_name(domain.device), mode=mode, rounds=rounds)
+
+
+def time_us(call: Callable[[], object], domain: Domain, mode: plan.Mode, deadline_s: float | None) -> float:
+    """Of a call on this rank. Collective."""
+    return _queued_us(call, domain, deadline_s) if mode == "queued" else _time_us(call, domain.device)
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:

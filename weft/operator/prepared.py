@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from weft.timeline import Timeline
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
+_SIGNATURES = 1024  # of an operator's calls on a group
 WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
 
 
@@ -109,12 +110,16 @@ class Prepared:
         self.called_at = 0  # by the operator's calls, when this was used last
 
     @opaque
-    def __call__(self, call: Any, deadline_s: float | None, timeline: Timeline | None) -> list[torch.Tensor]:
-        """In the order of the output buffers. Autocast, which would reach some schedules only, does not reach in."""
+    def __call__(
+        self, call: Any, deadline_s: float | None, timeline: Timeline | None, inputs: dict[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """In the order of the output buffers. Autocast, which would reach some schedules only, does not reach in. inputs: what the
+        spec says of the call, if that is known."""
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):
-                return self(call, deadline_s, timeline)
-        op, inputs, capturing = self.op, self.op.inputs(self.p, call), self.capturing()
+                return self(call, deadline_s, timeline, inputs)
+        op, capturing = self.op, self.capturing()
+        inputs = op.inputs(self.p, call) if inputs is None else inputs
         results = (
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
@@ -249,11 +254,34 @@ class Prepared:
         return self._chosen.captured if capturing else self._chosen.usual
 
 
+class Known(NamedTuple):
+    """Calls that differ from an earlier one in nothing but where their tensors lie. places: of each input buffer its field in a
+    call, and which of several tensors it is there."""
+
+    prepared: Prepared
+    places: list[tuple[str, int, int | None]]
+
+    def inputs(self, call: Any) -> dict[str, Any]:
+        return {name: call[field] if nth is None else call[field][nth] for name, field, nth in self.places}
+
+
+def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
+    """Where in a call this very tensor is."""
+    for field, value in enumerate(call):
+        if value is tensor:
+            return field, None
+        for nth, one in enumerate(value if isinstance(value, list) else ()):
+            if one is tensor:
+                return field, nth
+    return None
+
+
 class _OfGroup:
     """Calls are counted by group, since ranks that share one may call others as well, and must drop the same of it."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Prepared] = {}
+        self.by_signature: dict[bytes, Known] = {}
         self.calls = 0
 
 
@@ -272,6 +300,28 @@ class Table:
         here.calls = prepared.called_at = here.calls + 1
         return prepared
 
+    def again(self, group: dist.ProcessGroup, signature: bytes) -> Known | None:
+        """What is known of calls with this signature (`weft.runtime.layouts`)."""
+        here = self._of_group.get(id(group))
+        known = None if here is None else here.by_signature.get(signature)
+        if here is None or known is None:
+            return None
+        if known.prepared.stale:
+            here.by_signature.clear()
+            return None
+        here.calls = known.prepared.called_at = here.calls + 1
+        return known
+
+    def remember(self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any) -> None:
+        """That a call with this signature is one of `prepared`. Not if its buffers are made from its tensors."""
+        inputs = prepared.op.inputs(prepared.p, call)
+        places = [(name, place) for name, tensor in inputs.items() if (place := _place(call, tensor)) is not None]
+        here = self._of_group[id(group)]
+        if len(places) == len(inputs):
+            if len(here.by_signature) >= _SIGNATURES:
+                here.by_signature.clear()
+            here.by_signature[signature] = Known(prepared, [(name, *place) for name, place in places])
+
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:
         """The oldest first."""
         here = self._of_group.get(id(group))
@@ -289,8 +339,10 @@ class Table:
         while len(free) >= KEPT:  # captured ones do not count: many of them would leave no room for others
             idle = [key for key in idle if key != free[0]]
             known.pop(free.pop(0)).close()
+            here.by_signature.clear()
         while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
             known.pop(idle.pop(0)).close()
+            here.by_signature.clear()
         prepared.called_at = calls
         known[key] = prepared
         return prepared

@@ -1,18 +1,18 @@
 """weft.embedding_all_to_all: pooled embeddings that arrive where they are used, without a separate all-to-all.
 
-From one call down: this file checks the input, takes the schedule that is asked for (`weft.schedule.slices`) and finds the
-compiled operator for (group, device, what the schedule plans); `weft.runtime.cpu.embedding` or `weft.runtime.cuda.embedding` is
-a rank's side of the call; `csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
+From one call down: this file checks the input. `weft.operator.embedding` finds the compiled operator for (group, device, what the
+schedule plans), which was asked for or is chosen (`weft.schedule.slices`). `weft.runtime.cpu.embedding`,
+`weft.runtime.cuda.embedding` or, for both, `weft.runtime.embedding_unfused` is a rank's side of the call;
+`csrc/embedding_all_to_all.cpp` or `weft.kernels.embedding_all_to_all` does the work.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import symm
 from weft.arguments import checked_deadline
-from weft.errors import DisagreementError, RefusedError, WeftError
-from weft.operator.together import agree, together
-from weft.runtime.agreement import agree_on_new
-from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan, Order, Transport, default_slice_size, kernel_of
-from weft.runtime.meeting import drop_closed
+from weft.embedding import EmbeddingSharding, as_jagged
+from weft.embedding.check import CheckedInput, check_jagged
+from weft.embedding.jagged import JaggedInput
+from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
+from weft.embedding.plan import EmbeddingPlan, plan_of
+from weft.operator.embedding import OPERATOR, known_operator, new_operator, operator_of_handle
+from weft.operator.together import together
 from weft.runtime.opaque import opaque
-from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import EmbeddingAllToAll, slices
-from weft.sparse import EmbeddingSharding, as_jagged
-from weft.sparse.check import CheckedInput, check_jagged
-from weft.sparse.jagged import JaggedInput
 from weft.timeline import Timeline
 from weft.words import counted, kind
-
-OPERATOR = "embedding_all_to_all"
 
 
 @opaque
@@ -46,7 +40,7 @@ def embedding_all_to_all(
     *,
     group: dist.ProcessGroup,
     batch_sizes: Sequence[int] | None = None,
-    transport: Literal["auto", "direct", "put"] = "auto",
+    transport: Transport = "auto",
     order: Order = "remote_first",
     slice_size: int | None = None,
     bounds_check: BoundsCheck = "warning",
@@ -71,22 +65,26 @@ def embedding_all_to_all(
     group: a process group that this rank is in, all of its ranks on one host.
     batch_sizes: samples per rank; default: the global batch divided evenly, the first ranks get the odd ones.
     transport: "direct" stores each vector into the peer. "put" sends slices of up to `slice_size` vectors of a sample
-        (default: about 2 KiB of them), each as one contiguous copy and a flag. "auto" takes "direct".
+        (default: about 2 KiB of them), each as one contiguous copy and a flag. "serial" pools everything, then calls the library's
+        all-to-all, then puts the columns in order. "auto" takes what is predicted to be the fastest for so many samples on this
+        GPU's model (`weft.plan.explain`), once for numbers of samples near each other; "direct" on CPU, and without a model.
     slice_size: with "direct", how many vectors a CPU thread stores in a row; on GPUs "direct" does not use it.
     order: "remote_first" pools what peers wait for before this rank's own samples, "natural" follows the batch.
     bounds_check: "warning" reads out-of-range indices as zero rows, counts them and warns (on GPUs at the next call);
         "fatal" refuses the call on every rank before anything is written (on GPUs it waits for the device); "ignore" trusts
         the caller.
-    hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.sparse.hash_ids`).
+    hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.embedding.hash_ids`).
     outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
-        results may be held while the next is computed, a further one is copied out; with 1, holding one is an error.
+        results may be held while the next is computed, a further one is copied out; with 1, holding one is an error. None with
+        "serial", whose results are ordinary tensors.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
     timeline: filled with what ran when (profiling: on GPUs it waits for the device).
 
     Returns `[batch_sizes[rank], sharding.total_dim]` in the tables' dtype, in table order; on GPUs valid in stream order.
-    Memory: `outputs` result buffers; `put` also stages what it is about to send (on CPU at most 4 MiB a thread, on GPUs a
-        slice or two a program) and holds 8 bytes per slice. Kept for each sharding and options until the group ends, or the
-        module that called is closed (`weft.nn.ShardedEmbeddingBagCollection.close`).
+    Memory: `outputs` result buffers. `put` also stages what it is about to send (on CPU at most 4 MiB a thread, on GPUs a slice or
+        two a program) and holds 8 bytes per slice; `serial` has what it sends and what it receives instead. Kept for each sharding
+        and options until the group ends, or the module that called is closed
+        (`weft.nn.ShardedEmbeddingBagCollection.close`).
 
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
@@ -105,8 +103,20 @@ def embedding_all_to_all(
                 f"the sharding is for {counted(sharding.world_size, 'rank')} and the group has {group.size()}: call "
                 f"place_tables(tables, {group.size()})"
             )
-        plan = plan_of(sharding, transport, order, slice_size, bounds_check, hash, outputs)
+        plan = _plan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
         return pool_and_send(plan, _listed(weights), features, group, device, batch_sizes, deadline_s, timeline)
+
+
+@opaque
+def planned_call(
+    plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, batch_sizes: Sequence[int] | None,
+    deadline_s: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """`embedding_all_to_all` with options and tables that were checked."""
+    with together(OPERATOR, group, lambda: device_of(weights, features, group), deadline_s):
+        return pool_and_send(
+            plan, weights, features, group, device_of(weights, features, group), batch_sizes, deadline_s
+        )
 
 
 @opaque
@@ -114,7 +124,7 @@ def pool_and_send(
     plan: EmbeddingPlan, weights: list[torch.Tensor], features: Any, group: dist.ProcessGroup, device: torch.device,
     batch_sizes: Sequence[int] | None, deadline_s: float | None, timeline: Timeline | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`embedding_all_to_all` with options that were checked, inside of `together`."""
+    """`planned_call` inside of `together`."""
     jagged, rank = as_jagged(features), group.rank()
     known = _known(weights, plan, rank)
     checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights)
@@ -125,7 +135,10 @@ def pool_and_send(
         )
     if not known:
         _remember(weights, plan, rank)
-    operator = compiled(plan, symm.domain(group, device, deadline_s=deadline_s), deadline_s=deadline_s)
+    domain = symm.domain(group, device, deadline_s=deadline_s)
+    operator = known_operator(plan, domain, checked.batch_sizes)
+    if operator is None:
+        operator = new_operator(plan, domain, (weights, jagged, checked), deadline_s)
     if timeline is not None:
         return operator(weights, jagged, checked, deadline_s=deadline_s, timeline=timeline)
     if not is_in_torch_dispatch_mode():
@@ -137,79 +150,9 @@ def pool_and_send(
     )  # fmt: skip
 
 
-def described(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
-    """A call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(described(...), ...)`.
-
-    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one each.
-    """
-    local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
-    rows: tuple[tuple[float, ...], ...] = ()
-    if (read := sharding.rows_read) is not None:
-        of_table = [mean / len(table.feature_names) for mean, table in zip(read, sharding.tables, strict=True)]
-        rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
-    places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
-    dtype = next(name for name, known in TORCH_DTYPE.items() if known == sharding.dtype)
-    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, dtype)
-
-
-def release(
-    sharding: EmbeddingSharding,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    transport: Literal["auto", "direct", "put"],
-    order: Order,
-    slice_size: int | None,
-    bounds_check: BoundsCheck,
-    hash: bool,
-    outputs: int,
-    deadline_s: float | None,
-) -> None:
-    """Give back the symmetric memory of calls with these options, as `ShardedEmbeddingBagCollection.close` says. Collective."""
-    domain = symm.domain(group, device, deadline_s=deadline_s)
-    plan = plan_of(sharding, transport, order, slice_size, bounds_check, hash, outputs)
-    operator = _operators.get(domain, {}).get(plan)
-    if operator is not None:
-        operator.synchronize()
-    mine = plan.fingerprint, 0 if operator is None else operator.outputs.lent
-    closing = domain.all_gather(mine, what="closing an embedding_all_to_all", deadline_s=deadline_s)
-    if len({fingerprint for fingerprint, _ in closing}) > 1:
-        raise DisagreementError("ranks close different embedding_all_to_alls: close the same modules in the same order")
-    if held := [f"rank {rank} holds {counted(lent, 'result')}" for rank, (_, lent) in enumerate(closing) if lent]:
-        raise RefusedError(
-            f"{', '.join(held)} in the memory that is to be given back: drop them, and all views of them, first"
-        )
-    if operator is not None:
-        del _operators[domain][plan]
-        operator.close()
-
-
-def plan_of(
-    sharding: EmbeddingSharding, transport: str, order: Order, slice_size: int | None, bounds_check: BoundsCheck, hash: bool,
-    outputs: int,
-) -> EmbeddingPlan:  # fmt: skip
-    used: Any = "direct" if transport == "auto" else transport
-    vectors = default_slice_size(sharding) if slice_size is None else slice_size
-    return _planned(sharding, used, order, vectors, bounds_check, hash, outputs)
-
-
 @functools.lru_cache(maxsize=64, typed=True)  # typed: 1 is no True, and refused
-def _planned(
-    sharding: EmbeddingSharding,
-    transport: Transport,
-    order: Order,
-    slice_size: int,
-    bounds_check: BoundsCheck,
-    hash: bool,
-    outputs: int,
-) -> EmbeddingPlan:
-    """What the schedule of that transport, order and slice size plans; `ValueError` if one of the options is none."""
-    EmbeddingPlan(sharding, transport, order, slice_size, bounds_check, hash, outputs)
-    # Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones.
-    problem = described(sharding, (1,) * sharding.world_size)
-    builder = slices.put if transport == "put" else slices.direct
-    kernel = kernel_of(builder(problem, slice_size=int(slice_size), order=order))
-    return EmbeddingPlan(sharding, kernel.transport, kernel.order, kernel.slice_size, bounds_check, hash, outputs)
+def _plan(sharding: EmbeddingSharding, *options: Any) -> EmbeddingPlan:
+    return plan_of(sharding, EmbeddingOptions(*options))
 
 
 def _listed(weights: Any) -> list[torch.Tensor]:
@@ -266,53 +209,13 @@ def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> No
     _known_weights[plan, rank] = [weakref.ref(weight, forget) for weight in weights], _layout(weights)
 
 
-# --- compiled operators: one per (domain, plan), known to the dispatcher by a number ---
-
-_operators: dict[symm.Domain, dict[EmbeddingPlan, Any]] = {}
-_by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_handles = itertools.count(1)
-
-
-def compiled(plan: EmbeddingPlan, domain: symm.Domain, *, deadline_s: float | None = None) -> Any:
-    """The operator for `plan` on `domain`; made at the first call, collectively, when ranks also compare their plans."""
-    operators = _operators.get(domain)
-    if operators is None:
-        drop_closed(_operators)
-        operators = _operators[domain] = {}
-    operator: Any = operators.get(plan)
-    if operator is None:
-        if domain.device.type == "cuda":
-            agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", 0), deadline_s)
-        with symm.set_up_within(deadline_s):
-            agree_on_new(domain, plan, deadline_s=deadline_s)
-            if domain.device.type == "cuda":
-                from weft.runtime.cuda.embedding import (
-                    EmbeddingAllToAllCuda,  # needs Triton, which a CPU machine may lack
-                )
-
-                operator = EmbeddingAllToAllCuda(plan, domain)
-            else:
-                operator = EmbeddingAllToAllCpu(plan, domain)
-        operator.handle = next(_handles)
-        _by_handle[operator.handle] = operator
-        operators[plan] = operator
-    return operator
-
+# --- known to the dispatcher, operators by a number ---
 
 _library = torch.library.Library("weft", "FRAGMENT")
 _library.define(
     "embedding_all_to_all(Tensor[] weights, Tensor values, Tensor offsets, Tensor? per_sample_weights, SymInt[] batch_sizes, "
     "int[] key_of_slot, int handle, float deadline_s) -> Tensor"
 )
-
-
-def _operator(handle: int) -> Any:
-    operator = _by_handle.get(handle)
-    if operator is None:
-        raise WeftError(
-            f"operator {handle} is gone: its group or its module was closed. Call weft.embedding_all_to_all with a live group"
-        )
-    return operator
 
 
 @opaque
@@ -323,14 +226,14 @@ def _run(
     sizes = tuple(batch_sizes)
     checked = CheckedInput(tuple(key_of_slot), sizes, sum(sizes))
     jagged = JaggedInput(None, values, offsets, per_sample_weights)
-    return _operator(handle)(weights, jagged, checked, deadline_s=deadline_s or None)
+    return operator_of_handle(handle)(weights, jagged, checked, deadline_s=deadline_s or None)
 
 
 def _fake(
     weights: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None,
     batch_sizes: Sequence[int], key_of_slot: Sequence[int], handle: int, deadline_s: float,
 ) -> torch.Tensor:  # fmt: skip
-    operator = _operator(handle)
+    operator = operator_of_handle(handle)
     sharding = operator.plan.sharding
     return values.new_empty((batch_sizes[operator.domain.rank], sharding.total_dim), dtype=sharding.dtype)
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from weft.runtime.cpu.embedding import run_native, slot_table, warn_of_bad_indices
-from weft.runtime.embedding_plan import BoundsCheck, EmbeddingPlan
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, as_jagged
-from weft.sparse.check import check_jagged, check_offsets, first_bad_index
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, as_jagged
+from weft.embedding.check import check_contents, check_jagged
+from weft.embedding.options import BoundsCheck, EmbeddingOptions
+from weft.embedding.plan import EmbeddingPlan
+from weft.runtime.embedding_unfused import pool_alone
 
 
 def embedding_pool(
@@ -47,23 +48,16 @@ def embedding_pool(
     jagged = as_jagged(features)
     plan = _plan(tuple(EmbeddingBagConfig.of(table) for table in tables), bounds_check, hash)
     checked = check_jagged(jagged, plan.sharding, 0, None, weights)
-    fatal = bounds_check == "fatal" and not hash
-    if fatal and (bad := first_bad_index(jagged, plan.sharding, 0, checked)) is not None:
-        raise ValueError(bad)
+    check_contents(jagged, plan.sharding, 0, checked, plan.options)
     shape = (checked.global_batch, plan.sharding.total_dim)
     out = torch.empty(shape, dtype=plan.sharding.dtype, device=jagged.values.device)
-    if out.device.type == "cuda":
-        from weft.runtime.cuda.embedding import pool_on_gpu  # needs Triton, which a CPU machine may lack
-
-        pool_on_gpu(plan, list(weights), jagged, checked, out)
-        return out
-    check_offsets(jagged, plan.sharding, 0, checked)
-    table = slot_table(plan.sharding, 0, list(weights), checked.key_of_slot)
-    counts = run_native(plan, 0, table, jagged, checked.batch_sizes, [out.data_ptr()], [], 0)
-    warn_of_bad_indices(plan.sharding, 0, counts)
+    warn = pool_alone(plan, list(weights), jagged, checked, out)
+    if warn is not None:
+        warn()
     return out
 
 
 @lru_cache(maxsize=64)
 def _plan(tables: tuple[EmbeddingBagConfig, ...], bounds_check: BoundsCheck, hash: bool) -> EmbeddingPlan:
-    return EmbeddingPlan(EmbeddingSharding(tables, (0,) * len(tables), 1), bounds_check=bounds_check, hash=hash)
+    sharding = EmbeddingSharding(tables, (0,) * len(tables), 1)
+    return EmbeddingPlan(sharding, EmbeddingOptions("direct", bounds_check=bounds_check, hash=hash))

@@ -13,12 +13,12 @@ from weft.plan.calibration import Calibration, Measure, calibrate, calibrated
 from weft.plan.choose import Choice, NoOverlapWarning, choose
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
 from weft.plan.heuristic import static_pick
-from weft.plan.nearby import names_near, octave
+from weft.plan.nearby import names_near, octave, octave_of, typical
 from weft.plan.pin import AUTOTUNE, pinned, use
 from weft.plan.predict import MODES, Mode, Row
 
 __all__ = [
     "AUTOTUNE", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row", "autotune",
     "calibrate", "calibrated", "candidates_from_outside", "choose", "explain", "explanation", "from_outside", "known_times",
-    "machine_and_model", "names_near", "octave", "pinned", "promising", "static_pick", "use",
+    "machine_and_model", "names_near", "octave", "octave_of", "pinned", "promising", "static_pick", "typical", "use",
 ]  # fmt: skip

@@ -125,8 +125,7 @@ class Calibration:
             "copy_bytes_per_us": rate,
             "copy_row_us": float(np.median(rows)) if rows else model.copy_row_us,
             # One pair was measured, whose copies cannot be faster than its link.
-            "pair_bytes_per_us": max(_fastest(self.copies), model.pair_bytes_per_us),
-            "port_bytes_per_us": max(_fastest(self.copies), model.port_bytes_per_us),
+            "wiring": model.wiring.at_least(_fastest(self.copies)),
             "kernel_copy_units": self.copy_units,
             "put_bytes_per_us": ((self.copy_units, _fastest(self.puts)),),
             "get_bytes_per_us": ((self.copy_units, _fastest(self.gets)),),

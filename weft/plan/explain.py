@@ -7,11 +7,12 @@ of DMA based Finer-Grain Compute Communication Overlap", IV.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.hw import Machine, load_machine
+from weft.hw.topology import load_topology
 from weft.plan import gemms
 from weft.plan.autotune import known_times
 from weft.plan.calibration import calibrated
@@ -34,6 +35,7 @@ HEADER = (
     "exposed us",
     "why not",
 )
+_WITHOUT_LOSSES = (0, 1, 2, -1)
 LEGEND = (
     "DIL, CIL: decomposition and contention inefficiency losses, what cutting an operation up and running beside others cost; "
     "factors, 1 is none"
@@ -54,6 +56,15 @@ class Explanation:
     measured_here: frozenset[MatmulShape] = frozenset()
     """GEMMs that this process has measured on that machine."""
 
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The table's columns: none of losses where there are no GEMMs."""
+        return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
+
+    @property
+    def _has_losses(self) -> bool:
+        return self.choice.row(self.choice.candidate.name).losses is not None
+
     def cells(self, shown: int | None = _SHOWN) -> list[tuple[str, ...]]:
         """The table's rows: the `shown` fastest candidates, serial and the heuristic's; None: all that have a time."""
         timed = [row for row in self.choice.rows if row.us is not None]
@@ -62,7 +73,8 @@ class Explanation:
         return [self._cells(row) for row in timed if row in kept or row in also]
 
     def _cells(self, row: Row) -> tuple[str, ...]:
-        name, predicted, *others = _cells(row)
+        cells = _cells(row)
+        name, predicted, *others = cells if self._has_losses else (cells[i] for i in _WITHOUT_LOSSES)
         return name, f"{predicted} measured here" if self._is_here(row) else predicted, *others
 
     def _is_here(self, row: Row) -> bool:
@@ -72,7 +84,7 @@ class Explanation:
         """What the table's words mean, a line each."""
         of_calls = self.choice.mode == "graph" and any(row.measured_us is not None for row in self.choice.rows)
         here = any(map(self._is_here, self.choice.rows))
-        return [LEGEND, *([HERE] if here else []), *([IN_A_ROW] if of_calls else [])]
+        return [*([LEGEND] if self._has_losses else []), *([HERE] if here else []), *([IN_A_ROW] if of_calls else [])]
 
     def left_out(self, shown: int | None = _SHOWN) -> list[str]:
         """Sentences about candidates that are not in the table."""
@@ -131,9 +143,9 @@ class Explanation:
     def __str__(self) -> str:
         facts = self.facts()
         width = max(len(what) for what, _ in facts)
-        table = [HEADER, *self.cells()]
+        table = [self.header, *self.cells()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        aligned = "<" + ">" * (len(HEADER) - 2) + "<"
+        aligned = "<" + ">" * (len(self.header) - 2) + "<"
         lines = [
             "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths, strict=True)).rstrip() for row in table
         ]
@@ -150,10 +162,12 @@ def explain(
     K: int,
     ranks: int,
     hw: str | Path | None = None,
+    topology: str | Path | None = None,
     dtype: str = "bf16",
     mode: Mode = "queued",
     experts: int | None = None,
     bounded: bool = False,
+    tables: int | None = None,
 ) -> str:
     """What would be chosen for `op`, what else there is, and why; as text.
 
@@ -161,14 +175,19 @@ def explain(
         matmul_reduce_scatter: M rows of K columns on each rank, times [K, N] on each, added up, M / ranks rows to each.
         all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
         `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
+        embedding_all_to_all: M samples of all ranks; of each of `tables`, which are those of all ranks, N columns and K rows in
+        each bag.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
+    topology: how its GPUs are linked, a topology file's name or path; by default as the machine file says.
 
-    `ValueError` for an operator, machine, dtype or mode that is not known, an M or `experts` that `ranks` do not divide, a size
-    below 1, or mode "graph" for all_to_all_matmul that is not bounded, which no graph can capture.
+    `ValueError` for an operator, machine, topology, dtype or mode that is not known, an M or `experts` that `ranks` do not
+    divide, a size below 1, or mode "graph" for all_to_all_matmul that is not bounded, which no graph can capture.
     """
-    return str(
-        explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, dtype=dtype, mode=mode, experts=experts, bounded=bounded)
-    )
+    found = explanation(
+        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, experts=experts, bounded=bounded,
+        tables=tables,
+    )  # fmt: skip
+    return str(found)
 
 
 def explanation(
@@ -180,27 +199,31 @@ def explanation(
     ranks: int,
     hw: str | Path | None,
     dtype: str,
+    topology: str | Path | None = None,
     mode: Mode,
     experts: int | None = None,
     bounded: bool = False,
+    tables: int | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Explanation:
     """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
-    machine, model, notes = machine_and_model(hw, ranks)
+    machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
-    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded)
+    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded, tables=tables)
     if not problem.has_work:
-        raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to multiply; each must be at least 1")
+        raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to compute; each must be at least 1")
     if mode == "graph" and problem.not_captured:
         raise ValueError(f"mode='graph': {problem.not_captured}")
-    measured = known_times(problem, machine.name, mode)
+    measured = {} if topology else known_times(problem, machine.name, mode)
     choice = decide(problem, model, mode=mode, measured=measured, progress=progress)
     here = frozenset(gemms.measured_here(machine.name))
     return Explanation(choice, machine, notes, static_pick(problem, machine), here)
 
 
-def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model, tuple[str, ...]]:
+def machine_and_model(
+    hw: str | Path | None, ranks: int, topology: str | Path | None = None
+) -> tuple[Machine, Model, tuple[str, ...]]:
     """The machine, its model, calibrated if that was done, with the GEMMs that this process has measured on such a machine;
     and what to know of that."""
     notes = []
@@ -212,6 +235,10 @@ def machine_and_model(hw: str | Path | None, ranks: int) -> tuple[Machine, Model
     machine = load_machine(hw)
     try:
         model, note, _ = calibrated(machine, ranks)
+        if topology is not None:
+            model = replace(model, wiring=load_topology(topology, machine))
+            model.wiring.of(ranks)  # which it may not be made for
+            notes.append(f"topology {topology} in place of {machine.topology}")
     except KeyError as error:  # the file lacks a number
         raise ValueError(error.args[0]) from error
     if here := gemms.measured_here(machine.name):

@@ -56,8 +56,17 @@ def _is_clear(choice: Choice) -> bool:
 
 def octave(problem: Problem) -> int:
     """The half octave of its size in its family."""
-    size = problem.family[1]
+    return octave_of(problem.family[1])
+
+
+def octave_of(size: float) -> int:
+    """The half octave of a size."""
     return round(_PER_OCTAVE * math.log2(size)) if size > 0 else 0
+
+
+def typical(problem: Problem) -> Problem:
+    """The one for which the choice is made, for all of its half octave."""
+    return problem.resized(2 ** (octave(problem) / _PER_OCTAVE))
 
 
 def names_near(
@@ -69,10 +78,10 @@ def names_near(
     family, base = problem.family[0], base or model
     key = (family, id(base), modes, builders_of(type(problem)))
     here = octave(problem)
-    typical = problem if itself else problem.resized(2 ** (here / _PER_OCTAVE))
+    planned = problem if itself else typical(problem)
     known = _families.get(key)
     if known is None:
-        choices = _choices(typical, model, modes, None)
+        choices = _choices(planned, model, modes, None)
         near = {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
         near |= {choice.candidate.name for choice in choices}
         near |= {candidate.name for candidate in candidates(problem) if problem.worth_running(candidate)}
@@ -81,7 +90,7 @@ def names_near(
         known = _families[key] = _Family(base, frozenset(near))
         names = tuple(choice.candidate.name for choice in choices)
     elif itself or here not in known.names:
-        names = tuple(choice.candidate.name for choice in _choices(typical, model, modes, known.contenders))
+        names = tuple(choice.candidate.name for choice in _choices(planned, model, modes, known.contenders))
     else:
         return known.names[here]
     if not itself:

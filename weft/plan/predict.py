@@ -31,6 +31,7 @@ from weft.schedule import (
     Read,
     Region,
     Schedule,
+    Set,
     Step,
     Tiles,
     builders_of,
@@ -81,6 +82,8 @@ class Row:
     rough: bool = False
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM (unless that is the problem's way anyway): it is
     taken only if it is pinned."""
+    stages: bool = False
+    """Whether tiles copy what they have computed, which takes a fence and a signal each: of that models know least."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The different GEMMs of a rank that are the library's."""
     problem: Problem | None = field(default=None, repr=False)
@@ -99,8 +102,10 @@ class Row:
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
-        """Of a queued run: what decomposition and contention cost, and how much communication nothing hides."""
+        """Of a queued run: what decomposition and contention cost, and how much communication nothing hides. None without GEMMs."""
         if self.predicted_us is None or self.problem is None or self.model is None or not self.problem.has_work:
+            return None
+        if not gemms_us(self.problem, self.model):
             return None
         return inefficiencies(_schedule(self.problem, self.candidate), self.problem, self.model)
 
@@ -129,6 +134,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
         us = simulate(schedule, model, mode=mode).end_us
     else:
         us = simulate(schedule, model, mode=mode, runs=2).per_run_us
+    us += _signals_of_tiles(schedule) * model.tile_signal_us
     us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
     if schedule.reads_on_host:
         us = max(us, _reading_host_us(schedule, model))
@@ -148,6 +154,15 @@ def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:
     multiplies = any(map(_multiplies, _steps(schedule)))
     copying = (step for lane in schedule.lanes if lane.resource == "copy" for step in lane.steps)
     return multiplies and any(isinstance(step, Copy) and step.by == "kernel" for step in copying)
+
+
+def _signals_of_tiles(schedule: Schedule) -> int:
+    """That tiles set, on the rank whose tiles set the most."""
+    tiles = [step for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles)]
+    sets = [(step.extent, count) for step in tiles if (count := sum(isinstance(one, Set) for one in step.body))]
+    if not sets:
+        return 0
+    return max(sum(put_in(extent, v) * count for extent, count in sets) for v in values_of_ranks(schedule))
 
 
 def least_us(problem: Problem, model: Model) -> float:
@@ -192,10 +207,11 @@ _kept: dict[tuple, list[_Built]] = {}
 def _built(
     problem: Problem, progress: Progress, needed: frozenset[str] = frozenset(), among: frozenset[str] | None = None
 ) -> list[_Built]:
-    """All candidates, or those `among` which they are, and `needed` others; those with the same schedule after the first one
-    without it."""
-    known = [candidate for candidate in candidates(problem) if among is None or candidate.name in among]
-    known += [named(problem, name) for name in sorted(needed - {candidate.name for candidate in known})]
+    """All candidates that calls take, or those `among` which they are, and `needed` others; those with the same schedule after
+    the first one without it."""
+    known = [one for one in candidates(problem) if (problem.takes(one) if among is None else one.name in among)]
+    wanted = needed | (among or frozenset())
+    known += [named(problem, name) for name in sorted(wanted - {candidate.name for candidate in known})]
     key = (problem, builders_of(type(problem)), tuple(candidate.name for candidate in known))
     if (kept := _kept.get(key)) is not None:
         return kept
@@ -254,6 +270,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
             isinstance(step, Compute) and step.accumulate and ITEM_BYTES[operands[-1].dtype] <= 2
             for _, step, operands, _ in each
         ),
+        stages=any(isinstance(s, Tiles) and {Compute, Copy} <= set(map(type, s.body)) for s in _steps(schedule)),
         matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
     return _Built(row, schedule, tuple(lane for _, lane in lanes))

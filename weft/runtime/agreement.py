@@ -12,8 +12,8 @@ import struct
 from functools import partial
 from typing import Any, NoReturn
 
+from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DisagreementError, RefusedError
-from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.meeting import Topic, meeting_of
 from weft.symm import Domain
 

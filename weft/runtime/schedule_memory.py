@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.errors import DisagreementError
-from weft.schedule import Schedule
+from weft.errors import DisagreementError, ScheduleError
+from weft.schedule import Schedule, Step, Tiles, value
 from weft.schedule.steps import ITEM_BYTES
-from weft.schedule.text import to_json
+from weft.schedule.steps.loops import counted
+from weft.schedule.text import describe, to_json
 from weft.symm import Domain
+from weft.symm.mesh import NO_TRANSPORT
 
 TORCH_DTYPE = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
@@ -45,11 +47,37 @@ def layout_of(schedule: Schedule) -> Layout:
 
 
 def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
-    """Collective, before anything is allocated: `DisagreementError` on every rank if the ranks' schedules differ."""
+    """Collective, before anything is allocated; on every rank `DisagreementError` if the ranks' schedules differ, or
+    `ScheduleError` if a step needs memory of a rank that is not mapped where the step is done."""
     mine = (schedule.name, hashlib.sha256(to_json(schedule).encode()).hexdigest())
-    for rank, theirs in enumerate(domain.all_gather(mine, what="schedules to run")):
+    found = domain.all_gather((mine, _not_mapped(schedule, domain)), what="schedules to run")
+    for rank, (theirs, _) in enumerate(found):
         if theirs != mine:
             raise DisagreementError(
                 f"rank {domain.rank} runs schedule {mine[0]} ({mine[1][:8]}) and rank {rank} runs {theirs[0]} ({theirs[1][:8]}): "
                 f"call with the same shapes, dtypes and schedule on every rank"
             )
+    if faults := [fault for _, fault in found if fault]:
+        raise ScheduleError(f"schedule {schedule.name}, {faults[0]}")
+
+
+def _not_mapped(schedule: Schedule, domain: Domain) -> str:
+    """The first step of this rank that needs memory which is not mapped here, if there is one."""
+    if all(domain.mapped):
+        return ""
+    for lane in schedule.of_rank(domain.rank):
+        for step in lane.steps:
+            for rank in sorted(_touched(step)):
+                if not domain.mapped[rank]:
+                    why = f"memory of rank {rank} is not mapped on rank {domain.rank}, and {NO_TRANSPORT}"
+                    return f"lane {lane.name}: {describe(step, domain.rank)}: {why}"
+    return ""
+
+
+def _touched(step: Step) -> set[int]:
+    """Ranks whose memory a step in numbers reads, writes or sets signals in. A collective reaches them by itself."""
+    parts = step.inner if isinstance(step, Tiles) else () if step.meets else (step,)
+    places = [access.region.at for part in parts for access in part.accesses()]
+    if isinstance(step, Tiles):
+        places = [at for place in places for (at,), _ in counted(step, place)]
+    return {value(at) for at in (*places, *(at for at, _, _ in step.sets()))}

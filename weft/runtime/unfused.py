@@ -106,10 +106,16 @@ def _collective(step: Collective, here: Unfused) -> Call:
 
         return alone
     rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
-    together = _COLLECTIVES[step.op]
+    together, simple = _COLLECTIVES[step.op], step.op == "all_gather" and len(set(rows)) == 1
+    total, cols = sum(rows), int(step.src.cols)
 
     def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
-        t[dst] = together(src(t), rows, here.rank, group, turn, name)
+        x = src(t)
+        if simple and turn is None and x.itemsize > 1:  # in most calls on GPUs
+            t[dst] = gathered = x.new_empty(total, cols)
+            all_gather_single(gathered, x, group=group)
+        else:
+            t[dst] = together(x, rows, here.rank, group, turn, name)
 
     return call
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.errors import ScheduleError
 from weft.schedule.candidate import Candidate
-from weft.schedule.problem import EmbeddingAllToAll, Problem
+from weft.schedule.problem import Problem
 from weft.schedule.schedule import Schedule
 
 
@@ -33,7 +33,7 @@ class _Builder:
     parameters: dict[str, tuple[Any, ...]]
     defaults: dict[str, Any]
 
-    def candidate(self, problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]) -> Candidate:
+    def candidate(self, problem: Problem, chosen: dict[str, Any]) -> Candidate:
         given = ((key, value) for key, value in chosen.items() if self.defaults.get(key) != value)
         return Candidate(self.function.__name__, tuple(given), _bind(self.function, problem, chosen))
 
@@ -77,7 +77,7 @@ def builders_of(problem: type) -> tuple[tuple[str, Callable[..., Schedule]], ...
     return tuple((name, entry.function) for name, entry in _builders.get(problem, {}).items())
 
 
-def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] | None = None) -> list[Candidate]:
+def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> list[Candidate]:
     """Every registered way to do `problem` (or those of the named builders), serial first. A candidate's `build()` may
     raise `NotApplicableError`."""
     known = _builders.get(type(problem), {})
@@ -92,7 +92,7 @@ def candidates(problem: Problem | EmbeddingAllToAll, builders: tuple[str, ...] |
     return found
 
 
-def named(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
+def named(problem: Problem, name: str) -> Candidate:
     """The candidate of that name. Beside those of `candidates`, which are the ones that are tried: with any number from the
     least listed one on, where a builder's parameter is a number, and with any proportion, where one is listed.
 
@@ -108,7 +108,7 @@ def named(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
     return _named_otherwise(problem, name)
 
 
-def _parsed(problem: Problem | EmbeddingAllToAll, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
+def _parsed(problem: Problem, name: str) -> tuple[_Builder | None, dict[str, Any] | None]:
     """The builder and the listed values of its parameters that a candidate of `candidates` has by this name; without going through
     all candidates, which takes milliseconds."""
     head, _, rest = name.partition("[")
@@ -126,7 +126,7 @@ def _parsed(problem: Problem | EmbeddingAllToAll, name: str) -> tuple[_Builder |
     return entry, chosen
 
 
-def _named_otherwise(problem: Problem | EmbeddingAllToAll, name: str) -> Candidate:
+def _named_otherwise(problem: Problem, name: str) -> Candidate:
     """One that is not listed; `ValueError` if there is none."""
     known = {candidate.name: candidate for candidate in candidates(problem)}
     if name in known:
@@ -168,9 +168,7 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
 
 
-def _bind(
-    function: Callable[..., Schedule], problem: Problem | EmbeddingAllToAll, chosen: dict[str, Any]
-) -> Callable[[], Schedule]:
+def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str, Any]) -> Callable[[], Schedule]:
     def build() -> Schedule:
         try:
             made = function(problem, **chosen)

@@ -61,6 +61,10 @@ class Problem:
         """Why no CUDA graph can capture it, whatever the schedule; empty if one may."""
         return ""
 
+    def takes(self, candidate: Candidate) -> bool:
+        """Whether a call may take it that pins none."""
+        return True
+
     def worth_running(self, candidate: Candidate) -> bool:
         """Whether to try it where no model says how fast it is: each one that is run costs a first call some milliseconds."""
         return True
@@ -250,8 +254,11 @@ class MatmulReduceScatter(Problem):
         )  # fmt: skip
 
 
+_MOST_SAMPLES = 1024  # of a rank, that choices are made for
+
+
 @dataclass(frozen=True, slots=True)
-class EmbeddingAllToAll:
+class EmbeddingAllToAll(Problem):
     """out = for each of a rank's samples the sums of its bags of all tables, side by side; ranks own the tables.
 
     slots: for each rank, (first column of out, columns) of each of its tables' blocks, by rising column. rows_read: how many
@@ -264,6 +271,7 @@ class EmbeddingAllToAll:
     Communication for Deep Learning Recommendation Systems", III.
     """
 
+    name: ClassVar[str] = "embedding_all_to_all"
     world_size: int
     batch_sizes: tuple[int, ...]
     slots: tuple[tuple[tuple[int, int], ...], ...]
@@ -296,9 +304,46 @@ class EmbeddingAllToAll:
     def columns(self) -> int:
         return sum(dim for of_rank in self.slots for _, dim in of_rank)
 
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str, *, tables: int | None = None) -> EmbeddingAllToAll:
+        """m: samples of all ranks. n: columns of each table. k: rows that a bag of it reads. tables: of all ranks."""
+        if tables is None or tables < 1:
+            raise ValueError(f"tables={tables} must be at least 1: {cls.name} has so many, on all ranks together")
+        each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
+        first = [sum(each[:rank]) for rank in range(ranks)]
+        slots = tuple(tuple(((f + i) * n, n) for i in range(e)) for f, e in zip(first, each, strict=True))
+        batch_sizes = tuple(m // ranks + (rank < m % ranks) for rank in range(ranks))
+        return cls(ranks, batch_sizes, slots, tuple((float(k),) * e for e in each), dtype)
+
     @property
-    def name(self) -> str:
-        return "embedding_all_to_all"
+    def text(self) -> str:
+        tables = sum(map(len, self.slots))
+        bags = [rows for of_rank in self.rows_read for rows in of_rank] or [1.0]
+        return (
+            f"{counted(sum(self.batch_sizes), 'sample')}, {counted(tables, 'feature')} with {self.columns} columns and "
+            f"{sum(bags) / len(bags):.3g} rows a bag, {self.dtype}, {counted(self.world_size, 'rank')}"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return sum(self.batch_sizes) > 0
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        return replace(self, batch_sizes=(1,) * self.world_size), self.size_of(self.batch_sizes)
+
+    @staticmethod
+    def size_of(batch_sizes: tuple[int, ...]) -> float:
+        """Samples of a rank. An uneven batch is taken for an even one of its largest part; more than so many samples take in
+        proportion to their number, whatever is chosen."""
+        return float(min(max(batch_sizes), _MOST_SAMPLES))
+
+    def resized(self, size: float) -> EmbeddingAllToAll:
+        return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Order and slice size are the caller's to say."""
+        return not candidate.parameters
 
 
 @dataclass(frozen=True, slots=True)

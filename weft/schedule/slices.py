@@ -2,7 +2,7 @@
 
     direct   a slice is stored into the output of the rank that owns its sample; a word to all peers at the end
     put      a slice is pooled into memory of its own, leaves as one copy, and raises its reader's counter
-    pooled   no overlap: everything is pooled, then the library's all-to-all, then what came is put in order
+    serial   no overlap: everything is pooled, then the library's all-to-all, then what came is put in order
 
 Nobody stores into a peer that has not begun its run, and whose last result may therefore still be read: `ready`. In order
 "remote_first" a rank begins with what the next rank waits for, then the one after it, and its own samples come last;
@@ -28,9 +28,9 @@ from weft.schedule.kernels import PooledBags, PooledSlices, SliceOrder, Unpack
 from weft.schedule.operands import peer, starts
 from weft.schedule.problem import EmbeddingAllToAll
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
-from weft.schedule.steps import Compute, Copy, Region, Set, Signals, Wait
+from weft.schedule.steps import ITEM_BYTES, Compute, Copy, Region, Set, Signals, Wait
 
-_ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (8, 32), "t"
+_ORDERS, _SLICES, _TILE = ("remote_first", "natural"), (None, 1, 8, 32), "t"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,19 @@ def units_of(slots: Sequence[tuple[int, int]], slice_size: int) -> tuple[Unit, .
     return tuple(units)
 
 
+def usual_slice_size(p: EmbeddingAllToAll) -> int:
+    """Vectors per slice when nobody says: about 2 KiB of them, 4 to 32.
+
+    On H200s that was the best of 4 to 32 vectors in four configurations (benchmarks/results/h200-tuning.json); on CPUs longer
+    slices leave room for fewer samples in the staging area, so that tables are visited again more often.
+    """
+    mean_dim = p.columns / sum(map(len, p.slots))
+    return max(4, min(32, round(2048 / (mean_dim * ITEM_BYTES[p.dtype]))))
+
+
 @builder(EmbeddingAllToAll)
-def pooled(p: EmbeddingAllToAll) -> Schedule:
-    d = _Slices("pooled", p, sys.maxsize)
+def serial(p: EmbeddingAllToAll) -> Schedule:
+    d = _Slices("serial", p, sys.maxsize)
     total, most = sum(p.batch_sizes), max(p.batch_sizes)
     widths = tuple(sum(dim for _, dim in slots) for slots in p.slots)
     pooled = d.buffer("pooled", total, max(widths), p.dtype, "scratch")
@@ -80,8 +90,10 @@ def pooled(p: EmbeddingAllToAll) -> Schedule:
 
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
-def direct(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule:
-    d, kernel = _Slices("direct", p, slice_size), PooledSlices("direct", order, slice_size)
+def direct(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
+    """slice_size: by default `usual_slice_size`."""
+    d = _Slices("direct", p, usual_slice_size(p) if slice_size is None else slice_size)
+    kernel = PooledSlices("direct", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
     ready, done = (d.signals(name, p.world_size) for name in ("ready", "done"))
     lane = d.begin(ready, order)
@@ -97,9 +109,10 @@ def direct(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Sched
 
 
 @builder(EmbeddingAllToAll, slice_size=_SLICES, order=_ORDERS)
-def put(p: EmbeddingAllToAll, *, slice_size: int, order: SliceOrder) -> Schedule:
-    """What is staged has a place for each slice here; a kernel needs as many places as it does tiles at once."""
-    d, world, kernel = _Slices("put", p, slice_size), p.world_size, PooledSlices("put", order, slice_size)
+def put(p: EmbeddingAllToAll, *, slice_size: int | None = None, order: SliceOrder = "remote_first") -> Schedule:
+    """As `direct`. What is staged has a place for each slice here; a kernel needs as many places as it does tiles at once."""
+    d, world = _Slices("put", p, usual_slice_size(p) if slice_size is None else slice_size), p.world_size
+    kernel = PooledSlices("put", order, d.slice_size)
     out = d.buffer("out", max(p.batch_sizes), p.columns, p.dtype, "symmetric")
     staged = d.buffer("staged", sum(p.batch_sizes), p.columns, p.dtype, "scratch")
     ready, arrived = (d.signals(name, world) for name in ("ready", "arrived"))
@@ -135,7 +148,7 @@ class _Slices(Draft):
         super().__init__(name, p.world_size)
         if slice_size < 1:
             raise ValueError(f"slice_size={slice_size} must be at least 1 pooled vector")
-        self.p = p
+        self.p, self.slice_size = p, slice_size
         self.units = [units_of(slots, slice_size) for slots in p.slots]
         self.counts = tuple(len(units) for units in self.units)
         per_sample = lookup(tuple(max(1, count) for count in self.counts), RANK)

@@ -1,24 +1,25 @@
 """What one step costs on a model, alone, and what it takes of the machine meanwhile.
 
 A step is `latency_us`, in which it holds nothing, and then `work_us` of work if nothing else runs. While it works at full
-speed it takes a share of each resource that it uses, 1 being all of it; at half speed, half of that. Resources are those
-of a rank: "hbm", "compute", "engine" (all copy engines), "out" and "in" (its port), and the "link" of each pair; here they
-are named by distance from the rank whose step it is, so that ranks that do the same have the same costs.
+speed it takes a share of each resource that it uses, 1 being all of it; at half speed, half of that. Resources are a rank's
+"hbm", "compute" and "engine" (all copy engines), and links (`weft.hw.topology`): a flow takes a part of each link of its route.
+Here they are named by distance from the rank whose step it is, so that ranks that do the same have the same costs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
+from weft.hw.topology import Link, Topology
 from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read, Step
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel
 from weft.sim.model import Model
 
-Place: TypeAlias = tuple[str, int, int]
-"""(kind, distance of the rank that has it, for a link distance of the rank at its other end)."""
+Place: TypeAlias = tuple[str, int]
+"""(kind, distance of the rank that has it); of a link its kind, and how far on its `at` is."""
 
 
 How: TypeAlias = Literal["share", "hold", "disturb"]
@@ -58,27 +59,55 @@ class Operand(NamedTuple):
         return self.rows * self.cols * ITEM_BYTES[self.dtype]
 
 
-def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...]) -> Cost:
-    """operands: of a copy or a collective source and destination, of an exchange then also what goes to the rank at each
+class Links(NamedTuple):
+    """The topology, others being named by their distance from `rank`."""
+
+    topology: Topology
+    rank: int
+
+    def route(self, source: int, target: int) -> tuple[Link, ...]:
+        ranks = self.topology.ranks
+        return self.topology.route((self.rank + source) % ranks, (self.rank + target) % ranks)
+
+    def latency_us(self, source: int, target: int) -> float:
+        return sum(link.latency_us for link in self.route(source, target))
+
+    def bytes_per_us(self, source: int, target: int) -> float:
+        return min((link.bytes_per_us for link in self.route(source, target)), default=math.inf)
+
+    def uses(self, source: int, target: int, count: float, us: float) -> Iterator[Use]:
+        """Of so many bytes in `us`."""
+        for link in self.route(source, target):
+            at = (link.at - self.rank) % self.topology.ranks
+            yield _share(link.kind, at, _part(count, us, link.bytes_per_us))
+
+
+def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], rank: int = 0) -> Cost:
+    """Of a step of `rank`: the same for all ranks to which the topology looks the same.
+
+    operands: of a copy or a collective source and destination, of an exchange then also what goes to the rank at each
     distance, from 0; of any other step what it accesses. A kind of step that is not named here is a kernel of ours that takes as
     long as memory needs for that."""
+    links = Links(model.wiring.of(world), rank)
     if isinstance(step, Read):
         return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
     if isinstance(step, Copy):
         source, target = operands
         if source.at == target.at == 0:
             return _local_copy(model, source.bytes, step.by, step.accumulate)
-        return _peer_copy(model, source, target, step.by, step.accumulate)
+        return _peer_copy(model, links, source, target, step.by, step.accumulate)
+    if isinstance(step, Collective) and world == 1:
+        return _local_copy(model, operands[0].bytes, "kernel")
     if isinstance(step, Collective):
-        return _COLLECTIVES[step.op](model, world, *operands)
+        return _COLLECTIVES[step.op](model, links, *operands)
     if isinstance(step, Compute) and step.op in MATMULS:
-        return _matmul(model, step.accumulate, *operands)
+        return _matmul(model, links, step.accumulate, *operands)
     if isinstance(step, Compute) and step.op == "embedding_bag":
-        return _embedding_bag(model, *operands)
-    return _through_memory(model, step, operands)
+        return _embedding_bag(model, links, *operands)
+    return _through_memory(model, links, step, operands)
 
 
-_HBM, _COMPUTE = ("hbm", 0, 0), ("compute", 0, 0)
+_HBM, _COMPUTE = ("hbm", 0), ("compute", 0)
 _BLEND = 3.0
 """Of the times that matmul tiles need memory and units for, which norm they take: of 128 experts with 128 rows each, that need
 1.9 and 2.0 ms, 2.24 ms were measured on an H200."""
@@ -102,6 +131,7 @@ def cost_of_tiles(
     parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
     read_bytes: int = 0,
     of_kernel: tuple[float, float] = (1.0, 1.0),
+    rank: int = 0,
 ) -> Cost:
     """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
     of which they take most is busy all the time: so many tiles are under way that none waits for another one's latency. The
@@ -117,9 +147,9 @@ def cost_of_tiles(
         if 0 in (operands[-1].rows, operands[-1].cols):
             continue
         if isinstance(step, Compute) and step.op == "matmul":
-            what, found = "matmul", _segment(model, *operands)
+            what, found = "matmul", _segment(model, Links(model.wiring.of(world), rank), *operands)
         else:
-            found = cost(model, world, step, operands)
+            found = cost(model, world, step, operands, rank)
         sent += times * found.sent_bytes
         longest = max(longest, found.work_us)
         for how, place, amount in found.uses:
@@ -141,16 +171,16 @@ def _local_copy(model: Model, count: int, by: str, update: bool = False) -> Cost
     return _cost("engine", model.copy_latency_us, us, uses)
 
 
-def _peer_copy(model: Model, source: Operand, target: Operand, by: str, update: bool) -> Cost:
+def _peer_copy(model: Model, links: Links, source: Operand, target: Operand, by: str, update: bool) -> Cost:
     count, put = source.bytes, source.at == 0
-    wire = min(model.pair_bytes_per_us, model.port_bytes_per_us, model.hbm_bytes_per_us)
+    wire = min(links.bytes_per_us(source.at, target.at), model.hbm_bytes_per_us)
     if by == "kernel":
         us = max(count / wire, model.transfer_us("put" if put else "get", count))
         held = model.kernel_copy_units / model.compute_units
         latency, disturbance, uses = (
             model.launch_us,
             model.kernel_copy_disturbance,
-            [Use("hold", ("compute", 0, 0), held)],
+            [Use("hold", _COMPUTE, held)],
         )
     else:
         us = max(count / wire, model.transfer_us("copy", count))
@@ -164,61 +194,54 @@ def _peer_copy(model: Model, source: Operand, target: Operand, by: str, update: 
     for at in (source.at, target.at, *[target.at] * update):  # what is added to is read as well
         uses.append(_share("hbm", at, _part(count, us, model.hbm_bytes_per_us)))
         if us > 0:
-            uses.append(Use("disturb", ("compute", at, 0), disturbance * count / us))
-    uses += _wire(model, source.at, target.at, count, us)
-    return _cost("peer", latency, us, uses, sent_bytes=count)
+            uses.append(Use("disturb", ("compute", at), disturbance * count / us))
+    uses += links.uses(source.at, target.at, count, us)
+    return _cost("peer", latency + links.latency_us(source.at, target.at), us, uses, sent_bytes=count)
 
 
-def _all_gather(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+def _all_gather(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """All ranks' sources into everybody's target; every rank receives what is not its own."""
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
-    received = target.bytes - source.bytes
-    us = model.transfer_us("all_gather", received)
-    uses = [_share("hbm", 0, _part(2 * target.bytes, us, model.hbm_bytes_per_us))]
-    uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
-    for distance in range(1, world):
-        uses += _wire(model, 0, distance, source.bytes, us)
-    return _cost("peer", model.collective_latency_us, us, uses, source.bytes * (world - 1), joins=True)
+    us, others = model.transfer_us("all_gather", target.bytes - source.bytes), links.topology.ranks - 1
+    return _collective(model, links, us, 2 * target.bytes, [source.bytes] * others)
 
 
-def _all_to_all(model: Model, world: int, source: Operand, target: Operand, *parts: Operand) -> Cost:
+def _all_to_all(model: Model, links: Links, source: Operand, target: Operand, *parts: Operand) -> Cost:
     """Of the rows of every rank's source to each rank those that its target has; or those that `parts` say, by distance."""
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
     kept = parts[0].bytes if parts else target.rows * source.cols * ITEM_BYTES[source.dtype]
-    sent, received = source.bytes - kept, target.bytes - kept
+    sent, received, others = source.bytes - kept, target.bytes - kept, links.topology.ranks - 1
     us = model.transfer_us("all_to_all", max(sent, received))
-    uses = [_share("hbm", 0, _part(source.bytes + target.bytes, us, model.hbm_bytes_per_us))]
-    uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
-    for distance in range(1, world):
-        uses += _wire(model, 0, distance, parts[distance].bytes if parts else sent / (world - 1), us)
+    to_each = [part.bytes for part in parts[1:]] if parts else [sent / others] * others
+    found = _collective(model, links, us, source.bytes + target.bytes, to_each)
     # The host tells an exchange its sizes, and has just read them: nothing is queued ahead.
-    latency_us = model.collective_latency_us + (model.host_read_us if parts else 0.0)
-    return _cost("peer", latency_us, us, uses, sent, joins=True)
+    latency_us = found.latency_us + (model.host_read_us if parts else 0.0)
+    return found._replace(latency_us=latency_us, sent_bytes=sent)
 
 
-def _reduce_scatter(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+def _reduce_scatter(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """As long as an all-gather of as many bytes the other way, and each part that comes is added."""
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
-    return _summed(model, world, source, source.bytes - target.bytes, 1)
+    return _summed(model, links, source, source.bytes - target.bytes, 1)
 
 
-def _all_reduce(model: Model, world: int, source: Operand, target: Operand) -> Cost:
+def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) -> Cost:
     """A reduce-scatter, and an all-gather of what it makes."""
-    if world == 1:
-        return _local_copy(model, source.bytes, "kernel")
-    return _summed(model, world, source, source.bytes * (world - 1) // world, 2)
+    world = links.topology.ranks
+    return _summed(model, links, source, source.bytes * (world - 1) // world, 2)
 
 
-def _summed(model: Model, world: int, source: Operand, sent: int, rounds: int) -> Cost:
-    us = rounds * model.transfer_us("all_gather", sent)
-    uses = [_share("hbm", 0, _part(rounds * (source.bytes + 2 * sent), us, model.hbm_bytes_per_us))]
-    uses += [Use("hold", ("compute", 0, 0), model.collective_units / model.compute_units)]
-    for distance in range(1, world):
-        uses += _wire(model, 0, distance, rounds * sent / (world - 1), us)
-    return _cost("peer", model.collective_latency_us, us, uses, rounds * sent, joins=True)
+def _summed(model: Model, links: Links, source: Operand, sent: int, rounds: int) -> Cost:
+    us, others = rounds * model.transfer_us("all_gather", sent), links.topology.ranks - 1
+    return _collective(model, links, us, rounds * (source.bytes + 2 * sent), [rounds * sent / others] * others)
+
+
+def _collective(model: Model, links: Links, us: float, memory: int, to_each: Sequence[float]) -> Cost:
+    """That takes `us` where links have room, reads and writes so much memory, and sends so much to the rank at each distance,
+    from 1."""
+    uses = [_share("hbm", 0, _part(memory, us, model.hbm_bytes_per_us))]
+    uses += [Use("hold", _COMPUTE, model.collective_units / model.compute_units)]
+    for distance, count in enumerate(to_each, 1):
+        uses += links.uses(0, distance, count, us)
+    latency_us = model.collective_latency_us + max(links.latency_us(0, d + 1) for d in range(len(to_each)))
+    return _cost("peer", latency_us, us, uses, round(sum(to_each)), joins=True)
 
 
 _COLLECTIVES: dict[str, Callable[..., Cost]] = {
@@ -227,16 +250,16 @@ _COLLECTIVES: dict[str, Callable[..., Cost]] = {
 }  # fmt: skip
 
 
-def _embedding_bag(model: Model, bags: Operand, tables: Operand, out: Operand) -> Cost:
+def _embedding_bag(model: Model, links: Links, bags: Operand, tables: Operand, out: Operand) -> Cost:
     """Rows of tables, the ids that name them, and where each bag begins; every row that is read counts, again or not."""
     rows = out.rows * tables.bytes
     ids = bags.bytes * (tables.rows + 1)
     traffic = rows + ids + (0 if out.at else out.bytes)
     us = max(traffic / model.hbm_bytes_per_us, out.rows * tables.rows * tables.cols / model.vector_flops_per_us)
-    return _kernel(model, "compute", (bags, tables), out, us, us, traffic)
+    return _kernel(model, links, "compute", (bags, tables), out, us, us, traffic)
 
 
-def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
+def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand, *more: Operand) -> Cost:
     """more: scales and a bias, which are small and left out, and the output, which may have larger items than a and b."""
     out = more[-1]
     found = model.matmul(out.rows, out.cols, a.cols, a.dtype)
@@ -244,17 +267,17 @@ def _matmul(model: Model, accumulate: bool, a: Operand, b: Operand, *more: Opera
     traffic = found.hbm_bytes + wider + (out.bytes if accumulate else 0)
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     busy_us = found.units_busy * found.time_us
-    return _kernel(model, "matmul", (a, b), out, alone_us, busy_us, traffic)
+    return _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
 
 
-def _segment(model: Model, a: Operand, b: Operand, out: Operand) -> Cost:
+def _segment(model: Model, links: Links, a: Operand, b: Operand, out: Operand) -> Cost:
     """Without what it reads from its rank's memory."""
     found = model.segment(out.rows, out.cols, a.cols, a.dtype)
     alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
-    return _kernel(model, "matmul", (a, b), out, alone_us, found.units_busy * found.time_us, found.hbm_bytes)
+    return _kernel(model, links, "matmul", (a, b), out, alone_us, found.units_busy * found.time_us, found.hbm_bytes)
 
 
-def _through_memory(model: Model, step: Step, operands: tuple[Operand, ...]) -> Cost:
+def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Operand, ...]) -> Cost:
     """A kernel that reads and writes its operands once, and does little with them."""
     accesses = step.accesses()
     traffic = sum((a.reads + a.writes) * o.bytes for a, o in zip(accesses, operands, strict=True))
@@ -262,35 +285,27 @@ def _through_memory(model: Model, step: Step, operands: tuple[Operand, ...]) -> 
     flops = elements * (OPS[step.op].flops_per_element if isinstance(step, Compute) else len(operands) - 1)
     us = max(traffic / model.hbm_bytes_per_us, flops / model.vector_flops_per_us)
     *inputs, out = [o for _, o in sorted(zip(accesses, operands, strict=True), key=lambda pair: pair[0].writes)]
-    return _kernel(model, "compute", tuple(inputs), out, us, us, traffic)
+    return _kernel(model, links, "compute", tuple(inputs), out, us, us, traffic)
 
 
 def _kernel(
-    model: Model, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
-) -> Cost:
+    model: Model, links: Links, what: What, inputs: tuple[Operand, ...], out: Operand, us: float, busy_us: float, traffic: float
+) -> Cost:  # fmt: skip
     """A kernel that takes `us` on local operands and keeps all compute units busy for `busy_us` of it; peers' memory it
     reads and writes over their links."""
-    wire = min(model.pair_bytes_per_us, model.port_bytes_per_us)
-    us = max(us, *(operand.bytes / wire for operand in (*inputs, out) if operand.at), 0.0)
+    flows = [(o.at, 0, o.bytes) for o in inputs if o.at] + [(0, out.at, out.bytes)] * (out.at != 0)
+    us = max(us, *(count / links.bytes_per_us(source, target) for source, target, count in flows), 0.0)
     uses = [_share("hbm", 0, _part(traffic, us, model.hbm_bytes_per_us)), _share("compute", 0, _part(busy_us, us, 1.0))]
-    for operand, source, target in [*((o, o.at, 0) for o in inputs), (out, 0, out.at)]:
-        if operand.at:
-            uses.append(_share("hbm", operand.at, _part(operand.bytes, us, model.hbm_bytes_per_us)))
-            uses += _wire(model, source, target, operand.bytes, us)
-    crossing = sum(operand.bytes for operand in (*inputs, out) if operand.at)
-    return _cost(what, model.launch_us, us, uses, sent_bytes=crossing)
-
-
-def _wire(model: Model, source: int, target: int, count: float, us: float) -> Iterator[Use]:
-    if math.isfinite(model.port_bytes_per_us):
-        yield _share("out", source, _part(count, us, model.port_bytes_per_us))
-        yield _share("in", target, _part(count, us, model.port_bytes_per_us))
-    if model.pair_bytes_per_us < model.port_bytes_per_us:
-        yield Use("share", ("link", source, target), _part(count, us, model.pair_bytes_per_us))
+    for source, target, count in flows:
+        uses.append(_share("hbm", source or target, _part(count, us, model.hbm_bytes_per_us)))
+        uses += links.uses(source, target, count, us)
+    latency_us = max((links.latency_us(source, target) for source, target, _ in flows), default=0.0)
+    crossing = sum(count for _, _, count in flows)
+    return _cost(what, model.launch_us + latency_us, us, uses, sent_bytes=crossing)
 
 
 def _share(kind: str, at: int, amount: float) -> Use:
-    return Use("share", (kind, at, 0), amount)
+    return Use("share", (kind, at), amount)
 
 
 def _part(amount: float, us: float, per_us: float) -> float:

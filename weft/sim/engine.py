@@ -308,9 +308,9 @@ class _Engine:
         assert isinstance(task, Work)
         lane.pulses += 1
         lane.mark = task.work_us * (1 - (lane.pulses + 1) / _PULSES) if lane.pulses < _PULSES else 0.0
-        for counter, times, delay_us in task.raises:
-            if due := times * lane.pulses // _PULSES - times * (lane.pulses - 1) // _PULSES:
-                self._raise_after(delay_us, counter, due)
+        for one in task.raises:
+            if due := one.due(lane.pulses / _PULSES) - one.due((lane.pulses - 1) / _PULSES):
+                self._raise_after(one.delay_us, one.counter, due)
 
     def _finish(self, lane: _Lane) -> None:
         task = lane.tasks[lane.next]

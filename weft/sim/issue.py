@@ -16,7 +16,7 @@ from weft.sim.model import Model
 def issue_times(program: Program, model: Model) -> dict[tuple[int, int], list[float]]:
     """When each task of a (rank, lane) has been issued, from the beginning of the run."""
     times: dict[tuple[int, int], list[float]] = {}
-    turns = _Turns(program).order() if program.symmetric and _is_whole(program) else []
+    turns = _Turns(program).order() if program.symmetric and len(program.ranks) == 1 and _is_whole(program) else []
     if len(turns) == sum(len(lane.tasks) for lane in program.lanes):  # else one waits for ever, or there is none
         for i, lane in enumerate(turns):
             times.setdefault((0, lane), []).append((i + 1) * model.host_step_us)

@@ -1,9 +1,10 @@
 """A schedule in numbers for a model: tasks by lane, with their costs, and counters in place of named signals.
 
 Most schedules are one program turned around the ring of ranks: at rank r everything happens as at rank 0, r ranks further
-on. On a machine whose GPUs are alike, all ranks then do the same at the same time, and rank 0 is enough: what it sends to
-rank d it also receives, from rank -d, and each resource stands for those of all ranks. That makes the simulation as many
-times faster as there are ranks. Where sizes or signals do not turn around like that, every rank is lowered.
+on. On a machine whose GPUs are alike, and linked alike, all ranks then do the same at the same time, and rank 0 is enough: what
+it sends to rank d it also receives, from rank -d, and each resource stands for those of all ranks. That makes the simulation as
+many times faster as there are ranks. Where links are alike p ranks on only (p GPUs in a host), the first p ranks stand for those
+p further on. Where sizes or signals do not turn around, every rank is lowered.
 """
 
 from __future__ import annotations
@@ -16,11 +17,27 @@ from typing import NamedTuple, TypeAlias, cast
 
 from weft.schedule import Compute, Copy, For, Schedule, Set, Step, Tiles, Wait
 from weft.schedule.spans import span_name
-from weft.sim.costs import Cost, How, Operand, Place, What, cost, cost_of_tiles, rates
+from weft.sim.costs import Cost, How, Links, Operand, Place, What, cost, cost_of_tiles, rates
 from weft.sim.fair import Load
 from weft.sim.model import Model
-from weft.sim.numbers import Item, Numbers, Origin, at_rank, regions_of
+from weft.sim.numbers import Item, Numbers, Origin, SetBy, at_rank, regions_of
 from weft.sim.symmetry import turns_around
+
+
+class Raising(NamedTuple):
+    """Of a counter that a kernel raises so many times, evenly between these shares of its work."""
+
+    counter: int
+    times: int
+    delay_us: float
+    first: float
+    last: float
+
+    def due(self, share: float) -> int:
+        """How often by then."""
+        if share >= self.last:
+            return self.times
+        return max(0, int(self.times * (share - self.first) / (self.last - self.first)))
 
 
 class Work(NamedTuple):
@@ -30,7 +47,7 @@ class Work(NamedTuple):
     load: int  # which of the program's loads
     joins: bool
     sent_bytes: int
-    raises: tuple[tuple[int, int, float], ...] = ()  # (counter, times, delay) of signals that are set as it goes on
+    raises: tuple[Raising, ...] = ()  # signals that are set as it goes on
 
 
 class Raise(NamedTuple):
@@ -61,11 +78,15 @@ class LaneProgram:
 @dataclass
 class Program:
     schedule: Schedule
-    symmetric: bool
     ranks: tuple[int, ...]
+    """Each stands for those that are as many ranks further on as there are here."""
     lanes: list[LaneProgram]
     loads: dict[int, Load]
     counters: int
+
+    @property
+    def symmetric(self) -> bool:
+        return len(self.ranks) < self.schedule.world_size
 
     def name_of(self, lane: LaneProgram, task: int, rank: int | None = None) -> str:
         """What a task is called in a timeline; of `rank`, where the lane stands for several."""
@@ -79,14 +100,16 @@ def lower(schedule: Schedule, model: Model, *, alike: bool = True, captured: boo
     return _Lowering(schedule, model, captured).program(alike)
 
 
-Raised: TypeAlias = tuple[tuple[int, int, int], ...]
-"""(counter, distance of the rank that has it, times) of what a task sets."""
+Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
+"""(counter, how a rank sets it) of what a task sets."""
 
 
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
         self._buffers = {b.name: b for b in schedule.buffers}
+        self._topology = model.wiring.of(self.world)
+        self._period = self.world  # a rank stands for those that are so many further on
         self._costs: dict[object, tuple[Cost, dict[int, int]]] = {}  # with its load at each rank
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
@@ -95,8 +118,9 @@ class _Lowering:
     def program(self, alike: bool) -> Program:
         numbers = Numbers(self.schedule)
         items = [numbers.items(lane.steps) for lane in self.schedule.lanes]
-        symmetric = alike and self.world > 1 and turns_around(list(itertools.chain(*items)), self.world)
-        ranks = (0,) if symmetric else tuple(range(self.world))
+        if alike and self._topology.period < self.world and turns_around(list(itertools.chain(*items)), self.world):
+            self._period = self._topology.period
+        ranks = tuple(range(self._period))
         different = [{item.same: item for item in of_lane} for of_lane in items]
         placed: list[tuple[LaneProgram, list[Item], dict[int, Raised]]] = []
         sets: Counter[int] = Counter()
@@ -105,80 +129,76 @@ class _Lowering:
                 there = {same: at_rank(item.present, rank) for same, item in different[number].items()}
                 here = [item for item in its if there[item.same]]
                 times = Counter([item.same for item in here])
-                raised = {same: self._raised(different[number][same], rank, symmetric) for same in times}
+                raised = {same: self._raised(different[number][same], rank) for same in times}
                 for same, of_one in raised.items():
-                    for counter, _, n in of_one:
-                        sets[counter] += n * times[same]
+                    for counter, one in of_one:
+                        sets[counter] += one.times * times[same]
                 placed.append((LaneProgram(rank, lane.name, number, [], [item.origin for item in here]), here, raised))
         for program, here, raised in placed:
             alike_items = different[program.number]
-            tasks = {
-                same: self._task(alike_items[same], program.rank, symmetric, sets, of_one)
-                for same, of_one in raised.items()
-            }
+            tasks = {same: self._task(alike_items[same], program.rank, sets, of_one) for same, of_one in raised.items()}
             program.tasks = [tasks[item.same] for item in here]
         loads = {number: load for load, number in self._load_ids.items()}
         lanes = [program for program, _, _ in placed]
-        return Program(self.schedule, symmetric, ranks, lanes, loads, len(self._counters))
+        return Program(self.schedule, ranks, lanes, loads, len(self._counters))
 
     # -- tasks
 
-    def _raised(self, item: Item, rank: int, symmetric: bool) -> Raised:
+    def _raised(self, item: Item, rank: int) -> Raised:
         """What an item sets at a rank."""
         step = item.origin.step
         if isinstance(step, Set):
             distance, place = item.numbers
-            if symmetric:  # what rank 0 does to a peer, another peer does to rank 0
-                to = cast(int, distance)
-                return ((self._counter(0, item.signal, at_rank(place, -to % self.world)), to, 1),)
             to = at_rank(distance, rank)
-            return ((self._counter((rank + to) % self.world, item.signal, at_rank(place, rank)), to, 1),)
-        if not item.tiled:
-            return ()
-        if not symmetric:
-            return tuple(
-                (self._counter((rank + one.distance) % self.world, one.signal, one.place), one.distance, one.times)
-                for one in item.tiled[rank].sets
-            )
-        return tuple(
-            (
-                self._counter(0, one.signal, item.tiled[-one.distance % self.world].sets[i].place),
-                one.distance,
-                one.times,
-            )
-            for i, one in enumerate(item.tiled[rank].sets)
-        )
+            owner, setter = self._owner_and_setter(rank, to)
+            counter = self._counter(owner, item.signal, at_rank(place, setter))
+            return ((counter, SetBy(item.signal, to, at_rank(place, setter), 1)),)
+        raised = []
+        for i, one in enumerate(item.tiled[rank].sets if item.tiled else ()):
+            owner, setter = self._owner_and_setter(rank, one.distance)
+            raised.append((self._counter(owner, one.signal, item.tiled[setter].sets[i].place), one))
+        return tuple(raised)
+
+    def _owner_and_setter(self, rank: int, distance: int) -> tuple[int, int]:
+        """The rank here that stands for the one so far on, and what sets there as `rank` does."""
+        owner = (rank + distance) % self.world % self._period
+        return owner, (owner - distance) % self.world
 
     def _counter(self, rank: int, signal: str, place: int) -> int:
         return self._counters.setdefault((rank, signal, place), len(self._counters))
 
-    def _task(self, item: Item, rank: int, symmetric: bool, sets: Mapping[int, int], raised: Raised) -> Task:
+    def _task(self, item: Item, rank: int, sets: Mapping[int, int], raised: Raised) -> Task:
         step = item.origin.step
         if isinstance(step, Set):
-            ((counter, distance, _),) = raised
-            return Raise(counter, self._delay_us(item, distance), distance != 0)
+            ((counter, one),) = raised
+            return Raise(counter, self._delay_us(item, rank, one.distance), one.distance != 0)
         if isinstance(step, Wait):
             number = self._counter(rank, step.signal, at_rank(item.numbers[0], rank))
             return Await(number, at_rank(item.numbers[1], rank), sets.get(number, 0), step.previous)
         if isinstance(step, Tiles):
-            raises = tuple((counter, times, self._delay_us(item, distance)) for counter, distance, times in raised)
-            return self._tiles(item, step, rank, symmetric)._replace(raises=raises)
+            raises = (
+                Raising(counter, one.times, self._delay_us(item, rank, one.distance), one.first, one.last)
+                for counter, one in raised
+            )
+            return self._tiles(item, step, rank)._replace(raises=tuple(raises))
         assert not isinstance(step, For)  # they are written out
-        return self._work(step, tuple([at_rank(n, rank) for n in item.numbers]), item.carried, rank, symmetric)
+        return self._work(step, tuple([at_rank(n, rank) for n in item.numbers]), item.carried, rank)
 
-    def _delay_us(self, item: Item, distance: int) -> float:
+    def _delay_us(self, item: Item, rank: int, distance: int) -> float:
         if not distance:
             return self.model.signal_local_us
-        return self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
+        us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
+        return us + Links(self._topology, rank).latency_us(0, distance)
 
-    def _tiles(self, item: Item, step: Tiles, rank: int, symmetric: bool) -> Work:
+    def _tiles(self, item: Item, step: Tiles, rank: int) -> Work:
         parts = [
             (cast(Copy | Compute, step.body[place]), numbers, times) for place, numbers, times in item.tiled[rank].parts
         ]
         priced = [(inner, self._operands(inner, numbers), times) for inner, numbers, times in parts]
         of_kernel = rates(step.kernel, self.model)
-        all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes, of_kernel)
-        load = self._load(all_tiles, rank, symmetric)
+        seen_from = self._seen_from(rank)
+        all_tiles = cost_of_tiles(self.model, self.world, priced, item.tiled[rank].read_bytes, of_kernel, seen_from)
+        load = self._load(all_tiles, rank)
         latency_us = 0.0 if item.carried else all_tiles.latency_us
         return Work(all_tiles.what, latency_us, all_tiles.work_us, load, False, all_tiles.sent_bytes)
 
@@ -188,19 +208,22 @@ class _Lowering:
         numbers: tuple[int, ...],
         carried: bool,
         rank: int,
-        symmetric: bool,
     ) -> Work:
         operands = self._operands(step, numbers)
-        key = (type(step), step.settings, operands)
+        key = (type(step), step.settings, operands, seen_from := self._seen_from(rank))
         if key not in self._costs:
-            self._costs[key] = cost(self.model, self.world, step, operands), {}
+            self._costs[key] = cost(self.model, self.world, step, operands, seen_from), {}
         found, loads = self._costs[key]
         if rank not in loads:
-            loads[rank] = self._load(found, rank, symmetric)
+            loads[rank] = self._load(found, rank)
         latency_us = 0.0 if carried else found.latency_us
         if self.captured and step.meets:
             latency_us += self.model.graph_collective_us
         return Work(found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes)
+
+    def _seen_from(self, rank: int) -> int:
+        """A rank whose steps cost what those of `rank` do."""
+        return rank % self._topology.period
 
     def _operands(self, step: Step, numbers: tuple[int, ...]) -> tuple[Operand, ...]:
         operands = []
@@ -213,14 +236,11 @@ class _Lowering:
             operands.append(Operand(rows, cols, buffer.dtype, at, cols == buffer.cols))
         return tuple(operands)
 
-    def _load(self, found: Cost, rank: int, symmetric: bool) -> int:
+    def _load(self, found: Cost, rank: int) -> int:
         # Where one resource stands for those of all ranks, what a step takes of several of them stays apart: each gives its part.
         by_how: dict[How, list[tuple[int, float]]] = {"share": [], "hold": [], "disturb": []}
-        for how, (kind, at, other), amount in found.uses:
-            if symmetric:
-                place = (kind, 0, (other - at) % self.world if kind == "link" else 0)
-            else:
-                place = (kind, (rank + at) % self.world, (rank + other) % self.world if kind == "link" else 0)
+        for how, (kind, at), amount in found.uses:
+            place = (kind, (rank + at) % self.world % self._period)
             number = self._places.setdefault(place, len(self._places))
             by_how[how].append((number, amount))
         load = Load(*(tuple(sorted(amounts)) for amounts in by_how.values()))

@@ -9,7 +9,8 @@ nothing.
     compute.library_grouped_matmul          what the library's kernel for them does, and
     memory.library_grouped_matmul           of memory.copy_bandwidth
     memory.copy_bandwidth, .l2              bytes read and written
-    link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction
+    link.port_usable | link.pair_usable     of a GPU on a switch, or of each link between two GPUs; one direction. Which of them
+                                            is read is said by the topology (`weft.hw.topology`)
     link.stores_N_programs, .loads_N_programs   a kernel of N programs that stores to a peer, or loads from it
     copy_engine.latency, .bandwidth, .count, .row
     kernel_copy.units                       programs of a copying kernel
@@ -18,6 +19,7 @@ nothing.
     does small ones in another way: bytes a second, and what the other way takes longer to start)
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
+    signal.tile (if tiles that signal take longer for it)
     signal.local, .remote, .kernel, host.step, host.call, host.read, host.late
     graph.run, .collective                  what runs of several lanes, and collectives, take longer in captured graphs
 """
@@ -29,12 +31,11 @@ import re
 from dataclasses import replace
 
 from weft.hw import Machine
+from weft.hw.topology import Wiring, known_topologies, load_topology, unlimited
 from weft.schedule import ITEM_BYTES
 from weft.sim.model import Model
 
 _LARGE = 8192
-_TIMES = ("ns", "us", "ms", "s")
-_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s")
 
 
 def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None = None) -> Model:
@@ -46,25 +47,12 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a model has one rank at least")
 
-    def number(key: str, units: tuple[str, ...] = ()) -> float:
-        if key not in machine.quantities:
-            raise KeyError(
-                f"{machine.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
-            )
-        if units and machine[key].unit not in units:
-            raise ValueError(f"{machine.name}: {key} is in {machine[key].unit}: give it in {' or '.join(units)}")
-        return machine[key].si
-
-    def per_us(key: str) -> float:
-        return number(key, _RATES) * 1e-6
-
-    def us(key: str) -> float:
-        return number(key, _TIMES) * 1e6
-
-    def units(key: str) -> int:
-        return round(number(key))
-
-    port, pair = _links(machine)
+    number, per_us, us, units = machine.number, machine.per_us, machine.us, machine.count
+    if not machine.topology:
+        raise KeyError(
+            f'{machine.name}: add topology = "switch" to its machine file, above the first number: how its GPUs are linked, one '
+            f"of {', '.join(known_topologies())}, or the path of a TOML file"
+        )
     model = Model(
         name=machine.name,
         world_size=world_size,
@@ -77,8 +65,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         launch_us=us("compute.launch"),
         hbm_bytes_per_us=per_us("memory.copy_bandwidth"),
         l2_bytes=number("memory.l2"),
-        port_bytes_per_us=port,
-        pair_bytes_per_us=pair,
+        wiring=load_topology(machine.topology, machine),
         copy_latency_us=us("copy_engine.latency"),
         copy_bytes_per_us=per_us("copy_engine.bandwidth"),
         copy_engines=units("copy_engine.count"),
@@ -109,6 +96,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         host_call_us=us("host.call"),
         host_late_us=us("host.late"),
         kernel_copy_beside_us=us("kernel_copy.beside"),
+        tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
         sustained=number("compute.sustained"),
         graph_run_us=us("graph.run"),
         graph_collective_us=us("graph.collective"),
@@ -133,18 +121,6 @@ def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
     return peak
 
 
-def _links(machine: Machine) -> tuple[float, float]:
-    """(bytes/us of a port, of a pair): a switch limits ports, a mesh pairs."""
-    port, pair = "link.port_usable", "link.pair_usable"
-    if port in machine.quantities:
-        return machine[port].si * 1e-6, machine[port].si * 1e-6
-    if pair in machine.quantities:
-        return math.inf, machine[pair].si * 1e-6
-    raise KeyError(
-        f"{machine.name}: add {port} (GPUs on a switch) or {pair} (a link between every two) to its machine file"
-    )
-
-
 def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
     found = [(key, re.fullmatch(rf"link\.{what}_(\d+)_programs", key)) for key in machine]
     curve = sorted((int(match[1]), machine[key].si * 1e-6) for key, match in found if match)
@@ -161,7 +137,7 @@ def disturbance(slowdown: float, share_held: float, bytes_per_us: float) -> floa
 NULL = Model(
     name="null", world_size=0, compute_units=1, matmul_flops_per_us=dict.fromkeys(ITEM_BYTES, math.inf), tile=(128, 128),
     tile_half=0.0, tile_ramp=0.0, vector_flops_per_us=math.inf, launch_us=0.0, hbm_bytes_per_us=math.inf,
-    l2_bytes=math.inf, port_bytes_per_us=math.inf, pair_bytes_per_us=math.inf, copy_latency_us=0.0,
+    l2_bytes=math.inf, wiring=Wiring(unlimited), copy_latency_us=0.0,
     copy_bytes_per_us=math.inf, copy_engines=1, copy_row_us=0.0, kernel_copy_units=1, put_bytes_per_us=((1, math.inf),),
     get_bytes_per_us=((1, math.inf),), collective_latency_us=0.0, collective_bytes_per_us=math.inf, collective_units=1,
     copy_disturbance=0.0, kernel_copy_disturbance=0.0, signal_local_us=0.0, signal_remote_us=0.0,

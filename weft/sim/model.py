@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from weft.hw.topology import Wiring
 from weft.schedule import ITEM_BYTES
 
 MatmulShape = tuple[int, int, int, str]
@@ -62,8 +63,7 @@ class Model:
     hbm_bytes_per_us: float  # read and written
     l2_bytes: float
 
-    port_bytes_per_us: float  # what a GPU can send, and what it can receive, to and from all others together
-    pair_bytes_per_us: float  # from one GPU to one other, per direction
+    wiring: Wiring  # the topology: which links a flow from one GPU to another occupies
     copy_latency_us: float
     copy_bytes_per_us: float
     copy_engines: int
@@ -90,6 +90,8 @@ class Model:
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     kernel_copy_beside_us: float = 0.0
     """What a run takes longer than its parts where kernels copy on a lane beside its GEMMs."""
+    tile_signal_us: float = 0.0
+    """What each signal that a tile sets adds to its kernel's time."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
     """What the library's kernel for many experts reaches of the rate of matmuls, and of the memory's."""
     host_read_us: float = 20.0

@@ -48,12 +48,14 @@ class Origin(NamedTuple):
 
 
 class SetBy(NamedTuple):
-    """What one rank sets: its counter at the rank so far on, so many times."""
+    """What one rank sets: its counter at the rank so far on, so many times, by tiles that begin and end at these shares of all."""
 
     signal: str
     distance: int
     place: int
     times: int
+    first: float = 0.0
+    last: float = 1.0
 
 
 class Tiled(NamedTuple):
@@ -226,8 +228,8 @@ class _Tables:
         sets: list[list[SetBy]] = [[] for _ in range(count)]
         for place, inner in enumerate(self._tiles.body):
             if isinstance(inner, Set):
-                for of_rank, counted in zip(sets, self._counted(inner.index, inner.at), strict=True):
-                    of_rank += [SetBy(inner.signal, distance, index, n) for (index, distance), n in counted]
+                for of_rank, found in zip(sets, self._sets(inner), strict=True):
+                    of_rank += found
                 continue
             extents = [n for region in regions_of(inner) for n in (region.rows, region.cols, region.at)]
             for of_part, counted in zip(parts, self._counted(*extents), strict=True):
@@ -237,14 +239,29 @@ class _Tables:
         return made[:1] * count if made.count(made[0]) == count else made
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """By rank, (values of `numbers`, in how many tiles they have them), by rising values. Every third number, or the last of
-        two, is a rank, and its distance is counted."""
+        """By rank, (values of `numbers`, in how many tiles they have them), by rising values. Every third number is a rank, and its
+        distance is counted."""
         table, times = self._table(numbers)
-        ranks = slice(1, 2) if len(numbers) == 2 else slice(2, None, 3)
-        table[ranks] = (table[ranks] - self._ranks) % self._world
+        table[2::3] = (table[2::3] - self._ranks) % self._world
         if (table == table[:, :1]).all():
             return [_occurring(table[:, 0], times)] * len(self._ranks)
         return [_occurring(table[:, i], times) for i in range(len(self._ranks))]
+
+    def _sets(self, step: Set) -> list[list[SetBy]]:
+        """By rank. Tiles are done in their order, and what none but the first of them set is there when these are done."""
+        table, times = self._table((step.index, step.at))
+        table[1] = (table[1] - self._ranks) % self._world
+        seen = table.shape[2]
+        found = []
+        for of_rank in np.moveaxis(table, 1, 0):
+            values, first, which = np.unique(of_rank, axis=1, return_index=True, return_inverse=True)
+            last = seen - 1 - np.unique(of_rank[:, ::-1], axis=1, return_index=True)[1]
+            count = np.bincount(which.reshape(-1), weights=times).astype(int)
+            # Where a few tiles tell for all, they come again and again.
+            end = (last + 1) / seen if seen == self._extent else np.ones(len(first))
+            columns = zip(*values.tolist(), count.tolist(), (first / self._extent).tolist(), end.tolist(), strict=True)
+            found.append([SetBy(step.signal, distance, place, *rest) for place, distance, *rest in columns])
+        return found
 
     def _table(self, numbers: Sequence[Index]) -> tuple[np.ndarray, np.ndarray]:
         """([numbers, ranks, some tiles], how often each of these occurs)."""

@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulated:
-    """Where all ranks do the same, only rank 0 was simulated, and stands for the others in what follows."""
+    """Where ranks do the same, only the first of them were simulated, and stand for the others in what follows."""
 
     program: Program = field(repr=False)
     runs: int
@@ -70,7 +70,7 @@ class Simulated:
         for event in sorted(self.events, key=lambda e: (e.start_us, e.end_us)):
             task = event.lane.tasks[event.task]
             sent = task.sent_bytes if isinstance(task, Work) else 0
-            for rank in range(self.program.schedule.world_size) if self.program.symmetric else (event.lane.rank,):
+            for rank in range(event.lane.rank, self.program.schedule.world_size, len(self.program.ranks)):
                 name = self.program.name_of(event.lane, event.task, rank)
                 spans.append(Span(rank, event.lane.name, name, event.start_us, event.end_us, sent))
         return Timeline(spans)
@@ -88,8 +88,8 @@ class Simulated:
         return {rank: _union(intervals) for rank, intervals in self.intervals_us(*what).items()}
 
     def _of_all_ranks(self, by_rank: dict) -> tuple:
-        ranks = range(self.program.schedule.world_size)
-        return tuple(by_rank[0 if self.program.symmetric else rank] for rank in ranks)
+        stand_for_all = self.program.ranks
+        return tuple(by_rank[rank % len(stand_for_all)] for rank in range(self.program.schedule.world_size))
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:

@@ -6,8 +6,8 @@ same steps. The sets of all ranks give that renaming, one row for each:
 
     counter of rank 0 that rank -d sets  ->  counter of rank r that rank r - d sets in the same step
 
-It must name no counter twice, on either side, and all waits must follow it. GPUs and links of a model (`weft.sim.model`) are
-alike, so that nothing else could differ but when ranks come to their runs, which the caller of `lower` knows.
+It must name no counter twice, on either side, and all waits must follow it. GPUs of a model (`weft.sim.model`) are alike. Whether
+their links are is asked of the topology (`Topology.period`), and when ranks come to their runs the caller of `lower` knows.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,7 +31,7 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Step
-from weft.bench.core.operator import Operator
+from weft.bench.core.operator import Measured, Operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields
 from weft.bench.core.run import free_bytes
@@ -79,25 +81,9 @@ class Row:
 
     gemm: Gemm
     scaled: str
-    item_bytes: int
     gathered_bytes: int
     ms: dict[str, float]
     overlap: dict[str, float]
-
-    @property
-    def name(self) -> str:
-        return self.gemm.name
-
-    @property
-    def traffic(self) -> int:
-        return self.gemm.traffic(self.item_bytes)
-
-    @property
-    def op_to_byte(self) -> float:
-        return self.gemm.op_to_byte(self.item_bytes)
-
-    def piece_op_to_byte(self, cut: str, pieces: int) -> float:
-        return self.gemm.piece(**{cut: pieces}).op_to_byte(self.item_bytes)
 
     def has(self, variant: str) -> bool:
         """Whether its loss is known."""
@@ -115,15 +101,14 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     for name, run in last.items():
         mine = [r for r in records if (r["config"], r["run"]) == (name, run)]
         first = mine[0]
-        gemm = replace(find_gemms([name])[0], m=first["m"], n=first["n"], k=first["k"])
+        gemm = replace(find_gemms([name])[0], **{field: first[field] for field in ("m", "n", "k", "item_bytes")})
         overlap = {r["variant"]: r["overlap"] for r in mine if r["overlap"] is not None}
         ms = {r["variant"]: r["p50_ms"] for r in mine}
-        rows.append(Row(gemm, first["scaled"], first["item_bytes"], first["gathered_bytes"], ms, overlap))
+        rows.append(Row(gemm, first["scaled"], first["gathered_bytes"], ms, overlap))
     return rows
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     title: str
     columns: tuple[str, ...]
     cells: list[tuple[str, ...]]
@@ -135,12 +120,12 @@ _Column = tuple[str, Callable[[Row], str], str | None]  # what is above, a cell,
 def tables(rows: Sequence[Row]) -> list[Table]:
     """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
     of what was not recorded are left out."""
-    name: _Column = ("GEMM", lambda r: r.name, None)
+    name: _Column = ("GEMM", lambda r: r.gemm.name, None)
     whole: list[_Column] = [
         ("M x N x K", lambda r: str(r.gemm), None),
         ("paper's over", lambda r: r.scaled, None),
-        ("ops /\nbyte", lambda r: f"{r.op_to_byte:.0f}", None),
-        ("traffic\nMB", lambda r: f"{r.traffic / 1e6:.0f}", None),
+        ("ops /\nbyte", lambda r: f"{r.gemm.op_to_byte:.0f}", None),
+        ("traffic\nMB", lambda r: f"{r.gemm.traffic / 1e6:.0f}", None),
         ("whole\nms", lambda r: milliseconds(r.ms[WHOLE]), None),
     ]
     moved: list[_Column] = [("A, MB", lambda r: f"{r.gathered_bytes / 1e6:.1f}", None)]
@@ -179,8 +164,7 @@ def _table(title: str, columns: Sequence[_Column], rows: Sequence[Row]) -> Table
     return Table(title, tuple(header for header, _, _ in columns), lines)
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """`held` is None where there are too few GEMMs to tell."""
 
     where: str
@@ -204,7 +188,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
         found.append(_of_each("IV-C1", f"in {pieces}, rows lose more where M < K, columns else", pairs))
     for cut, pieces in CUTS:
-        along, name = partial(Row.piece_op_to_byte, cut=cut, pieces=pieces), cut_name(cut, pieces)
+        along, name = partial(_op_to_byte_of_piece, cut, pieces), cut_name(cut, pieces)
         found.append(_trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte", rows, along, name, -1))
     for name in map(gather_name, TRANSPORTS):
         found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, lambda r: r.gathered_bytes, name, -1))
@@ -215,18 +199,18 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         ("IV-D1", "a GEMM's loss beside {} grows with its traffic", gemm_beside),
         ("IV-D2", "{}'s loss beside a GEMM grows with the GEMM's traffic", gather_beside),
     ):
-        found += [_trend(where, text.format(by), rows, lambda r: r.traffic, variant(by), 1) for by in TRANSPORTS]
+        found += [_trend(where, text.format(by), rows, lambda r: r.gemm.traffic, variant(by), 1) for by in TRANSPORTS]
     return [claim for claim in found if claim is not None]
 
 
+def _op_to_byte_of_piece(cut: str, pieces: int, row: Row) -> float:
+    return row.gemm.piece(**{cut: pieces}).op_to_byte
+
+
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Rank correlation, ties sharing their mean rank; NaN if one side does not vary. ValueError for unequal lengths."""
-    a, b = _ranks_of(x), _ranks_of(y)
-    if len(a) != len(b):
-        raise ValueError(f"{counted(len(a), 'value')} cannot be correlated with {len(b)}: give as many")
-    a, b = a - a.mean(), b - b.mean()
-    size = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / size if size else float("nan")
+    """Rank correlation, ties sharing their mean rank; NaN if one side does not vary."""
+    with np.errstate(invalid="ignore"):
+        return float(np.corrcoef(_ranks_of(x), _ranks_of(y))[0, 1])
 
 
 def by_chance(x: ArrayLike, y: ArrayLike, sign: int) -> float:
@@ -265,8 +249,8 @@ def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Cl
     pairs = [(row, less, more) for row, less, more in pairs if row.has(less) and row.has(more)]
     if not pairs:
         return None
-    exceptions = [row.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
-    holding = [row.name for row, _, _ in pairs if row.name not in exceptions]
+    exceptions = [row.gemm.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
+    holding = [row.gemm.name for row, _, _ in pairs if row.gemm.name not in exceptions]
     numbers = f"{len(holding)} of {len(pairs)}"
     if exceptions and holding:
         numbers += f"; not {', '.join(exceptions)}" if len(exceptions) < len(holding) else f": {', '.join(holding)}"
@@ -277,77 +261,75 @@ _COLOURS = {"dma": "#2f7d5b", "kernel": "#e1812c", "library": "#b8432f", "rows":
 _LOSSES = {"decomposition": "#4063a3", "contention": "#e1812c"}
 
 
+_FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], str]]], ...] = (
+    ("figure-7-gemm-decomposition", "gemm.op_to_byte", "GEMM and its op-to-byte; * M < K", ("rows", "columns"),
+     {f"GEMM in {pieces} pieces over the whole": partial(cut_name, pieces=pieces) for pieces in (8, 64)}),
+    ("figure-8-gather-decomposition", "gathered_bytes", "GEMM and the size of its A, MB", TRANSPORTS,
+     {f"all-gather in {PIECES} pieces over one piece": gather_name}),
+    ("figure-9-contention", "gemm.traffic", "GEMM and its memory traffic, MB", TRANSPORTS,
+     {f"GEMM in {PIECES} beside an all-gather, over alone": gemm_beside, "all-gather beside that GEMM, over alone": gather_beside}),
+)  # fmt: skip
+"""Name; by what GEMMs are ordered; how that is called; groups; of each panel what is above, and the variant of a group."""
+
+
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Write the four pictures as PNG files into `directory`, made if need be. `title`: what ran where."""
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
-    plt = pyplot()
+    plt, written = pyplot(), []
     directory.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, panels, drawing in (
-        ("figure-7-gemm-decomposition", 2, _gemms_cut),
-        ("figure-8-gather-decomposition", 1, _gathers_cut),
-        ("figure-9-contention", 2, _contention),
-        ("figure-10-shares", 3, _shares),
-    ):
-        figure, axes = plt.subplots(panels, 1, figsize=(11, 1 + 2.9 * panels), layout="constrained", squeeze=False)
-        drawing(axes[:, 0], rows)
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+
+    @contextmanager
+    def figure(name: str, panels: int) -> Iterator[Any]:
+        drawn, axes = plt.subplots(panels, 1, figsize=(11, 1 + 2.9 * panels), layout="constrained", squeeze=False)
+        yield axes[:, 0]
+        drawn.suptitle(title, fontsize=10, x=0.01, ha="left")
         written.append(directory / f"{name}.png")
-        figure.savefig(written[-1], dpi=130)
-        plt.close(figure)
+        drawn.savefig(written[-1], dpi=130)
+        plt.close(drawn)
+
+    for name, along, below, groups, panels in _FIGURES:
+        ordered = sorted(rows, key=attrgetter(along))
+        with figure(name, len(panels)) as axes:
+            for axis, (what, variant) in zip(axes, panels.items(), strict=True):
+                bars = {group: [row.loss(variant(group)) for row in ordered] for group in groups}
+                _bars(axis, what, [f"{row.gemm.name}\n{_said(row, along)}" for row in ordered], bars)
+            axes[-1].set_xlabel(below)
+    with figure("figure-10-shares", 3) as axes:
+        _shares(axes, rows)
     return written
+
+
+def _said(row: Row, along: str) -> str:
+    if along == "gemm.op_to_byte":
+        return f"{row.gemm.op_to_byte:.0f}{' *' if row.gemm.m < row.gemm.k else ''}"
+    return f"{attrgetter(along)(row) / 1e6:.3g}"
 
 
 def shares(decomposition: float, contention: float) -> tuple[float, float]:
     """Which part of what is lost each of two losses is; a gain counts as no loss, and without loss both are 0."""
     lost = max(0.0, decomposition - 1), max(0.0, contention - 1)
-    total = sum(lost)
-    return (lost[0] / total, lost[1] / total) if total else (0.0, 0.0)
-
-
-def _gemms_cut(axes: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda r: r.op_to_byte)
-    labels = [f"{r.name}\n{r.op_to_byte:.0f}{' *' if r.gemm.m < r.gemm.k else ''}" for r in ordered]
-    for axis, pieces in zip(axes, (8, 64), strict=True):
-        bars = {cut: [r.loss(cut_name(cut, pieces)) for r in ordered] for cut in ("rows", "columns")}
-        _bars(axis, f"GEMM in {pieces} pieces over the whole", labels, bars)
-    axes[-1].set_xlabel("GEMM and its op-to-byte; * M < K")
-
-
-def _gathers_cut(axes: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda r: r.gathered_bytes)
-    labels = [f"{r.name}\n{r.gathered_bytes / 1e6:.3g}" for r in ordered]
-    bars = {by: [r.loss(gather_name(by)) for r in ordered] for by in TRANSPORTS}
-    _bars(axes[0], f"all-gather in {PIECES} pieces over one piece", labels, bars)
-    axes[0].set_xlabel("GEMM and the size of its A, MB")
-
-
-def _contention(axes: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda r: r.traffic)
-    labels = [f"{r.name}\n{r.traffic / 1e6:.3g}" for r in ordered]
-    titles = f"GEMM in {PIECES} beside an all-gather", "all-gather beside that GEMM"
-    for axis, what, variant in zip(axes, titles, (gemm_beside, gather_beside), strict=True):
-        bars = {by: [r.loss(variant(by)) for r in ordered] for by in TRANSPORTS}
-        _bars(axis, f"{what}, over alone", labels, bars)
-    axes[-1].set_xlabel("GEMM and its memory traffic, MB")
+    total = sum(lost) or 1.0
+    return lost[0] / total, lost[1] / total
 
 
 def _shares(axes: Any, rows: Sequence[Row]) -> None:
     """Of the schedule that copies by engines and cuts by rows; the contention of 64 pieces is taken from 8."""
+    of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
     for axis, what, cut, beside in zip(
         axes,
         ("GEMM in 8 by rows, dma", "GEMM in 64 by rows, contention as in 8", f"all-gather in {PIECES}, dma"),
         (cut_name("rows", 8), cut_name("rows", 64), gather_name("dma")),
-        (gemm_beside("dma"), gemm_beside("dma"), gather_beside("dma")),
+        (of_gemm, of_gemm, of_gather),
         strict=True,
     ):
-        of_gemm = cut != gather_name("dma")
-        ordered = sorted(rows, key=lambda r: r.op_to_byte * r.traffic if of_gemm else r.traffic)
+        ordered = sorted(rows, key=lambda r: r.gemm.traffic * (r.gemm.op_to_byte if beside == of_gemm else 1))
         parts = np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
         base = np.zeros(len(ordered))
         for (loss, colour), part in zip(_LOSSES.items(), parts.T, strict=True):
-            axis.bar([r.name for r in ordered], 100 * part, bottom=base, color=colour, label=f"{loss} loss", width=0.7)
+            axis.bar(
+                [r.gemm.name for r in ordered], 100 * part, bottom=base, color=colour, label=f"{loss} loss", width=0.7
+            )
             base += 100 * part
         axis.set_ylabel("share of what is lost, %", fontsize=9)
         axis.set_ylim(0, 100)
@@ -382,50 +364,35 @@ def _finish(axis: Any, what: str, columns: int) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-@dataclass(frozen=True)
-class MeasuredGemm:
-    """One GEMM's results, as the benchmark hands them on. `alone`: it is the only one of the run, which has no summary."""
-
-    fitted: Fitted
-    found: Found
-    world_size: int
-    ceilings: list[Ceilings]
-    alone: bool
-
-    @property
-    def wrong(self) -> Sequence[str]:
-        return ()  # a wrong result ends the run
-
-    def records(self, options: BenchOptions, run: str) -> list[Record]:
-        gemm, found, item = self.fitted.run, self.found, DTYPES[options.dtype].itemsize
-        memory, link = (min(getattr(c, name) for c in self.ceilings) for name in ("memory", "link"))
-        gather_ms = 1e3 * found.gathered_bytes / self.world_size * (self.world_size - 1) / link
-        described = {
-            "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
-            "paper": {k: v for k, v in asdict(self.fitted.paper).items() if k != "name"}, "scaled": str(self.fitted),
-            "item_bytes": item, "op_to_byte": gemm.op_to_byte(item), "traffic_bytes": gemm.traffic(item),
-            "gathered_bytes": found.gathered_bytes,
-        }  # fmt: skip
-        records = []
-        for name, timing in found.timings.items():
-            base = BASELINES.get(name, name)
-            loss = timing.p50_ms / found.timings[base].p50_ms
-            roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic(item) / memory
-            common = common_fields(options, gemm.name, self.world_size, base, roofline_ms, self.ceilings, run)
-            measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
-            judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
-            beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
-            records.append({**common, **described, "variant": name, **measured, **judged, **beside})
-        return records
-
-    def show(self, options: BenchOptions) -> None:
-        if self.alone:
-            OPERATOR.show_summary(self.records(options, ""), options)
+def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings], options: BenchOptions) -> list[Record]:
+    gemm = fitted.run
+    memory, link = (min(getattr(c, name) for c in ceilings) for name in ("memory", "link"))
+    gather_ms = 1e3 * found.gathered_bytes / ranks * (ranks - 1) / link
+    described = {
+        "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
+        "paper": {k: v for k, v in asdict(fitted.paper).items() if k not in ("name", "item_bytes")}, "scaled": str(fitted),
+        "item_bytes": gemm.item_bytes, "op_to_byte": gemm.op_to_byte, "traffic_bytes": gemm.traffic,
+        "gathered_bytes": found.gathered_bytes,
+    }  # fmt: skip
+    records = []
+    for name, timing in found.timings.items():
+        base = BASELINES.get(name, name)
+        loss = timing.p50_ms / found.timings[base].p50_ms
+        roofline_ms = gather_ms if name.startswith("gather") else 1e3 * gemm.traffic / memory
+        common = common_fields(options, gemm.name, ranks, base, roofline_ms, ceilings)
+        measured = {k: v for k, v in asdict(timing).items() if k != "host_us"}
+        judged = {"speedup": 1 / loss, "loss": loss, "roofline_ratio": timing.p50_ms / roofline_ms}
+        beside = {"overlap": found.overlap.get(name), "error": found.errors.get(name)}
+        records.append({**common, **described, "variant": name, **measured, **judged, **beside})
+    return records
 
 
 class _Inefficiency(Operator[Gemm]):
     name = "inefficiency"
-    pictures = True
+    refuses = {  # noqa: RUF012
+        "variants": "measures all of them, to compare them; give none",
+        "seconds": f"repeats each of its lanes {_REPETITIONS} times; give none, or --quick",
+    }
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("queued",)
@@ -433,16 +400,6 @@ class _Inefficiency(Operator[Gemm]):
     def check_options(self, options: BenchOptions) -> None:
         if options.ranks < 2:
             raise ValueError(f"ranks={options.ranks}: an all-gather takes at least 2")
-        if options.scale is not None and not 0 < options.scale <= 1:
-            raise ValueError(f"scale={options.scale} must be above 0 and at most 1: it shrinks M, N and K")
-        if options.variants:
-            raise ValueError(
-                f"variants={options.variants}: inefficiency measures all of them, to compare them; give none"
-            )
-        if options.seconds is not None:
-            raise ValueError(
-                f"seconds={options.seconds}: inefficiency repeats each of its lanes {_REPETITIONS} times; give none, or --quick"
-            )
         self.presets(options)
 
     def presets(self, options: BenchOptions) -> Sequence[Gemm]:
@@ -450,25 +407,29 @@ class _Inefficiency(Operator[Gemm]):
 
     def measure(
         self, preset: Gemm, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredGemm:
+    ) -> Measured:
         device, dtype = ranks.device.type, DTYPES[options.dtype]
         fitted = fit(
-            preset,
+            replace(preset, item_bytes=dtype.itemsize),
             scale=_SCALE[device] if options.scale is None else Fraction(options.scale).limit_denominator(1 << 16),
             most_ops=_MOST_OPS[device] / (8 if options.quick else 1),
             most_bytes=_MEMORY_SHARE * -ranks.most(-free_bytes(ranks)),
-            item_bytes=dtype.itemsize,
         )
         alone_s, beside_s = (0.004, 0.02) if device == "cuda" else (0.01, 0.06)
         effort = Effort(alone_s / 4, beside_s / 4, 2) if options.quick else Effort(alone_s, beside_s, _REPETITIONS)
         found = measure(fitted.run, dtype, ranks, effort, step)
-        return MeasuredGemm(fitted, found, ranks.world_size, ceilings, alone=len(self.presets(options)) == 1)
+        return Measured(_records(fitted, found, ranks.world_size, ceilings, options))
+
+    def show(self, found: Measured, options: BenchOptions) -> None:
+        """There is no summary of one alone."""
+        if len(self.presets(options)) == 1:
+            self.show_summary(found.records, options)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Tables and what they say of the paper's observations, and the pictures that were asked for."""
         rows = rows_of(written)
         for table in tables(rows):
-            print_table(table.title, table.columns, table.cells)
+            print_table(*table)
         observations = [claim.cells for claim in claims(rows)]
         print_table("The paper's observations, here", _OBSERVATION, observations, [_TRANSPORTS_ARE[options.device]])
         if options.pictures is not None:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 import threading
 import time
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Literal
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +38,7 @@ from weft.symm import SymmetricBuffer
 from weft.words import counted
 
 MOST_PIECES = 64  # of M and of K
-_N_MULTIPLE = 8  # bf16 rows of a multiple of 16 bytes, which the library's fast kernels want
+_MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which the library's fast kernels want
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,25 @@ class Gemm:
     m: int
     n: int
     k: int
+    item_bytes: int = 2
 
     @property
     def ops(self) -> int:
         return 2 * self.m * self.n * self.k
 
-    def traffic(self, item_bytes: int) -> int:
-        return item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
+    @property
+    def traffic(self) -> int:
+        return self.item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
 
-    def op_to_byte(self, item_bytes: int) -> float:
-        return self.ops / self.traffic(item_bytes)
+    @property
+    def op_to_byte(self) -> float:
+        return self.ops / self.traffic
+
+    @property
+    def run_bytes(self) -> int:
+        """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
+        shard that is less than A."""
+        return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
 
     def piece(self, rows: int = 1, columns: int = 1) -> Gemm:
         """One of its pieces when A is cut into so many blocks of rows and of columns."""
@@ -67,32 +79,15 @@ class Gemm:
         return f"{self.m} x {self.n} x {self.k}"
 
 
-_405B, _70B, _SP = "llama-3-405b", "llama-2-70b", "SP+TP"
-TABLE_1 = (
-    Gemm("g1", _SP, _405B, 16384, 16384, 131072),
-    Gemm("g2", _SP, _405B, 131072, 16384, 16384),
-    Gemm("g3", _SP, _405B, 53248, 16384, 131072),
-    Gemm("g4", _SP, _405B, 131072, 53248, 16384),
-    Gemm("g5", _SP, _70B, 8192, 8192, 262144),
-    Gemm("g6", _SP, _70B, 262144, 8192, 8192),
-    Gemm("g7", _SP, _70B, 28672, 8192, 262144),
-    Gemm("g8", _SP, _70B, 262144, 28672, 8192),
-    Gemm("g9", _SP, _405B, 196608, 18432, 16384),
-    Gemm("g10", _SP, _405B, 196608, 106496, 16384),
-    Gemm("g11", _SP, _70B, 1048576, 10240, 8192),
-    Gemm("g12", _SP, _70B, 1048576, 57344, 8192),
-    Gemm("g13", "EP", "DeepSeek", 1607680, 57344, 8192),
-    Gemm("g14", "EP", "Mixtral", 147456, 28672, 4096),
-    Gemm("g15", "EP", "Mixtral", 327680, 28672, 4096),
-    Gemm("g16", "EP", "Mixtral", 229376, 28672, 4096),
+TABLE_1 = tuple(
+    Gemm(name, **of) for name, of in tomllib.loads(files("weft.studies").joinpath("table_1.toml").read_text()).items()
 )
 
 
 def find_gemms(names: Sequence[str]) -> tuple[Gemm, ...]:
     """Those of table I, in its order; none named: all. Raises ValueError for a name that is not there."""
-    known = {gemm.name for gemm in TABLE_1}
     for name in names:
-        if name not in known:
+        if name not in {gemm.name for gemm in TABLE_1}:
             raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
     return tuple(gemm for gemm in TABLE_1 if gemm.name in names or not names)
 
@@ -112,17 +107,20 @@ class Fitted:
         return ", ".join(said) or "as in the paper"
 
 
-def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float, item_bytes: int) -> Fitted:
+def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
     """`gemm` with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and `most_bytes`.
 
-    Bytes are those of a run (see `run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
+    Bytes are those of a run (`Gemm.run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
     which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
     all pieces are alike. Raises ValueError if nothing is left to halve.
     """
     all_by, large_by = 1 / scale, 1
     while True:
-        fitted = Fitted(gemm, _divided(gemm, all_by, large_by), all_by, large_by)
-        if fitted.run.ops <= most_ops and run_bytes(fitted.run, item_bytes) <= most_bytes:
+        sizes = {"m": gemm.m / all_by, "n": gemm.n / all_by, "k": gemm.k / all_by}
+        sizes["m" if gemm.m > gemm.k else "k"] /= large_by
+        whole: dict[str, Any] = {name: max(of, int(sizes[name]) // of * of) for name, of in _MULTIPLES.items()}
+        fitted = Fitted(gemm, replace(gemm, **whole), all_by, large_by)
+        if fitted.run.ops <= most_ops and fitted.run.run_bytes <= most_bytes:
             return fitted
         smaller, larger = sorted((fitted.run.m, fitted.run.k))
         if larger // 2 > smaller:
@@ -131,25 +129,9 @@ def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float, item
             all_by *= 2
         else:
             raise ValueError(
-                f"{gemm.name} does not fit even as {fitted.run}: {run_bytes(fitted.run, item_bytes)} bytes, and "
+                f"{gemm.name} does not fit even as {fitted.run}: {fitted.run.run_bytes} bytes, and "
                 f"{most_bytes:.3g} are free for it: free memory on this machine"
             )
-
-
-def run_bytes(gemm: Gemm, item_bytes: int) -> int:
-    """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
-    shard that is less than A."""
-    return item_bytes * (4 * gemm.m * gemm.k + gemm.k * gemm.n + 2 * gemm.m * gemm.n)
-
-
-def _divided(gemm: Gemm, all_by: Fraction, large_by: int) -> Gemm:
-    m = gemm.m / all_by / (large_by if gemm.m > gemm.k else 1)
-    k = gemm.k / all_by / (large_by if gemm.k >= gemm.m else 1)
-    return replace(gemm, m=_down(m, MOST_PIECES), n=_down(gemm.n / all_by, _N_MULTIPLE), k=_down(k, MOST_PIECES))
-
-
-def _down(size: Fraction, multiple: int) -> int:
-    return max(multiple, int(size) // multiple * multiple)
 
 
 By = Literal["dma", "kernel", "library"]
@@ -178,7 +160,7 @@ def shard_bytes(gathered_bytes: int, world_size: int, pieces: int) -> int:
     return -(-gathered_bytes // (world_size * multiple)) * multiple
 
 
-class Side(ABC):
+class Side(AbstractContextManager["Side"], ABC):
     """Making one is collective. Every rank has a shard of `nbytes`, symmetric memory for all of them, and ordinary memory
     for all of them, where the library leaves what it gathers. A context manager."""
 
@@ -189,15 +171,9 @@ class Side(ABC):
         self._gathered = torch.empty(world * nbytes, dtype=torch.uint8, device=device)
         self._shard = self._bytes_of(ranks.rank)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the memory between ranks up."""
         self._box.close()
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def gather(self, by: By, pieces: int) -> Call:
         """All-gather of the shards in so many pieces, all of the same size."""
@@ -205,11 +181,11 @@ class Side(ABC):
         moves: list[Call] = []
         for i, source in enumerate(self._shard.split(size)):
             if by == "library":
-                moves.append(self._library(self._gathered[i * world * size :][: world * size], source))
+                whole = self._gathered[i * world * size :][: world * size]
+                moves.append(partial(all_gather_single, whole, source, group=self.ranks.group))
             else:
                 for peer in (p % world for p in range(rank + 1, rank + world)):
-                    place = self._box.peer(peer)[rank * self.nbytes + i * size :][:size]
-                    moves.append(self._put(by, place, source))
+                    moves.append(self._put(by, self._box.peer(peer)[rank * self.nbytes + i * size :][:size], source))
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
@@ -240,9 +216,6 @@ class Side(ABC):
         self.ranks.synchronize()
         dist.barrier(self.ranks.control)
 
-    def _library(self, gathered: torch.Tensor, piece: torch.Tensor) -> Call:
-        return lambda: all_gather_single(gathered, piece, group=self.ranks.group)
-
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         """One copy into a peer's memory, by `dma` or `kernel`."""
@@ -261,34 +234,33 @@ class CpuSide(Side):
         super().__init__(ranks, nbytes)
         self._thread = ThreadPoolExecutor(1)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
-        super().close()
+        super().__exit__()
 
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "kernel":
-            return lambda: place.copy_(source)
-        to, at, size = place.data_ptr(), source.data_ptr(), source.numel()
-        return lambda: _core.copy_2d(to, size, at, size, size, 1)
+            return partial(place.copy_, source)
+        size = source.numel()
+        return partial(_core.copy_2d, place.data_ptr(), size, source.data_ptr(), size, size, 1)
 
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
         marks: list[list[float]] = [[] for _ in lanes]
-        beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
-        here = [i for i in range(len(lanes)) if i not in beside]
         start = threading.Barrier(2)
-        running = self._thread.submit(_run, lanes, beside, marks, start)
-        _run(lanes, here, marks, start)
+
+        def run(mine: list[int]) -> None:
+            start.wait()
+            for i in mine:
+                marks[i].append(time.perf_counter())
+            for j in in_turns([lanes[i].count for i in mine]):
+                lanes[mine[j]].call()
+                marks[mine[j]].append(time.perf_counter())
+
+        beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
+        running = self._thread.submit(run, beside)
+        run([i for i in range(len(lanes)) if i not in beside])
         running.result()
         return marks
-
-
-def _run(lanes: Sequence[Lane], mine: Sequence[int], marks: list[list[float]], start: threading.Barrier) -> None:
-    start.wait()
-    for i in mine:
-        marks[i].append(time.perf_counter())
-    for j in in_turns([lanes[i].count for i in mine]):
-        lanes[mine[j]].call()
-        marks[mine[j]].append(time.perf_counter())
 
 
 class CudaSide(Side):
@@ -301,19 +273,20 @@ class CudaSide(Side):
 
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
         if by == "dma":
-            return lambda: place.copy_(source, non_blocking=True)
+            return partial(place.copy_, source, non_blocking=True)
         from weft.runtime.cuda.move import Move, Shape
 
-        size, at, to = source.numel(), source.data_ptr(), place.data_ptr()
+        size = source.numel()
         move = Move(place.device, shape=Shape(1, size, size, size))
-        return lambda: move.launch(at, to)
+        return partial(move.launch, source.data_ptr(), place.data_ptr())
 
     def play(self, lanes: Sequence[Lane]) -> list[list[float]]:
         """Behind a sleep of the device as long as enqueueing the lanes took the last time, up to 50 ms."""
         main = torch.cuda.current_stream(self.ranks.device)
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
-        marks = [[_event() for _ in range(lane.count + 1)] for lane in lanes]
-        before, done = _event(), [0] * len(lanes)
+        event = partial(torch.cuda.Event, enable_timing=True)
+        marks = [[event() for _ in range(lane.count + 1)] for lane in lanes]
+        before, done = event(), [0] * len(lanes)
         sleep_s = min(1.3 * sum(lane.enqueue_s for lane in lanes), _LONGEST_SLEEP_S)
         torch.cuda._sleep(int(sleep_s * _SLEEP_CYCLES_PER_S))
         before.record(main)
@@ -332,11 +305,6 @@ class CudaSide(Side):
         return [[before.elapsed_time(event) / 1e3 for event in events] for events in marks]
 
 
-def make_side(ranks: Ranks, nbytes: int) -> Side:
-    """Of this rank's device. Collective."""
-    return CudaSide(ranks, nbytes) if ranks.device.type == "cuda" else CpuSide(ranks, nbytes)
-
-
 def in_turns(counts: Sequence[int]) -> Iterator[int]:
     """Each lane's number as often as its count, whichever has come least far next."""
     done = [0] * len(counts)
@@ -352,10 +320,6 @@ def _in_a_row(moves: list[Call]) -> Call:
             move()
 
     return call
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 PIECES = 8  # of an all-gather, and of the GEMM that runs beside it
@@ -406,8 +370,7 @@ class Found:
     gathered_bytes: int
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """How long a lane lasts at least, alone and beside another. One more repetition comes first and does not count."""
 
     alone_s: float
@@ -424,7 +387,7 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
     matrices = Matrices(gemm, dtype, ranks)
     errors = check_cuts(matrices)
     nbytes = shard_bytes(matrices.a.nbytes, ranks.world_size, PIECES)
-    with make_side(ranks, nbytes) as side:
+    with (CudaSide if ranks.device.type == "cuda" else CpuSide)(ranks, nbytes) as side:
         alone = {WHOLE: Lane(matrices.whole, 1, "gemm")}
         alone |= {cut_name(cut, pieces): Lane(matrices.cut(cut, pieces), 1, "gemm") for cut, pieces in CUTS}
         for by in TRANSPORTS:
@@ -451,11 +414,16 @@ def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, 
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
-    pairs = {}
+    pairs: dict[str, tuple[Lane, Lane]] = {}
     for by in TRANSPORTS:
-        pair = (Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by))
-        pairs[by] = balanced(pair, (seconds[_BESIDE], seconds[gather_name(by)]), effort.beside_s, side)
-    return {str(by): pair for by, pair in pairs.items()}
+        pairs[by] = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by)
+        of_call = seconds[_BESIDE], seconds[gather_name(by)]
+        lasting = max(effort.beside_s, _LEAST_CALLS * max(of_call))
+        _set_counts(pairs[by], [lasting / alone_s for alone_s in of_call])
+        for _ in range(_BALANCING):
+            side.ranks.start_together()
+            balance(pairs[by], side.play(pairs[by]), side)
+    return pairs
 
 
 def _repeat(
@@ -467,11 +435,8 @@ def _repeat(
     for repetition in range(repetitions + 1):
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
-            if len(arms[name]) == 1:
-                side.ranks.start_together()
-                values = [_per_call(side.play(arms[name])[0])]
-            else:
-                values = _play_together(arms[name], side)
+            lanes = arms[name]
+            values = _play_together(lanes, side) if len(lanes) > 1 else _play_alone(lanes[0], side)
             found[name] += values if repetition else []
         advance(1 / (repetitions + 1))
     return found
@@ -506,19 +471,6 @@ def together(gemm: Sequence[float], gather: Sequence[float]) -> list[float]:
     return [(last - first) / calls[0], (last - first) / calls[1], share]
 
 
-def balanced(lanes: tuple[Lane, Lane], seconds: tuple[float, float], least_s: float, side: Side) -> tuple[Lane, Lane]:
-    """The lanes with counts that make them about as long as each other side by side; the same on all ranks.
-
-    seconds: of a call of each alone. least_s: how long they last at least.
-    """
-    lasting = max(least_s, _LEAST_CALLS * max(seconds))
-    _set_counts(lanes, [lasting / alone for alone in seconds])
-    for _ in range(_BALANCING):
-        side.ranks.start_together()
-        balance(lanes, side.play(lanes), side)
-    return lanes
-
-
 def balance(lanes: tuple[Lane, ...], marks: Sequence[Sequence[float]], side: Side, longer: int = 1) -> None:
     """Give the lane that ended first, by `marks`, more calls, and then both so many times more. Collective."""
     took = [side.ranks.most(lane[-1] - lane[0]) for lane in marks]
@@ -535,25 +487,26 @@ def _seconds(lane: Lane, side: Side) -> float:
     """Of one call of `lane` alone, on the slowest rank: of the second of two plays, after one call that may have had to load
     a kernel or found memory cold."""
     for _ in range(2):
-        side.ranks.start_together()
-        found = max(1e-6, side.ranks.most(_per_call(side.play([lane])[0])))
+        found = max(1e-6, side.ranks.most(*_play_alone(lane, side)))
         lane.count = min(max(2, math.ceil(_LOOK_S / found)), 50)
     return found
 
 
-def _per_call(marks: Sequence[float]) -> float:
-    return (marks[-1] - marks[0]) / (len(marks) - 1)
+def _play_alone(lane: Lane, side: Side) -> list[float]:
+    """Seconds of a call."""
+    side.ranks.start_together()
+    (marks,) = side.play([lane])
+    return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 
 
 class Matrices:
     """A and B of random numbers, and the calls that multiply them: the library's, into one result."""
 
     def __init__(self, gemm: Gemm, dtype: torch.dtype, ranks: Ranks) -> None:
-        device = ranks.device
         self.ranks = ranks
-        self.a = torch.randn(gemm.m, gemm.k, dtype=dtype, device=device)
-        self.b = torch.randn(gemm.k, gemm.n, dtype=dtype, device=device)
-        self.out = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
+        of: dict[str, Any] = {"dtype": dtype, "device": ranks.device}
+        self.a, self.b = torch.randn(gemm.m, gemm.k, **of), torch.randn(gemm.k, gemm.n, **of)
+        self.out = torch.empty(gemm.m, gemm.n, **of)
 
     def whole(self) -> torch.Tensor:
         return torch.mm(self.a, self.b, out=self.out)
@@ -561,21 +514,10 @@ class Matrices:
     def cut(self, cut: str, pieces: int) -> Call:
         """The whole in so many pieces of A: `rows`, each a GEMM of its own, or `columns`, which add up in the result."""
         if cut == "rows":
-            parts = list(zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True))
-
-            def rows() -> None:
-                for a, out in parts:
-                    torch.mm(a, self.b, out=out)
-
-            return rows
-        blocks = list(zip(self.a.tensor_split(pieces, dim=1), self.b.tensor_split(pieces), strict=True))
-
-        def columns() -> None:
-            torch.mm(*blocks[0], out=self.out)
-            for a, b in blocks[1:]:
-                self.out.addmm_(a, b)
-
-        return columns
+            parts = zip(self.a.tensor_split(pieces), self.out.tensor_split(pieces), strict=True)
+            return _in_a_row([partial(torch.mm, a, self.b, out=out) for a, out in parts])
+        first, *rest = zip(self.a.tensor_split(pieces, dim=1), self.b.tensor_split(pieces), strict=True)
+        return _in_a_row([partial(torch.mm, *first, out=self.out), *(partial(self.out.addmm_, *ab) for ab in rest)])
 
 
 def check_cuts(matrices: Matrices) -> dict[str, float]:

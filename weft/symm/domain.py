@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 
 from weft import _core, env
-from weft.errors import DeadlineError, DisagreementError, WeftError
+from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import cpu, failures, mesh
 from weft.symm.calls import calls_of
 from weft.symm.control import EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
 from weft.symm.memory import Region
+from weft.symm.mesh import NO_TRANSPORT
 
 _set_up_s: ContextVar[float | None] = ContextVar("deadline of set-up waits", default=None)
 _LOOK_S = 0.1  # how long a native wait may last before Python looks around (Ctrl-C, goodbyes)
@@ -62,6 +63,9 @@ class Domain:
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = device
+        reached = {self.rank, *(peer.rank for peer in peers)}  # by sockets, which hand over what is mapped
+        self.mapped = tuple(rank in reached for rank in range(self.world_size))
+        """By rank, whether its memory can be addressed here. Of every rank, as long as a group is on one host."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
@@ -211,12 +215,18 @@ class Domain:
     def allocate(self, nbytes: int, *, what: str = "", deadline_s: float | None = None) -> Region:
         """`nbytes` of zeroed symmetric memory on every rank. Collective: every rank asks for the same.
 
-        Raises `OutOfSharedMemoryError` on every rank if any cannot reserve it (nothing stays reserved then, and the
-        group stays usable), `DisagreementError` if sizes (or `what`, the description) differ. Deadline and failures as in
-        `all_gather`; any other error of this rank alone ends the group, and the others hear of it.
+        Raises `RefusedError` where a rank's memory cannot be mapped (`mapped`), `OutOfSharedMemoryError` on every rank if any
+        cannot reserve it (nothing stays reserved then, and the group stays usable), `DisagreementError` if sizes (or `what`, the
+        description) differ. Deadline and failures as in `all_gather`; any other error of this rank alone ends the group, and the
+        others hear of it.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes} must not be negative")
+        if not all(self.mapped):
+            far = [rank for rank, mapped in enumerate(self.mapped) if not mapped]
+            raise RefusedError(
+                f"{what or 'symmetric memory'}: memory of ranks {far} cannot be mapped on rank {self.rank}, and {NO_TRANSPORT}"
+            )
         what = f"allocating {nbytes} bytes{' for ' if what else ''}{what}"
         region: Region
         try:

@@ -6,6 +6,7 @@ one; the one packet sent on that connection says who it is, shows the token of w
 one end of a fresh socket pair, which alone is used from there on (an accepted socket would go on bearing the listener's
 name). When a rank has all its sockets it sends "ready" with the other's token down each of them and waits for the same
 from all. Then the listener is closed and the published entry wiped: nothing has a name, and only the pairs remain.
+Entries say which kernel and network namespace a rank is in, since no such socket leads elsewhere: all refuse a group on several.
 A rank that fails half-way leaves the reason in its entry and hangs up. It is for those whose entries that rank had seen; and an
 error of its own, no missed deadline, is for every other rank once, also for one that comes later.
 
@@ -44,6 +45,7 @@ from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
+NO_TRANSPORT = "a transport between hosts is missing: make one group per host (and container)"
 MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
 
 
@@ -182,7 +184,8 @@ class _Setup:
         cause = self.cause if isinstance(error, DeadlineError | PeerLostError) else self.name
         _heard.add((self.rank, cause))  # others will repeat it
         met = [entry.name for entry in self.entries.values()]
-        return {"gave_up": str(error) or repr(error), "met": met, "cause": cause}
+        refused = isinstance(error, RefusedError)
+        return {"gave_up": str(error) or repr(error), "met": met, "cause": cause, "refused": refused}
 
     def close(self, *peers: Peer) -> None:
         if self.listener is not None:
@@ -227,13 +230,15 @@ class _Setup:
             if not missing:
                 break
             self._pause(missing)
-        for entry in self.entries.values():
-            if entry.kernel != self.mine.kernel:
-                raise RefusedError(
-                    f"rank {entry.rank} (host {entry.host}) and rank {self.rank} (host {self.mine.host}) do not share "
-                    "a kernel and network namespace: symmetric memory works inside one host (and one container), "
-                    "make one group per host"
-                )
+        hosts: dict[str, list[_Entry]] = {}
+        for _, entry in sorted(self.entries.items()):
+            hosts.setdefault(entry.kernel, []).append(entry)
+        if len(hosts) > 1:
+            where = ", ".join(f"ranks {[e.rank for e in ranks]} on host {ranks[0].host}" for ranks in hosts.values())
+            raise RefusedError(
+                f"this group is on {len(hosts)} hosts, {where}, which share no kernel and network namespace: weft moves data "
+                f"through memory that ranks map, and {NO_TRANSPORT}"
+            )
 
     def _look_up(self, rank: int) -> None:
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
@@ -246,6 +251,8 @@ class _Setup:
         if (cause and (self.rank, cause) not in _heard) or self.name in entry["met"]:
             _heard.add((self.rank, cause))
             self.cause = cause
+            if entry["refused"]:  # which this rank would find as well, had it seen all entries
+                raise RefusedError(entry["gave_up"])
             raise PeerLostError(f"rank {rank} gave up while this group was being set up: {entry['gave_up']}")
 
     def _reach(self, other: int) -> None:

@@ -35,7 +35,6 @@ HARNESS = 4
 and say in benchmarks/README.md what changed."""
 
 Mode = Literal["single", "queued", "graph"]
-MODES: tuple[Mode, ...] = ("single", "queued", "graph")
 Call = Callable[[int], object]  # one call on the input set of that number
 
 _SLEEP_CYCLES_PER_S = (

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft.bench.core.harness import Call, Mode, Ranks, Timing, is_clear, time_arms
-from weft.bench.core.tables import times
+from weft.bench.core.harness import Call, Mode, Ranks, Timing, time_arms
 
 Step = Callable[[str, float], None]  # what is going on, and the share of it that has been done
 Arms = Mapping[str, Callable[[int], torch.Tensor]]
@@ -76,45 +75,27 @@ def _largest(reference: torch.Tensor, output: torch.Tensor | None = None) -> flo
     return worst
 
 
-@dataclass(frozen=True)
-class Results:
-    """What was found, by arm or by (mode, arm); the same on every rank."""
-
-    errors: dict[str, float]
-    first_call_ms: dict[str, float]
-    timings: dict[tuple[Mode, str], Timing]
-    wrong: tuple[
-        str, ...
-    ] = ()  # whose results differ from the reference, and by how much: not timed, or not in every mode
-    not_captured: dict[str, str] = field(default_factory=dict)  # why
-
-    def speedup(self, mode: Mode, name: str, over: str) -> float:
-        return self.timings[mode, over].p50_ms / self.timings[mode, name].p50_ms
-
-    def gain(self, mode: Mode, name: str, over: str) -> str:
-        """ "1.25x", in parentheses where the two times differ by less than twice their noise; nothing if one is missing."""
-        if not (self.timed(mode, name) and self.timed(mode, over)):
-            return ""
-        factor, a, b = self.speedup(mode, name, over), self.timings[mode, name], self.timings[mode, over]
-        return times(factor, name == over or is_clear(factor, a.noise, b.noise))
-
-    def timed(self, mode: Mode, name: str) -> bool:
-        return (mode, name) in self.timings
-
-
 Captured: TypeAlias = tuple[torch.cuda.CUDAGraph, Any]
 """A graph, and what its replays write. That is held as long as the graph: graphs share one pool, and another one would take the
 memory before anybody has looked at it."""
 
 
 @dataclass
-class Checked:
-    """What `check` found: errors of all arms, and which are too large; of captured calls also the graphs by input set."""
+class Results:
+    """What was found, by arm or by (mode, arm); the same on every rank. wrong: how far those that differ from the reference do: not
+    timed, or not in every mode. not_captured: why. graphs: of captured calls, by input set."""
 
     errors: dict[str, float]
+    first_call_ms: dict[str, float] = field(default_factory=dict)
+    timings: dict[tuple[Mode, str], Timing] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
-    graphs: dict[str, list[Captured]] = field(default_factory=dict)
     not_captured: dict[str, str] = field(default_factory=dict)
+    graphs: dict[str, list[Captured]] = field(default_factory=dict)
+
+    def ms(self, mode: Mode, name: str) -> float | None:
+        """The median; None if it was not timed."""
+        timing = self.timings.get((mode, name))
+        return None if timing is None else timing.p50_ms
 
 
 class Recorder:
@@ -150,81 +131,59 @@ class Recorder:
 
 
 def measure_arms(
-    work: Workload,
-    arms: Arms,
-    beside: Mapping[str, Call],
-    *,
-    modes: tuple[Mode, ...],
-    seconds: float,
-    repetitions: tuple[int, int],
-    step: Step,
-) -> Results:
+    work: Workload, arms: Arms, beside: Mapping[str, Call], *, modes: tuple[Mode, ...], seconds: float,
+    repetitions: tuple[int, int], step: Step,
+) -> Results:  # fmt: skip
     """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at; in `graph` without those that
     wait for the device. Collective."""
     step(f"{work.name}: checking every variant against float64", 0)
-    first_ms = first_calls(arms, work.ranks)
-    checked = check(arms, work)
+    first_call_ms = first_calls(arms, work.ranks)
+    found = check(arms, work)
+    found.first_call_ms = first_call_ms
     baseline = next(iter(arms))
-    wrong, not_captured = list(checked.wrong.values()), {}
-    arms = {name: arm for name, arm in arms.items() if name not in checked.wrong}
+    arms = {name: arm for name, arm in arms.items() if name not in found.wrong}
     step(f"{work.name}: checking every variant against float64", STEPS)
-    timings: dict[tuple[Mode, str], Timing] = {}
+
+    def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
+        """(times; what the last output of each arm's row errs)"""
+        seen: dict[str, float] = {}
+        references: dict[int, torch.Tensor] = {}  # arms' last calls are on the same input set, so one will do
+
+        def inspect(name: str, which: int, output: Any) -> None:
+            if name in arms:
+                references[which] = references[which] if which in references else work.reference(which)
+                seen[name] = work.error(work.rows_of(name, output, which), references[which])
+
+        timed = time_arms(
+            calls, work.ranks, mode, input_sets=work.input_sets, seconds=seconds, repetitions=repetitions,
+            waiting=work.waiting, claims=[pair for pair in work.claims if work.twins(mode).get(pair[0]) != pair[1]],
+            advance=partial(step, f"{work.name}: timing, {mode}"), before_last=partial(_poison, found.graphs), inspect=inspect,
+        )  # fmt: skip
+        return timed, seen
+
     for mode in modes:  # graph is the last: what was captured once may run otherwise from then on
         calls: dict[str, Call] = {**arms, **beside}
         if mode == "graph":
             recorder = Recorder(work.ranks)
             arms = {name: arm for name, arm in arms.items() if name not in work.waiting}
-            checked = check(arms, work, recorder, checked.errors)
-            wrong += checked.wrong.values()
-            _capture_beside(beside, recorder, work.input_sets, checked)
-            not_captured = checked.not_captured
-            calls = {name: partial(_replay, graphs) for name, graphs in checked.graphs.items()}
-        inspector = _Inspector(work, [name for name in calls if name in arms])
-        timed = time_arms(
-            calls,
-            work.ranks,
-            mode,
-            input_sets=work.input_sets,
-            seconds=seconds,
-            repetitions=repetitions,
-            waiting=work.waiting,
-            claims=[pair for pair in work.claims if work.twins(mode).get(pair[0]) != pair[1]],
-            advance=partial(step, f"{work.name}: timing, {mode}"),
-            before_last=partial(_poison, checked.graphs if mode == "graph" else {}),
-            inspect=inspector,
-        )
-        for name, error in inspector.errors.items():
-            checked.errors[name] = max(checked.errors[name], error)
-            limit = work.limit(name, checked.errors)
+            check(arms, work, recorder, found)
+            _capture_beside(beside, recorder, work.input_sets, found)
+            calls = {name: partial(_replay, graphs) for name, graphs in found.graphs.items()}
+        timed, seen = time_all(mode, calls)
+        for name, error in seen.items():
+            found.errors[name] = max(found.errors[name], error)
+            limit = work.limit(name, found.errors)
             if not error <= limit:
-                text = (
+                found.wrong[name] = (
                     f"{work.name}: {name}, {mode}, differs from the float64 reference by {error:.3g} of the largest element in "
                     f"the last of a row of calls; at most {limit:.3g} is allowed: its time is not kept"
                 )
                 if name == baseline:
-                    raise RuntimeError(text)
-                wrong.append(text)
+                    raise RuntimeError(found.wrong[name])
                 del timed[name], arms[name]
-        timings |= {(mode, name): timing for name, timing in timed.items()}
-        del inspector  # and its reference, which may be large
-    return Results(checked.errors, first_ms, timings, tuple(wrong), not_captured)
-
-
-class _Inspector:
-    """Compares the outputs of rows that were timed. Arms' last calls are on the same input set, so one reference does."""
-
-    def __init__(self, work: Workload, names: Collection[str]) -> None:
-        self.work, self.names = work, names
-        self.errors: dict[str, float] = {}
-        self._which, self._reference = -1, torch.empty(0)
-
-    def __call__(self, name: str, which: int, output: Any) -> None:
-        """Collective."""
-        if name not in self.names:
-            return
-        if which != self._which:
-            self._which, self._reference = which, self.work.reference(which)
-        self.errors[name] = self.work.error(self.work.rows_of(name, output, which), self._reference)
+        found.timings |= {(mode, name): timing for name, timing in timed.items()}
+    found.graphs = {}
+    return found
 
 
 def _poison(captured: Mapping[str, list[Captured]]) -> None:
@@ -247,17 +206,14 @@ def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
     return found
 
 
-def check(
-    arms: Arms, work: Workload, recorder: Recorder | None = None, known: Mapping[str, float] | None = None
-) -> Checked:
-    """The error of each arm, relative to the largest element, over all input sets. Collective.
+def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: Results | None = None) -> Results:
+    """The error of each arm, relative to the largest element, over all input sets, into what was `found` before. Collective.
 
     Before each checked call the arm computes another input set and its result is filled with NaN and dropped, so that
     memory which is not written anew shows. With a recorder it is the replay of a captured call that is checked, into
-    memory full of NaN. `known`: errors that were found before. The first arm is the baseline; if that is wrong,
-    RuntimeError.
+    memory full of NaN. The first arm is the baseline; if that is wrong, RuntimeError.
     """
-    found = Checked(dict.fromkeys(arms, 0.0) | dict(known or {}))
+    found = found or Results(dict.fromkeys(arms, 0.0))
     for which in range(work.input_sets):
         reference = work.reference(which)
         for name, arm in arms.items():
@@ -280,7 +236,7 @@ def check(
 
 
 def _output(
-    name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Checked
+    name: str, arm: Callable[[int], torch.Tensor], which: int, work: Workload, recorder: Recorder | None, found: Results
 ) -> torch.Tensor | None:
     """What the arm computes in memory that was full of NaN; None if it cannot be captured."""
     graph, output = None, None
@@ -306,7 +262,7 @@ def _output(
     return output
 
 
-def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: int, found: Checked) -> None:
+def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: int, found: Results) -> None:
     for name, call in beside.items():
         captured = recorder.capture(call, 0)
         if isinstance(captured, str):

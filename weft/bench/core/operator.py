@@ -1,53 +1,117 @@
-"""What a benchmark needs to know about an operator (`Operator`), and what it makes of one configuration (`MeasuredArms`).
+"""What a benchmark needs to know about an operator (`Operator`: presets, tables) and of each preset (`Variants`: inputs, variants
+and baselines, bytes), and the records that it makes of these.
 
-To add one: a file named like the operator in `weft.bench.ops` with its workload, its arms and an `Operator` called `OPERATOR`, and
-a line in `weft.bench.core.operators`. Timing, checks, records, command line and documents are shared.
+One with baselines of its own has a file in `weft.bench.ops` named like it, with an `Operator` called `OPERATOR`, and a line in
+`weft.bench.core.operators`. Timing, checks, records, command line and documents are shared.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from weft.bench.core import records
+from weft.bench.core import records, remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
-from weft.bench.core.harness import Mode, Ranks
-from weft.bench.core.measure import Results, Step
+from weft.bench.core.harness import Call, Mode, Ranks
+from weft.bench.core.measure import Arms, Results, Step, Workload, measure_arms
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.tables import Record, number
+from weft.bench.core.tables import Record, markdown_table, milliseconds, number, times
 from weft.words import counted
 
-
-class Preset(Protocol):
-    @property
-    def name(self) -> str: ...
+P = TypeVar("P")
 
 
-class Measured(Protocol):
-    """One configuration's results."""
+@dataclass(frozen=True)
+class Measured:
+    """One configuration's results: a JSON-ready object per (variant, mode). beside: of what ran beside the variants. title, notes:
+    of the table on the terminal. wrong: what was not timed because it differs from the reference."""
 
-    @property
-    def wrong(self) -> Sequence[str]:
-        """What was not timed because its results differ from the reference."""
-
-    def records(self, options: BenchOptions, run: str) -> list[Record]:
-        """One JSON-ready object per (variant, mode)."""
-
-    def show(self, options: BenchOptions) -> None:
-        """Print a table."""
+    records: list[Record]
+    beside: Sequence[Record] = ()
+    title: str = ""
+    notes: Sequence[str] = ()
+    wrong: Sequence[str] = ()
 
 
-P = TypeVar("P", bound=Preset)
+class Variants(Workload):
+    """One configuration's data and the ways to compute its output. config: what has a `name`, and is `about` something."""
+
+    config: Any
+    baselines: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def arms(self, wanted: Sequence[str]) -> tuple[Arms, Mapping[str, Call], list[str]]:
+        """(variants, the baseline first; what runs beside them; notes on what was left out). wanted: or the usual ones."""
+
+    @abstractmethod
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
+        """What bytes and operations take at the rates that were measured in the same run. Collective."""
+
+    def baseline(self, mode: Mode) -> str:
+        return self.baselines[0]
+
+    @abstractmethod
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        """Fields that all records of a mode have, beside those of all operators."""
+
+    @abstractmethod
+    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+        """Fields of a variant, beside those of all operators. Collective."""
+
+    @abstractmethod
+    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        """Notes below the table."""
+
+    def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
+        """Check and time the variants. Collective; the same times on every rank."""
+        arms, beside, notes = self.arms(options.variants)
+        found = measure_arms(
+            self, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
+        )
+        rows = [row for mode in options.modes for row in self._records(mode, arms, found, options, ceilings)]
+        others = [
+            {"variant": name, "mode": mode} | asdict(timing)
+            for (mode, name), timing in found.timings.items()
+            if name in beside
+        ]
+        notes = [*self.said(rows, ceilings), *notes]
+        notes += [f"{name} cannot be captured: {why}" for name, why in found.not_captured.items()]
+        title = (
+            f"{options.op} {self.config.name} ({self.config.about}), {options.dtype}, "
+            f"{counted(self.ranks.world_size, 'rank')}, {options.device}"
+        )
+        return Measured(rows, others, title, notes, tuple(found.wrong.values()))
+
+    def _records(
+        self, mode: Mode, arms: Arms, found: Results, options: BenchOptions, ceilings: list[Ceilings]
+    ) -> list[Record]:
+        base, roofline_ms, world = self.baseline(mode), self.roofline_ms(ceilings), self.ranks.world_size
+        common = records.common_fields(options, self.config.name, world, base, roofline_ms, ceilings)
+        common |= self.shared(mode, found, ceilings)
+        rows = []
+        for name in arms:
+            if (ms := found.ms(mode, name)) is None:
+                continue
+            over = {o: base_ms / ms for o in self.baselines if (base_ms := found.ms(mode, o)) is not None}
+            mine = {
+                "variant": name, "mode": mode, **asdict(found.timings[mode, name]), "first_call_ms": found.first_call_ms[name],
+                "speedup": over.get(base), "speedup_over": over, "roofline_ratio": ms / roofline_ms,
+                "error": found.errors[name],
+            }  # fmt: skip
+            rows.append(common | mine | self.judged(mode, name, found))
+        return rows
 
 
 class Operator(ABC, Generic[P]):
+    """P: its presets, which have names."""
+
     name: str
     matmul: bool = False  # whether the roofline needs the rate of a GEMM
     fp8: bool = False  # whether it can be measured with fp8 operands
-    pictures: bool = False  # whether it draws its results
+    refuses: Mapping[str, str] = {"pictures": "draws none, leave it out"}
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         """The ways of calling that are timed on this type of device."""
@@ -59,7 +123,7 @@ class Operator(ABC, Generic[P]):
 
     @abstractmethod
     def check_options(self, options: BenchOptions) -> None:
-        """Raise ValueError, with the fix, for a preset, variant or scale that cannot be."""
+        """Raise ValueError, with the fix, for a preset or variant that cannot be."""
 
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:
@@ -68,6 +132,9 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
         """Build, check, time one configuration. Collective; the same result on every rank."""
+
+    def show(self, found: Measured, options: BenchOptions) -> None:
+        """Print a table of one configuration."""
 
     @abstractmethod
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
@@ -78,115 +145,114 @@ class Operator(ABC, Generic[P]):
         """Markdown of the records of one dtype and mode: a row per configuration."""
 
 
-@dataclass(frozen=True)
-class MeasuredArms(ABC):
-    """One configuration's results, of variants with baselines. config: what has a `name`, and is `about` something."""
+class Column(NamedTuple):
+    title: str
+    field: str
+    digits: int
+    unit: float = 1
 
-    config: Any
-    world_size: int
-    arms: tuple[str, ...]
-    results: Results
-    ceilings: list[Ceilings]
-    notes: tuple[str, ...]
 
-    baselines: ClassVar[tuple[str, ...]]
-    columns: ClassVar[tuple[str, ...]] = ()
-    """Of an arm, beside those that all operators have."""
-    beside: ClassVar[tuple[str, ...]] = ()
-    """What was timed beside the arms, and is shown below them."""
-    optional: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """Columns that a narrow terminal leaves out, the last first."""
+class VariantsOperator(Operator[P]):
+    """Of presets that become `Variants`: how records of variants are shown, of one configuration and of several."""
 
-    @abstractmethod
-    def roofline_ms(self, mode: Mode) -> float:
-        """What bytes and operations take at the rates that were measured in the same run."""
+    baselines: tuple[str, ...]
+    columns: ClassVar[tuple[Column, ...]] = ()
+    """Of a variant in the table of a configuration, beside those of all operators."""
+    narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
+    """Columns of that table that a narrow terminal leaves out, the last first."""
+    head: tuple[str, ...]
+    time: str = "{}"
+    tail: tuple[str, ...] = ()
+    """Of the table of several configurations: columns before the times, above a variant's times, and behind the gains."""
 
     @abstractmethod
-    def described(self, mode: Mode) -> Record:
-        """Fields that all records of a mode share, beside those that all operators have."""
+    def workload(self, preset: P, ranks: Ranks, options: BenchOptions) -> Variants: ...
 
     @abstractmethod
-    def judged(self, mode: Mode, name: str) -> Record:
-        """Fields of an arm, beside those that all operators have."""
+    def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
+        """Variants whose gains are shown: the baselines with which they are compared, their own first."""
 
     @abstractmethod
-    def cells(self, mode: Mode, name: str) -> list[str]:
-        """Of `columns`."""
+    def shown(self, rows: Sequence[Record]) -> list[str]:
+        """Variants that have a column of times."""
 
     @abstractmethod
-    def said(self) -> list[str]:
-        """Notes below the table."""
+    def described(self, record: Record) -> list[str]:
+        """Cells of `head`, from any record of a configuration."""
 
-    def baseline(self, mode: Mode) -> str:
-        return self.baselines[0]
+    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
+        """Cells of `tail`."""
+        return []
 
-    def ordered(self, mode: Mode) -> Sequence[str]:
-        """The arms as the table on the terminal has them."""
-        return self.arms
+    def twin(self, record: Record) -> str | None:
+        """Of a variant that chooses: the one that runs the same schedule under its own name, if its choice is recorded."""
+        return None
 
-    @property
-    def wrong(self) -> tuple[str, ...]:
-        return self.results.wrong
+    def pinned(self, variant: str) -> bool:
+        """Whether it runs a schedule under its name: such are shown behind the others, the fastest first."""
+        return False
 
-    def ms(self, mode: Mode, name: str) -> float | None:
-        timing = self.results.timings.get((mode, name))
-        return None if timing is None else timing.p50_ms
+    def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
+        step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
+        return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
-    def records(self, options: BenchOptions, run: str) -> list[Record]:
-        rows, found = [], self.results
+    def show(self, found: Measured, options: BenchOptions) -> None:
+        overs = [name for name in self.baselines if any(r["variant"] == name for r in found.records)]
+        by_name = {(r["mode"], r["variant"]): r for r in found.records}
+        rows = []
         for mode in options.modes:
-            base, roofline_ms = self.baseline(mode), self.roofline_ms(mode)
-            common = records.common_fields(
-                options, self.config.name, self.world_size, base, roofline_ms, self.ceilings, run
-            )
-            common |= self.described(mode)
-            for name in [name for name in self.arms if found.timed(mode, name)]:
-                timing = found.timings[mode, name]
-                over = {o: found.speedup(mode, name, o) for o in self.baselines if found.timed(mode, o)}
-                mine = {
-                    "variant": name, "mode": mode, **asdict(timing), "first_call_ms": found.first_call_ms[name],
-                    "speedup": over.get(base), "speedup_over": over, "roofline_ratio": timing.p50_ms / roofline_ms,
-                    "error": found.errors[name],
-                }  # fmt: skip
-                rows.append(common | mine | self.judged(mode, name))
-        return rows
-
-    def show(self, options: BenchOptions) -> None:
-        overs = [name for name in self.baselines if name in self.arms]
-        rows = [
-            self._row(mode, name, overs)
-            for mode in options.modes
-            for name in (*self.ordered(mode), *self.beside)
-            if self.results.timed(mode, name)
-        ]
+            mine = [r for r in found.records if r["mode"] == mode]
+            mine.sort(key=lambda r: r["p50_ms"] if self.pinned(r["variant"]) else 0.0)
+            for r in mine:
+                gains = [
+                    remarks.gain(r, by_name.get((mode, over))) if r["variant"] != over else times(1) for over in overs
+                ]
+                rows.append(self._cells(r, gains))
+            rows += [self._cells(r, [""] * len(overs)) for r in found.beside if r["mode"] == mode]
         print_table(
-            f"{options.op} {self.config.name} ({self.config.about}), {options.dtype}, "
-            f"{counted(self.world_size, 'rank')}, {options.device}",
-            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), "over\nroofline", *self.columns,
-             "host\nus", "first\nms", "error"),
-            rows,
-            (
-                *self.said(),
-                *(f"{name} cannot be captured: {why}" for name, why in self.results.not_captured.items()),
-                *self.notes,
-                *self.wrong,
-            ),
-            section=1,
-            optional=self.optional,
+            found.title,
+            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), "over\nroofline",
+             *(column.title for column in self.columns), "host\nus", "first\nms", "error"),
+            rows, (*found.notes, *found.wrong), section=1, optional=self.narrow,
         )  # fmt: skip
 
-    def _row(self, mode: Mode, name: str, overs: Sequence[str]) -> list[str]:
-        found, timing = self.results, self.results.timings[mode, name]
-        cells = [
-            name,
-            mode,
-            f"{timing.p50_ms:.4f}",
-            f"{timing.p20_ms:.4f} - {timing.p80_ms:.4f}",
-            f"{timing.skew_ms:.4f}",
+    def _cells(self, r: Record, gains: Sequence[str]) -> list[str]:
+        """What ran beside the variants has times only."""
+        columns = [
+            Column("ms", "p50_ms", 4),
+            Column("skew", "skew_ms", 4),
+            Column("over\nroofline", "roofline_ratio", 2),
         ]
-        host = number(timing.host_us, 1)
-        if name not in self.arms:
-            return [*cells, *[""] * (len(overs) + 1 + len(self.columns)), host, "", ""]
-        cells += [found.gain(mode, name, over) for over in overs]
-        cells += [f"{timing.p50_ms / self.roofline_ms(mode):.2f}", *self.cells(mode, name), host]
-        return [*cells, f"{found.first_call_ms[name]:.1f}", f"{found.errors[name]:.1e}"]
+        columns += [*self.columns, Column("host\nus", "host_us", 1), Column("first\nms", "first_call_ms", 1)]
+        values = [(r.get(column.field), column) for column in columns]
+        ms, skew, *others = ["" if x is None else number(x / column.unit, column.digits) for x, column in values]
+        percentiles = f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}"
+        error = f"{r['error']:.1e}" if "error" in r else ""
+        return [r["variant"], r["mode"], ms, percentiles, skew, *gains, *others, error]
+
+    def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        """(header, cells), a line for each configuration: times, gains, what they are judged by."""
+        variants = self.shown(rows)
+        pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
+        header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
+        lines = []
+        for config in dict.fromkeys(r["config"] for r in rows):
+            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
+            cells = self.described(next(iter(by_variant.values())))
+            cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
+            for v, over in pairs:
+                mine = by_variant.get(v)
+                cells.append(remarks.gain(mine, by_variant.get(over), mine is not None and self.twin(mine) == over))
+            lines.append(cells + self.judged(by_variant))
+        return header, lines
+
+    def notes(self, rows: Sequence[Record]) -> list[str]:
+        """What has to be known of these lines, in sentences."""
+        header, lines = self.lines(rows)
+        gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
+        named = {(r["config"], r["variant"]): r for r in rows}
+        pairs = [(r, other) for r in rows if (other := named.get((r["config"], self.twin(r) or "")))]
+        return remarks.unclear(gains) + remarks.twins(pairs)
+
+    def table(self, rows: Sequence[Record]) -> str:
+        return "\n\n".join([markdown_table(*self.lines(rows)), *self.notes(rows)])

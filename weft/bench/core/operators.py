@@ -3,6 +3,7 @@ shows its help without torch, and options can be checked by the operator that th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -16,14 +17,14 @@ OPERATORS = {
 
 
 def operator(name: str) -> Any:
-    """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One that has a spec only
-    (`weft.operator`), weft's or somebody else's, needs no file here."""
-    home = importlib.import_module(OPERATORS[name]) if name in OPERATORS else None
-    if home is not None and not home.__name__.startswith("weft.ops."):
-        return home.OPERATOR
-    calls, any_operator = (
-        importlib.import_module(one) for one in ("weft.operator.calls", "weft.bench.ops.any_operator")
-    )
+    """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One whose spec says how its calls
+    are drawn, and what must come out, needs no file here, whether it is weft's or registered by somebody (`weft.operator`)."""
+    home = OPERATORS.get(name, f"weft.ops.{name}")
+    if not home.startswith("weft.ops."):
+        return importlib.import_module(home).OPERATOR
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(home)
+    calls, any_operator = map(importlib.import_module, ("weft.operator.calls", "weft.bench.ops.any_operator"))
     if name not in calls.OPERATORS:
         raise ValueError(f"no operator {name!r}: give one of {', '.join(OPERATORS)}")
     return any_operator.AnyOperator(calls.OPERATORS[name])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import torch
 
-from weft import env
-from weft.bench.core.harness import MODES, Mode
+from weft.bench.core.harness import Mode
 from weft.bench.core.operators import operator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -19,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default (`from_text`).
+    """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default.
     `scale` (embedding_all_to_all), None: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second or so per
     variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest arm of a mode. `quick`:
     small inputs and few repetitions, to try things out. `pictures`: a folder for them, where the operator draws any."""
@@ -53,10 +50,17 @@ class BenchOptions:
             raise ValueError(
                 f"modes={self.modes} must be of {', '.join(known)}: {self.op} on {self.device} has no other"
             )
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds} must be above 0: it is what the slowest arm may take in a mode")
-        if self.pictures is not None and not op.pictures:
-            raise ValueError(f"pictures={self.pictures}: {self.op} draws none, leave it out")
+        if self.seconds is not None and not 0 < self.seconds <= 3600:
+            raise ValueError(
+                f"seconds={self.seconds} must be above 0 and at most 3600: it is what the slowest arm may take in a mode"
+            )
+        if self.pictures is not None and self.pictures.is_file():
+            raise ValueError(f"pictures={self.pictures} is a file: give a folder")
+        for field, why in op.refuses.items():
+            if (value := getattr(self, field)) not in (None, ()):
+                raise ValueError(f"{field}={value}: {self.op} {why}")
+        if self.scale is not None and not 0 < self.scale <= 1:
+            raise ValueError(f"scale={self.scale} must be above 0 and at most 1: it shrinks what is measured")
         op.check_options(self)
 
     @property
@@ -68,36 +72,6 @@ class BenchOptions:
     def repetitions(self) -> tuple[int, int]:
         """(least, most)"""
         return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
-
-    @classmethod
-    def from_text(
-        cls, op: str, *, preset: str | None, ranks: int | None, device: str | None, variants: str | None, modes: Sequence[str],
-        scale: str | None, dtype: str | None, json: Path | None, quick: bool, seconds: float | None, pictures: Path | None = None,
-    ) -> BenchOptions:  # fmt: skip
-        """Options as typed: commas between `variants`, `scale` as 1/32 or 0.03; None, or no mode,
-        means the default.
-
-        Default device: cuda where there is a GPU. Default ranks: every GPU, or 2 on CPU; torchrun's own number there.
-        """
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if env.under_torchrun():
-            if ranks is not None:
-                raise ValueError(f"ranks={ranks} under torchrun, which has chosen the number of ranks: leave it out")
-            ranks = env.world_size()
-        elif ranks is None:
-            ranks = max(1, torch.cuda.device_count()) if device == "cuda" else 2
-        return cls(
-            op, preset, ranks, device, _names(variants or ""),
-            modes=tuple(mode for mode in MODES if mode in (modes or operator(op).modes(device))),
-            scale=None if scale is None else parse_scale(scale),
-            dtype=dtype or operator(op).default_dtype(device),
-            json=json, quick=quick, seconds=seconds, pictures=pictures,
-        )  # fmt: skip
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """ "weft, shard[chunks=2,send=in_turn,put" -> its three names: a comma before `parameter=` belongs to the name."""
-    return tuple(name for part in re.split(r",(?!\s*\w+=)", text) if (name := part.strip()))
 
 
 def parse_scale(text: str) -> float:

@@ -17,7 +17,7 @@ import weft
 from weft import env
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import HARNESS
-from weft.bench.core.operators import OPERATORS
+from weft.bench.core.operators import OPERATORS, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
@@ -25,18 +25,12 @@ from weft.words import counted
 
 
 def common_fields(
-    options: BenchOptions,
-    config: str,
-    world_size: int,
-    baseline: str,
-    roofline_ms: float,
-    ceilings: list[Ceilings],
-    run: str,
+    options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float, ceilings: list[Ceilings]
 ) -> Record:
-    """What all records of a configuration share, whatever the operator."""
+    """What all records of a configuration share, whatever the operator; beside the `run`."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
-        "baseline": baseline, "roofline_ms": roofline_ms, "run": run,
+        "baseline": baseline, "roofline_ms": roofline_ms,
         "threads": torch.get_num_threads() if options.device == "cpu" else None,
         "ceilings": [c.as_fields() for c in ceilings], **environment(options.device),
     }  # fmt: skip
@@ -101,11 +95,13 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 )
             record = _Line(fields)
             record.where = where
-            if record["op"] not in list(OPERATORS):
+            try:
+                operator(str(record["op"]))
+            except ValueError:
                 raise ValueError(
                     f"{where}: op {record['op']!r} is no operator: remove the line, or correct it to one of "
                     f"{', '.join(OPERATORS)}"
-                )
+                ) from None
             found.append(record)
     return found
 

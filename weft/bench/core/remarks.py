@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from weft.bench.core import harness
 from weft.bench.core.tables import Record, times
@@ -17,20 +18,14 @@ MULTICAST_M = 2048
 _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
 
-def noise_of(record: Record) -> float:
-    """Of its median, relative to it."""
-    return harness.noise(record["p20_ms"], record["p50_ms"], record["p80_ms"], record["repetitions"])
-
-
-def is_clear(one: Record, other: Record) -> bool:
-    """Whether the two times differ by more than twice the noise of their difference."""
-    return harness.is_clear(one["p50_ms"] / other["p50_ms"], noise_of(one), noise_of(other))
-
-
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """How many times as fast as `base`: "1.25x", in parentheses if that is within twice the noise, or both are the same schedule;
     nothing without either."""
-    return times(base["p50_ms"] / one["p50_ms"], not same and is_clear(one, base)) if one and base else ""
+    if not (one and base):
+        return ""
+    noises = [harness.noise(r["p20_ms"], r["p50_ms"], r["p80_ms"], r["repetitions"]) for r in (one, base)]
+    factor = base["p50_ms"] / one["p50_ms"]
+    return times(factor, not same and harness.is_clear(factor, *noises))
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
@@ -94,12 +89,8 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[tuple[Mapping[str, str], str], list[Record]]]:
-    found: list[tuple[tuple[Mapping[str, str], str], list[Record]]] = []
+    found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
-        known = variables_of(row)
-        same = next((some for these, some in found if these == known), None)
-        if same is None:
-            found.append((known, [row]))
-        else:
-            same.append(row)
-    return found
+        variables, how = variables_of(row)
+        found.setdefault((tuple(sorted(variables.items())), how), []).append(row)
+    return [((dict(variables), how), some) for (variables, how), some in found.items()]

@@ -65,11 +65,12 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
             measured = op.measure(preset, ranks, options, ceilings, step)
         wrong += measured.wrong
         if rank == 0:
-            measured.show(options)
-            found = measured.records(options, run)
-            written += found
+            for record in measured.records:
+                record["run"] = run
+            op.show(measured, options)
+            written += measured.records
             if options.json is not None:
-                records.append(options.json, found)
+                records.append(options.json, measured.records)
         del measured
         release(ranks)
     if rank == 0 and len(presets) > 1:

@@ -26,163 +26,137 @@ import torch
 from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Ranks
-from weft.bench.core.options import DTYPES, BenchOptions
+from weft.bench.core.options import BenchOptions
 from weft.bench.core.remarks import MULTICAST_M
 from weft.bench.core.tables import Record, geomean, times
-from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MeasuredMatmul
-from weft.bench.ops.gemms import BASELINE, WEFT, MatmulShape, Pinned, PlannedWorkload, gemm_limit
+from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MatmulVariants
+from weft.bench.ops.gemms import BASELINE, WEFT, gemm_limit
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import Compute, Schedule, described
+from weft.schedule import Compute, Schedule
 from weft.symm import SymmetricBuffer
 
 ASYNCTP, COLLECTIVE = "asynctp", "collective"
-BASELINES = (BASELINE, ASYNCTP)
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
-class MatmulWorkload(PlannedWorkload):
+class GatherVariants(MatmulVariants):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
 
-    claims = ((WEFT, BASELINE), (WEFT, ASYNCTP))
-    problem: Any
+    baselines = (BASELINE, ASYNCTP)
+    compared: ClassVar = {WEFT: baselines}
+    beside = (GEMM, COMMUNICATION, COLLECTIVE)
 
-    def __init__(self, shape: MatmulShape, ranks: Ranks, dtype: str, input_sets: int) -> None:
-        self.shape, self.ranks, self.operands, self.input_sets = shape, ranks, DTYPES[dtype], input_sets
-        self.name = shape.name
-        op = plain.OPERATOR.name
-        self.problem = described(op, m=shape.m, n=shape.n, k=shape.k, ranks=ranks.world_size, dtype=dtype)
-        self.scaled = self.problem.scaled is not None
-        self.spec = (scaled if self.scaled else plain).OPERATOR
-        self.dtype = torch.bfloat16 if self.scaled else self.operands
-        self.x_shards = [self._x_shard(which, ranks.rank) for which in range(input_sets)]
-        if shape.symmetric:
-            self.x_shards = [_symmetric(x, ranks) for x in self.x_shards]
-        generator = torch.Generator(ranks.device).manual_seed(77 + ranks.rank)
-        w = torch.randn(shape.n, shape.k, generator=generator, device=ranks.device)
+    def draw(self) -> None:
+        self.scaled, (n, k) = self.problem.scaled is not None, (self.config.n, self.config.k)
+        if self.scaled:
+            self.spec, self.dtype = scaled.OPERATOR, torch.bfloat16
+        self.x_shards = [self._x_shard(which, self.ranks.rank) for which in range(self.input_sets)]
+        if self.config.symmetric:
+            self.x_shards = [_symmetric(x, self.ranks) for x in self.x_shards]
+        w = self.normal(77 + self.ranks.rank, n, k)
         # fp8 has no room for small numbers: there the scale makes w small.
-        self.w = (w if self.scaled else w * shape.k**-0.5).to(self.operands).t()
-        self.x_scale = torch.ones(1, 1, device=ranks.device)
-        self.w_scale = self.x_scale * (shape.k**-0.5 if self.scaled else 1.0)
-        self.roundings: dict[str, int] = {}  # of an output by each variant that pins a schedule
+        self.w = (w if self.scaled else w * k**-0.5).to(self.operands).t()
+        self.x_scale = torch.ones(1, 1, device=self.ranks.device)
+        self.w_scale = self.x_scale * (k**-0.5 if self.scaled else 1.0)
+
+    def _x_shard(self, which: int, rank: int) -> torch.Tensor:
+        return self.normal(1000 * which + rank, self.problem.rows[rank], self.config.k).to(self.operands)
 
     def whole(self, which: int) -> torch.Tensor:
         """The gathered x, made and not gathered: [m, k]."""
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
-    def gemm(self, x: torch.Tensor) -> torch.Tensor:
-        """By the library, on gathered rows."""
-        if not self.scaled:
-            return torch.mm(x, self.w)
-        y = torch.empty(self.shape.m, self.shape.n, dtype=self.dtype, device=x.device)
-        scaled_matmul(x, self.w, self.x_scale, self.w_scale, fast=False, out=y)
-        return y
-
     def reference(self, which: int) -> torch.Tensor:
         w, x = self.w.double() * self.w_scale.double(), self.whole(which)
-        y = torch.empty(self.shape.m, self.shape.n, dtype=torch.float64, device=self.ranks.device)
+        y = torch.empty(self.config.m, self.config.n, dtype=torch.float64, device=self.ranks.device)
         for part, rows in zip(x.split(_BLOCK), y.split(_BLOCK), strict=True):
             torch.mm(part.double(), w, out=rows)
         return y
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """FiCCO's 2D schedules round an output at every step."""
-        times = self.roundings.get(name, 1)
-        if name == WEFT and self.choices:
-            times = max(roundings(choice.schedule) for choice in self.choices.values())
-        return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE], times)
+        chosen = [choice.schedule for choice in self.choices.values()] if name == WEFT else []
+        of = [self.schedules[name]] if name in self.schedules else chosen
+        most = max(map(roundings, of), default=1)
+        return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 
-    def roofline_ms(self, ceilings: Ceilings) -> float:
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
-        p, (m, n, k) = self.problem, (self.shape.m, self.shape.n, self.shape.k)
-        memory = ((m * k + k * n) * self.operands.itemsize + m * n * self.dtype.itemsize) / ceilings.memory
-        wire = p.largest_shard_bytes * (p.world_size - 1) / ceilings.link
-        assert ceilings.matmul is not None
-        return 1e3 * max(memory, wire, p.flops / ceilings.matmul)
+        p, (m, n, k) = self.problem, (self.config.m, self.config.n, self.config.k)
+        memory = (m * k + k * n) * self.operands.itemsize + m * n * self.dtype.itemsize
+        wire = p.largest_shard_bytes * (p.world_size - 1)
+        return max(1e3 * max(memory / c.memory, wire / c.link, p.flops / (c.matmul or 1.0)) for c in ceilings)
 
-    def _x_shard(self, which: int, rank: int) -> torch.Tensor:
-        generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
-        size = (self.problem.rows[rank], self.shape.k)
-        return torch.randn(size, generator=generator, device=self.ranks.device).to(self.operands)
+    # --- variants, and what runs beside them ---
 
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        on_gpus = self.ranks.device.type == "cuda"
+        self.gathered = self.x_shards[0].new_empty(self.config.m, self.config.k)
+        self.made = self.whole(0)
+        self.streams = [torch.cuda.Stream(self.ranks.device) for _ in range(self.ranks.world_size - 1) if on_gpus]
+        arms: dict[str, Arm] = {BASELINE: self.serial}
+        if on_gpus and ASYNCTP in (wanted or (ASYNCTP,)):
+            arms[ASYNCTP] = self.asynctp()
+        alone = (lambda which: self.gemm(self.made)), self.communication, self.gather
+        return arms, dict(zip(self.beside, alone, strict=True)), []
 
-def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The same in memory that torch's operators know to be symmetric. Collective."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
-    symm_mem.rendezvous(copy, ranks.group.group_name)
-    return copy.copy_(x)
-
-
-class Serial:
-    def __init__(self, work: MatmulWorkload) -> None:
-        self.work = work
-        self.gathered = work.x_shards[0].new_empty(work.shape.m, work.shape.k)
-
-    def __call__(self, which: int) -> torch.Tensor:
-        self.gather(which)
-        return self.work.gemm(self.gathered)
+    def gemm(self, x: torch.Tensor) -> torch.Tensor:
+        """By the library, on gathered rows."""
+        if not self.scaled:
+            return torch.mm(x, self.w)
+        y = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=x.device)
+        scaled_matmul(x, self.w, self.x_scale, self.w_scale, fast=False, out=y)
+        return y
 
     def gather(self, which: int) -> None:
-        x = sendable(self.work.x_shards[which])
-        all_gather_single(sendable(self.gathered), x, group=self.work.ranks.group)
+        x = sendable(self.x_shards[which])
+        all_gather_single(sendable(self.gathered), x, group=self.ranks.group)
 
+    def serial(self, which: int) -> torch.Tensor:
+        self.gather(which)
+        return self.gemm(self.gathered)
 
-class AsyncTP:
-    def __init__(self, work: MatmulWorkload) -> None:
+    def asynctp(self) -> Arm:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        self.work, self.group_name = work, work.ranks.group.group_name
+        group_name, ops = self.ranks.group.group_name, torch.ops.symm_mem
         with warnings.catch_warnings():  # torch 2.13 does without
             warnings.simplefilter("ignore", FutureWarning)
-            enable_symm_mem_for_group(self.group_name)
+            enable_symm_mem_for_group(group_name)
 
-    def __call__(self, which: int) -> torch.Tensor:
-        work, x, ops = self.work, self.work.x_shards[which], torch.ops.symm_mem
-        if work.scaled:
-            _, (y,) = ops.fused_all_gather_scaled_matmul(
-                x, [work.w], work.x_scale[0], [work.w_scale], 0, self.group_name, [None], [None], [work.dtype], [False]
-            )
-        else:
-            _, (y,) = ops.fused_all_gather_matmul(x, [work.w], 0, self.group_name, return_A=False)
-        return y
+        def call(which: int) -> torch.Tensor:
+            x = self.x_shards[which]
+            if self.scaled:
+                _, (y,) = ops.fused_all_gather_scaled_matmul(
+                    x, [self.w], self.x_scale[0], [self.w_scale], 0, group_name, [None], [None], [self.dtype], [False]
+                )
+            else:
+                _, (y,) = ops.fused_all_gather_matmul(x, [self.w], 0, group_name, return_A=False)
+            return y
 
+        return call
 
-class Weft:
-    """weft's operator, with a schedule or as it chooses."""
+    def weft(self, variant: str, schedule: str | None) -> Arm:
+        how: dict[str, Any] = {"return_A": False, "schedule": schedule}
 
-    def __init__(self, work: MatmulWorkload, schedule: str | None) -> None:
-        self.work, self.schedule = work, schedule
+        def call(which: int) -> torch.Tensor:
+            x, group = self.x_shards[which], self.ranks.group
+            if self.scaled:
+                _, (y,) = all_gather_scaled_matmul(x, [self.w], self.x_scale[0], [self.w_scale], 0, group, **how)
+            else:
+                _, (y,) = all_gather_matmul(x, [self.w], 0, group, **how)
+            return y
 
-    def __call__(self, which: int) -> torch.Tensor:
-        work, x, how = self.work, self.work.x_shards[which], {"return_A": False, "schedule": self.schedule}
-        if work.scaled:
-            scales = work.x_scale[0], [work.w_scale]
-            _, (y,) = all_gather_scaled_matmul(x, [work.w], *scales, 0, work.ranks.group, **how)  # type: ignore[arg-type]
-        else:
-            _, (y,) = all_gather_matmul(x, [work.w], 0, work.ranks.group, **how)  # type: ignore[arg-type]
-        return y
-
-
-class Alone:
-    """The two halves of the work, each by itself."""
-
-    def __init__(self, work: MatmulWorkload) -> None:
-        self.work, self.whole = work, work.whole(0)
-        device, peers = work.ranks.device, work.ranks.world_size - 1
-        self.streams = [torch.cuda.Stream(device) for _ in range(peers)] if device.type == "cuda" else []
-
-    def gemm(self, which: int) -> torch.Tensor:
-        return self.work.gemm(self.whole)
+        return call
 
     def communication(self, which: int) -> None:
         """The shard to every peer; on GPUs by copy engines, one stream for each."""
-        x = self.work.x_shards[which]
+        x = self.x_shards[which]
         if not self.streams:
             for target in self._targets:
                 target.copy_(x)
@@ -197,10 +171,18 @@ class Alone:
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
         """This rank's rows in each peer's memory, the next rank's first. Made late: a first call pays for its own memory."""
-        work, rank, world = self.work, self.work.ranks.rank, self.work.ranks.world_size
-        shape = (work.shape.m, work.shape.k)
-        self._buffer = SymmetricBuffer(shape, work.operands, group=work.ranks.group, device=work.ranks.device)
+        rank, world, shape = self.ranks.rank, self.ranks.world_size, (self.config.m, self.config.k)
+        self._buffer = SymmetricBuffer(shape, self.operands, group=self.ranks.group, device=self.ranks.device)
         return [self._buffer.peer((rank + i) % world).chunk(world)[rank] for i in range(1, world)]
+
+
+def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The same in memory that torch's operators know to be symmetric. Collective."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
+    symm_mem.rendezvous(copy, ranks.group.group_name)
+    return copy.copy_(x)
 
 
 def roundings(schedule: Schedule) -> int:
@@ -213,16 +195,9 @@ def roundings(schedule: Schedule) -> int:
     return max(count.values(), default=1)
 
 
-class MeasuredGather(MeasuredMatmul):
-    baselines, fixed = BASELINES, (*BASELINES, WEFT)
-    beside = (GEMM, COMMUNICATION, COLLECTIVE)
-
-
 class _AllGatherMatmul(AnyOperator):
     fp8 = True
-    baselines = BASELINES
-    compared: ClassVar = {WEFT: BASELINES}
-    results = MeasuredGather
+    variants = GatherVariants
 
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):
@@ -231,25 +206,6 @@ class _AllGatherMatmul(AnyOperator):
         if ASYNCTP in options.variants and options.device != "cuda":
             raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
         super().check_options(options)
-
-    def room(self, shape: MatmulShape, ranks: Ranks, item_bytes: int) -> tuple[float, int]:
-        return (shape.m + shape.n) * shape.k * item_bytes, shape.m * shape.n
-
-    def workload(self, shape: MatmulShape, ranks: Ranks, dtype: str) -> MatmulWorkload:
-        return MatmulWorkload(shape, ranks, dtype, input_sets=2)
-
-    def arms(self, work: MatmulWorkload, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        serial, alone, wanted = Serial(work), Alone(work), wanted or (ASYNCTP, WEFT)
-        arms: dict[str, Arm] = {BASELINE: serial}
-        if ASYNCTP in wanted and work.ranks.device.type == "cuda":
-            arms[ASYNCTP] = AsyncTP(work)
-        if WEFT in wanted:
-            arms[WEFT] = Weft(work, None)
-        return arms, {GEMM: alone.gemm, COMMUNICATION: alone.communication, COLLECTIVE: serial.gather}, []
-
-    def pinned_arm(self, work: MatmulWorkload, one: Pinned) -> Arm:
-        work.roundings[one.variant] = roundings(one.schedule)
-        return Weft(work, one.candidate.name)
 
     def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
         """torch's own up to, and above, the rows for which it would use multicast."""
@@ -261,7 +217,7 @@ class _AllGatherMatmul(AnyOperator):
 
     def remarks(self, rows: Sequence[Record]) -> list[str]:
         peers = remarks.of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
-        return [*super().remarks(rows), *peers, *remarks.of_nccl(rows)]
+        return [*peers, *remarks.of_nccl(rows)]
 
 
 OPERATOR = _AllGatherMatmul(plain.OPERATOR)

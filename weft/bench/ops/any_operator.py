@@ -1,5 +1,5 @@
 """Benchmark of any operator that is registered (`weft.operator`), shapes x variants, and what those with baselines of their own
-build on: how they are called, what is recorded and printed of each shape (`MeasuredGemms`), and of all of them (`GemmOperator`).
+build on: which variants there are (`GemmVariants`), and what is said of many shapes (`GemmOperator`).
 
 Variants are the serial schedule, which is the baseline, `weft`, the operator as it chooses, and names of schedules, or how they
 begin. Calls are those that an operator's spec draws, and what must come out is what it says.
@@ -12,263 +12,313 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any, ClassVar
 
 import torch
 
-from weft.bench.core import remarks
+from weft import plan
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
-from weft.bench.core.measure import Step, measure_arms
-from weft.bench.core.operator import MeasuredArms, Operator
+from weft.bench.core.measure import Results
+from weft.bench.core.operator import Column, Variants, VariantsOperator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops.gemms import (
     BASELINE,
     OWN_SERIAL,
     WEFT,
-    MatmulShape,
-    Pinned,
-    Planned,
-    PlannedWorkload,
     Problems,
     S,
-    cannot,
+    Shape,
     check_room,
     check_variants,
     find_shapes,
-    fitting,
     gemm_limit,
-    schedule_of,
+    pinned_schedules,
     shapes_file,
-    wanted_schedules,
 )
-from weft.operator.calls import made
+from weft.operator import choosing
+from weft.operator.calls import made, prepared_calls
 from weft.operator.spec import Operator as Spec
-from weft.schedule import described
+from weft.plan.choose import decide
+from weft.plan.predict import least_us, predict
+from weft.schedule import Schedule, named
+from weft.sim import Model
 from weft.words import counted
 
 GEMM, COMMUNICATION = "gemm", "communication"
-Arm = Callable[[int], torch.Tensor]
-
+PLANNED_MODES: tuple[plan.Mode, ...] = ("queued", "graph")
+"""An operator takes the same schedule for single calls as for queued ones."""
 NEVER_BELOW = 0.98
 """Of the baseline's speed: what counts as not slower."""
+Arm = Callable[[int], torch.Tensor]
+
 _NEAR_BEST = 0.03
 _LARGE_M = 2048  # from here on a shape counts in the mean time over the ideal
 _NEAR_PREDICTION = 0.10
 _MANY_KINDS = 3
 _BY_KIND = "the fastest of each kind of schedule, and of how many"
+_PREDICTED = ("predicted_ms", "predicted_blind_ms")
 
 
-@dataclass(frozen=True)
-class MeasuredGemms(MeasuredArms):
-    """One shape's results, with single calls' times beside the baseline's."""
-
-    fixed: ClassVar[tuple[str, ...]] = (BASELINE, WEFT)
-    """Variants that pin no schedule."""
-    columns: ClassVar[tuple[str, ...]] = ("added\nus",)
-
-    def described(self, mode: Mode) -> Record:
-        beside = {f"{name.replace('-', '_')}_ms": self.ms(mode, name) for name in self.beside}
-        return {"sources": list(self.config.sources)} | beside
-
-    def judged(self, mode: Mode, name: str) -> Record:
-        """added_us: what a single call takes longer than the baseline's."""
-        mine, base = self.ms(mode, name), self.ms(mode, self.baseline(mode))
-        return {"added_us": 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None}
-
-    def cells(self, mode: Mode, name: str) -> list[str]:
-        return [number(self.judged(mode, name)["added_us"], 1)]
-
-    def ordered(self, mode: Mode) -> list[str]:
-        """Those that are pinned behind the others, the fastest first."""
-        first = [name for name in self.arms if name in self.fixed]
-        return first + sorted(set(self.arms) - set(first), key=lambda name: self.ms(mode, name) or 0.0)
-
-
-@dataclass(frozen=True)
-class MeasuredMatmul(MeasuredGemms):
-    """taken: which schedule the operator took."""
-
-    planned: Mapping[Mode, Planned]
-    taken: Mapping[Mode, str]
-    least_ms: float
+class GemmVariants(Variants):
+    """Of an operator with a GEMM: baselines, the operator as it chooses (`compared`), schedules under their names."""
 
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
-    columns = ("over\nideal", "calibrated\nms", "blind\nms", *MeasuredGemms.columns)
-    optional = (*columns[:3], *MeasuredArms.optional)
-    beside: ClassVar[tuple[str, ...]] = (GEMM, COMMUNICATION)
+    compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
+    """Variants that choose: the baselines with which they are compared, their own first."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """What runs beside the variants; all records have their times."""
 
-    def roofline_ms(self, mode: Mode) -> float:
-        return self.least_ms
+    def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
+        self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
+        self.name, self.dtype, self.operands = shape.name, DTYPES[dtype], DTYPES[dtype]
+        self.problems: Problems = shape.problems(spec.name, ranks.world_size, dtype)
+        self.problem = self.problems[0][0]
+        self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
+        self.schedules: dict[str, Schedule] = {}  # of the variants that pin one
+        self.draw()
 
-    def ideal_ms(self, mode: Mode) -> float | None:
-        alone = [self.ms(mode, name) for name in (GEMM, COMMUNICATION)]
+    @abstractmethod
+    def draw(self) -> None:
+        """Make the inputs."""
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.ranks.device).manual_seed(seed)
+
+    def normal(self, seed: int, *size: int) -> torch.Tensor:
+        """Normally distributed numbers in fp32."""
+        return torch.randn(size, generator=self.generator(seed), device=self.ranks.device)
+
+    @abstractmethod
+    def weft(self, variant: str, schedule: str | None) -> Arm:
+        """The operator, as that variant calls it, with a schedule or as it chooses."""
+
+    @abstractmethod
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        """(baselines; what runs beside the variants; notes on what was left out). wanted: or the usual ones."""
+
+    def waits(self, name: str) -> bool:
+        """Whether a variant waits for the device in each call."""
+        return False
+
+    def arms(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        arms, beside, notes = self.others(wanted)
+        for name in self.compared:
+            if not wanted or WEFT in wanted or name in wanted:
+                arms[name] = self.weft(name, None)
+        names = [name for name in wanted if name not in (*self.baselines, *self.compared)]
+        pinned, left_out = pinned_schedules(self.problems, names, self.ranks)
+        arms |= {one.variant: self.weft(one.variant, one.candidate.name) for one in pinned}
+        self.schedules = {one.variant: one.schedule for one in pinned}
+        self.waiting = [name for name in arms if self.waits(name)]
+        return arms, beside, notes + left_out
+
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
+
+    def is_mine(self, p: Any, variant: str) -> bool:
+        """Whether that is the description of a variant's calls."""
+        return bool(p == self.problem)
+
+    def taken(self, variant: str, mode: Mode) -> str:
+        """Which schedule the operator took for a variant that pins none; serial if it was not called."""
+        calls = prepared_calls(self.spec, self.ranks.group)
+        found = [call.taken for call in calls if call.pinned is None and self.is_mine(call.p, variant)]
+        return found[-1][mode == "graph"] if found else "serial"
+
+    def twins(self, mode: Mode) -> dict[str, str]:
+        return {WEFT: BASELINE} if self.taken(WEFT, mode) == "serial" else {}
+
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        beside = {f"{name.replace('-', '_')}_ms": found.ms(mode, name) for name in self.beside}
+        return {"sources": list(self.config.sources)} | beside
+
+    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+        """added_us: what a single call takes longer than the baseline's. chosen: the schedule, of a variant that chooses."""
+        mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
+        added_us = 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
+        return {"added_us": added_us, "chosen": self.taken(name, mode) if name in self.compared else None}
+
+    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        ideal = f"; ideal: the longer of {GEMM} and {COMMUNICATION}" if COMMUNICATION in self.beside else ""
+        takes = [f"{r['variant']}, {r['mode']}, takes {r['chosen']}" for r in records if r["chosen"] is not None]
+        return [f"roofline {self.roofline_ms(ceilings):.4f} ms from {ceilings[0]}{ideal}", *takes]
+
+
+class MatmulVariants(GemmVariants):
+    """Of [m, k] @ [k, n] in some way: random calls, other ones for each input set; of the results the first is compared."""
+
+    def draw(self) -> None:
+        self.calls = [self._drawn(which, self.ranks.rank) for which in range(self.input_sets)]
+
+    def _drawn(self, which: int, rank: int) -> Any:
+        return self.spec.drawn(self.problem, rank, self.generator(1000 * which + rank))
+
+    def reference(self, which: int) -> torch.Tensor:
+        calls = [self._drawn(which, rank) for rank in range(self.ranks.world_size)]
+        return self.spec.expected(self.problem, self.ranks.rank, calls)[0]
+
+    def weft(self, variant: str, schedule: str | None) -> Arm:
+        def call(which: int) -> torch.Tensor:
+            found = self.calls[which]
+            like = next(t for t in self.spec.tensors(found) if t is not None)
+            return made(self.spec, self.ranks.group, like, lambda _: found, schedule=schedule)[0]
+
+        return call
+
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        return {BASELINE: self.weft(BASELINE, "serial")}, {}, []
+
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
+        """Inputs and results once through memory."""
+        outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
+        tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
+        return max(1e3 * sum(t.nbytes for t in tensors) / c.memory for c in ceilings)
+
+    def ideal_ms(self, mode: Mode, found: Results) -> float | None:
+        alone = [found.ms(mode, name) for name in (GEMM, COMMUNICATION)]
         return max(ms for ms in alone if ms is not None) if None not in alone else None
 
-    def described(self, mode: Mode) -> Record:
-        m, n, k = self.config.m, self.config.n, self.config.k
-        return super().described(mode) | {"m": m, "n": n, "k": k, "ideal_ms": self.ideal_ms(mode)}
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        shape = self.config
+        sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "ideal_ms": self.ideal_ms(mode, found)}
+        return super().shared(mode, found, ceilings) | sizes
 
-    def judged(self, mode: Mode, name: str) -> Record:
-        ms, ideal, taken = self.ms(mode, name), self.ideal_ms(mode), self.taken.get(mode, "serial")
-        schedule, planned = schedule_of(name, taken), self.planned.get(mode)
-        return super().judged(mode, name) | {
-            "ideal_ratio": ms / ideal if ms and ideal else None,
-            "chosen": taken if name == WEFT else None,
-            "predicted_ms": planned.calibrated_ms.get(schedule) if planned else None,
-            "predicted_blind_ms": planned.blind_ms.get(schedule) if planned else None,
-        }
+    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+        ms, ideal = found.ms(mode, name), self.ideal_ms(mode, found)
+        schedule = {WEFT: self.taken(WEFT, mode), OWN_SERIAL: "serial"}.get(name, name)
+        predicted = [of.get(schedule) for of in self.predicted.get(mode, ({}, {}))]
+        ratio = {"ideal_ratio": ms / ideal if ms and ideal else None}
+        return super().judged(mode, name, found) | ratio | dict(zip(_PREDICTED, predicted, strict=True))
 
-    def cells(self, mode: Mode, name: str) -> list[str]:
-        found = self.judged(mode, name)
-        predicted = [number(found[field], 4) for field in ("predicted_ms", "predicted_blind_ms")]
-        return [number(found["ideal_ratio"], 2), *predicted, *super().cells(mode, name)]
+    # --- what the planner says ---
 
-    def said(self) -> list[str]:
-        return [
-            f"roofline {self.least_ms:.4f} ms from {self.ceilings[0]}; ideal: the longer of {GEMM} and {COMMUNICATION}",
-            *(f"{WEFT}, {mode}, takes {name}" for mode, name in self.taken.items()),
-        ]
+    @cached_property
+    def choices(self) -> dict[Mode, plan.Choice]:
+        """What the planner says of queued and of captured calls; nothing where it does not know the machine, and the operator
+        measures instead. Look at it after the operator's first call, which is timed and should not find the choice made."""
+        model = self._model()
+        if model is None:
+            return {}
+        return {mode: choosing.planned(self.problem, model, self.ranks.device, mode) for mode in PLANNED_MODES}
+
+    @cached_property
+    def predicted(self) -> dict[Mode, tuple[dict[str, float], dict[str, float]]]:
+        """For each schedule milliseconds of one of many calls: calibrated by GEMMs of the very shape that the first call has timed,
+        and blind, by the machine's file (and `weft plan calibrate`) alone."""
+        found = {}
+        for mode, choice in self.choices.items():
+            model, p, taken = self._model(), choice.problem, self.taken(WEFT, mode)
+            assert model is not None
+            blind = model.with_measured({})
+            calibrated_ms, blind_ms = (
+                {row.candidate.name: row.predicted_us / 1e3 for row in rows if row.predicted_us is not None}
+                for rows in (choice.rows, decide(p, blind, mode=choice.mode).rows)
+            )
+            if taken not in blind_ms:  # predicted to be hopeless
+                blind_ms[taken] = predict(named(p, taken).build(), blind, choice.mode, least_us(p, blind)) / 1e3
+            found[mode] = calibrated_ms, blind_ms
+        return found
+
+    def _model(self) -> Model | None:
+        world = self.ranks.world_size
+        return None if world == 1 else choosing.machine_model(self.ranks.device, world)
 
 
-class GemmOperator(Operator[S]):
+class GemmOperator(VariantsOperator[S]):
     """Its presets are shapes, or are typed as shapes. Tables have a row for each shape, and sentences about all of them."""
 
     matmul = True
+    variants: type[GemmVariants]
     shape: type[S]
-    results: Callable[..., MeasuredGemms]
-    small: str
-    """A preset."""
-    baselines: tuple[str, ...]
-    compared: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Arms that choose: the baselines with which they are compared, their own first."""
-    head: tuple[str, ...]
-    tail: tuple[str, ...]
-    """Columns before and after the times."""
+    columns: ClassVar[tuple[Column, ...]] = (Column("added\nus", "added_us", 1),)
     optional: tuple[str, ...] = ()
-    """Columns that a narrow terminal leaves out, the last first."""
+    """Columns of the table of all shapes that a narrow terminal leaves out, the last first."""
 
-    # --- what runs ---
+    def __init__(self, spec: Spec[Any]) -> None:
+        self.name, self.spec = spec.name, spec
+        smaller = f"has none, which is for tables: name a smaller shape, such as --preset {self.shape.example}"
+        self.refuses = {**type(self).refuses, "scale": smaller}
 
-    @abstractmethod
-    def problems(self, shape: S, ranks: int, dtype: str) -> Problems: ...
-
-    @abstractmethod
-    def room(self, shape: S, ranks: Ranks, item_bytes: int) -> tuple[float, int]:
-        """(bytes of a rank's inputs, elements of its output)"""
-
-    @abstractmethod
-    def workload(self, shape: S, ranks: Ranks, dtype: str) -> Any: ...
-
-    @abstractmethod
-    def arms(self, work: Any, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        """(arms that pin no schedule, the baseline first; what runs beside them; what was left out). wanted: or the usual ones."""
-
-    def can_be_pinned(self, one: Pinned) -> bool:
-        return True
-
-    def waits(self, name: str) -> bool:
-        """Whether an arm waits for the device in each call."""
-        return False
-
-    @abstractmethod
-    def pinned_arm(self, work: Any, one: Pinned) -> Arm: ...
-
-    @abstractmethod
-    def facts(
-        self, work: Any, arms: Mapping[str, Arm], ceilings: list[Ceilings], modes: Sequence[Mode]
-    ) -> tuple[Any, ...]:
-        """Of `results` the fields beside those of `MeasuredArms`. After the calls."""
+    @property
+    def baselines(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.variants.baselines
 
     @property
     def fixed(self) -> tuple[str, ...]:
         """Variants that pin no schedule."""
-        return *self.baselines, *self.compared
+        return *self.baselines, *self.variants.compared
+
+    def pinned(self, variant: str) -> bool:
+        return variant not in self.fixed
 
     def presets(self, options: BenchOptions) -> Sequence[S]:
         return find_shapes(self.shape, shapes_file(self.name), options.preset, options.device)
 
     def check_options(self, options: BenchOptions) -> None:
-        if options.scale is not None:
-            raise ValueError(
-                f"scale={options.scale} is for tables: name a smaller shape, such as --preset {self.small}"
-            )
-        problems = [self.problems(shape, options.ranks, options.dtype) for shape in self.presets(options)]
-        check_variants(options.variants, problems, self.fixed)
+        shapes = self.presets(options)
+        problems = [shape.problems(self.name, options.ranks, options.dtype) for shape in shapes]
+        check_variants([name for name in options.variants if self.pinned(name)], problems, self.fixed)
 
-    def measure(
-        self, preset: S, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredGemms:
-        step(f"{preset.name}: making inputs", 0)
-        check_room(preset.name, *self.room(preset, ranks, DTYPES[options.dtype].itemsize), ranks)
-        work = self.workload(preset, ranks, options.dtype)
-        problems, wanted = self.problems(preset, ranks.world_size, options.dtype), options.variants
-        arms, beside, notes = self.arms(work, wanted)
-        pinned = [one for one in wanted_schedules(problems, wanted, self.fixed) if self.can_be_pinned(one)]
-        found, left_out = fitting(pinned, ranks)
-        arms |= {one.variant: self.pinned_arm(work, one) for one in found}
-        notes += left_out + cannot(wanted, problems, self.fixed)
-        work.waiting = [name for name in arms if self.waits(name)]
-        results = measure_arms(
-            work, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
-        )
-        facts = self.facts(work, arms, ceilings, options.modes)
-        return self.results(preset, ranks.world_size, tuple(arms), results, ceilings, tuple(notes), *facts)
+    def workload(self, preset: S, ranks: Ranks, options: BenchOptions) -> GemmVariants:
+        check_room(preset, ranks, DTYPES[options.dtype].itemsize)
+        return self.variants(self.spec, preset, ranks, options.dtype)
 
     # --- what is said of the records of one mode ---
-
-    @abstractmethod
-    def described(self, record: Record) -> list[str]:
-        """Cells of `head`, from any record of a shape."""
-
-    @abstractmethod
-    def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
-        """Cells of `tail`."""
 
     @abstractmethod
     def said(self, rows: Sequence[Record]) -> list[str]:
         """What the shapes say together, in sentences."""
 
-    @abstractmethod
-    def twin(self, record: Record) -> str | None:
-        """Of an arm that chooses: the variant that runs the same schedule under its own name, if its choice is recorded."""
+    def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
+        """Of the baselines those that were measured."""
+        there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
+        return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
+
+    def shown(self, rows: Sequence[Record]) -> list[str]:
+        return [v for v in self.fixed if any(r["variant"] == v for r in rows)]
+
+    def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        """With the best schedule where schedules were pinned."""
+        header, lines = super().lines(rows)
+        best = [self.fastest(rows, config)[:1] for config in dict.fromkeys(r["config"] for r in rows)]
+        if any(best):
+            header += ["best schedule", "of them"]
+            for cells, found in zip(lines, best, strict=True):
+                cells += [cell for ms, name in found for cell in (milliseconds(ms), name)] or ["", ""]
+        return header, lines
+
+    def notes(self, rows: Sequence[Record]) -> list[str]:
+        return self.said(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
+
+    def remarks(self, rows: Sequence[Record]) -> list[str]:
+        """What has to be known of other libraries."""
+        return []
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         for mode in options.modes:
             rows = [r for r in written if r["mode"] == mode]
             if rows:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
-                print_table(title, *self._lines(rows), self._notes(rows), optional=self.optional)
+                print_table(title, *self.lines(rows), self.notes(rows), optional=self.optional)
                 if by_kind := self._by_kind(rows):
                     print_table(f"{title}: {_BY_KIND}", *by_kind)
 
     def table(self, rows: Sequence[Record]) -> str:
-        parts = [markdown_table(*self._lines(rows)), *self._notes(rows)]
-        if by_kind := self._by_kind(rows):
-            parts += [f"{_BY_KIND.capitalize()}:", markdown_table(*by_kind)]
-        return "\n\n".join(parts)
-
-    def remarks(self, rows: Sequence[Record]) -> list[str]:
-        """What has to be known of them, in sentences."""
-        header, lines = self._lines(rows)
-        gains = [cell for line in lines for name, cell in zip(header, line, strict=True) if " vs " in name]
-        named = {(r["config"], r["variant"]): r for r in rows}
-        pairs = [(r, other) for r in rows if (other := named.get((r["config"], self.twin(r) or "")))]
-        return remarks.unclear(gains) + remarks.twins(pairs)
-
-    def _notes(self, rows: Sequence[Record]) -> list[str]:
-        return self.said(rows) + self.remarks(rows) + self._on_host(rows)
+        by_kind = self._by_kind(rows)
+        parts = [f"{_BY_KIND.capitalize()}:", markdown_table(*by_kind)] if by_kind else []
+        return "\n\n".join([super().table(rows), *parts])
 
     def _by_kind(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]] | None:
         """(header, cells), where schedules of several kinds were pinned."""
         variants: dict[str, set[str]] = {}
         fastest: dict[str, dict[str, float]] = {}  # milliseconds by shape and kind
         for r in rows:
-            if r["variant"] not in self.fixed:
+            if self.pinned(r["variant"]):
                 kind, of_shape = r["variant"].partition("[")[0], fastest.setdefault(r["config"], {})
                 variants.setdefault(kind, set()).add(r["variant"])
                 of_shape[kind] = min(r["p50_ms"], of_shape.get(kind, r["p50_ms"]))
@@ -283,23 +333,18 @@ class GemmOperator(Operator[S]):
             return []
         found = []
         for variant in self.fixed:
-            busy = [r["host_us"] for r in rows if r["variant"] == variant and r.get("host_us")]
-            first = [r["first_call_ms"] for r in rows if r["variant"] == variant and r.get("first_call_ms")]
+            busy, first = (
+                [r[field] for r in rows if r["variant"] == variant and r.get(field)]
+                for field in ("host_us", "first_call_ms")
+            )
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
         said = "A call keeps the host busy or waiting for, and the first one of a shape takes, in the median"
         return [f"{said}: {', '.join(found)}."] if found else []
 
-    def overs(self, rows: Sequence[Record], variant: str) -> list[str]:
-        """Of the baselines with which `variant` is compared those that were measured."""
-        there = {over for r in rows if r["variant"] == variant for over in r["speedup_over"]}
-        return [over for over in self.compared[variant] if over in there]
-
     def fastest(self, rows: Sequence[Record], config: str) -> list[tuple[float, str]]:
         """(milliseconds, variant) of the schedules of a shape that were run under their names, the fastest first."""
-        return sorted(
-            (r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and r["variant"] not in self.fixed
-        )
+        return sorted((r["p50_ms"], r["variant"]) for r in rows if r["config"] == config and self.pinned(r["variant"]))
 
     def said_of_best(self, mine: Sequence[Record], rows: Sequence[Record]) -> list[str]:
         """On which share of shapes `mine` is about as fast as the fastest pinned schedule, where there are any."""
@@ -311,108 +356,17 @@ class GemmOperator(Operator[S]):
         of = counted(most, "schedule") if least == most else f"{least} to {counted(most, 'schedule')}"
         return [f"within {_NEAR_BEST:.0%} of the fastest of {of} that ran under their names on {near:.0%}"]
 
-    def _lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-        """(header, cells): shape, times, ratios, what they are judged by; where schedules were pinned the best of them."""
-        variants = [v for v in self.fixed if any(r["variant"] == v for r in rows)]
-        compared = [(variant, over) for variant in self.compared for over in self.overs(rows, variant)]
-        best = {r["config"]: self.fastest(rows, r["config"])[:1] for r in rows}
-        pinned = any(best.values())
-        header = [*self.head, *variants, *(f"{variant} vs {over}" for variant, over in compared), *self.tail]
-        header += ["best schedule", "of them"] if pinned else []
-        lines = []
-        for config in best:
-            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
-            cells = self.described(next(iter(by_variant.values())))
-            cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
-            for v, over in compared:
-                mine = by_variant.get(v)
-                cells.append(remarks.gain(mine, by_variant.get(over), mine is not None and self.twin(mine) == over))
-            cells += self.judged(by_variant)
-            if pinned:
-                cells += [cell for ms, name in best[config] for cell in (milliseconds(ms), name)] or ["", ""]
-            lines.append(cells)
-        return header, lines
 
-
-class SpecWorkload(PlannedWorkload):
-    """Random calls, other ones for each input set; of the results the first is compared."""
-
-    claims = ((WEFT, BASELINE),)
-
-    def __init__(self, spec: Spec[Any], shape: MatmulShape, ranks: Ranks, dtype: str, input_sets: int) -> None:
-        self.spec, self.shape, self.ranks, self.input_sets, self.name = spec, shape, ranks, input_sets, shape.name
-        self.problem = described(spec.name, m=shape.m, n=shape.n, k=shape.k, ranks=ranks.world_size, dtype=dtype)
-        self.dtype = DTYPES[dtype]
-        self.calls = [self._drawn(which, ranks.rank) for which in range(input_sets)]
-
-    def reference(self, which: int) -> torch.Tensor:
-        calls = [self._drawn(which, rank) for rank in range(self.ranks.world_size)]
-        return self.spec.expected(self.problem, self.ranks.rank, calls)[0]
-
-    def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        return gemm_limit(self.dtype, self.shape.k, None if name == BASELINE else errors[BASELINE])
-
-    def roofline_ms(self, ceilings: Ceilings) -> float:
-        """Inputs and results once through memory."""
-        outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
-        tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
-        return 1e3 * sum(t.nbytes for t in tensors) / ceilings.memory
-
-    def _drawn(self, which: int, rank: int) -> Any:
-        generator = torch.Generator(self.ranks.device).manual_seed(1000 * which + rank)
-        return self.spec.drawn(self.problem, rank, generator)
-
-
-class Weft:
-    """The operator, with a schedule or as it chooses."""
-
-    def __init__(self, work: SpecWorkload, schedule: str | None) -> None:
-        self.work, self.schedule = work, schedule
-
-    def __call__(self, which: int) -> torch.Tensor:
-        call, work = self.work.calls[which], self.work
-        like = next(t for t in work.spec.tensors(call) if t is not None)
-        return made(work.spec, work.ranks.group, like, lambda _: call, schedule=self.schedule)[0]
-
-
-class AnyOperator(GemmOperator[MatmulShape]):
+class AnyOperator(GemmOperator[Shape]):
     """Of [m, k] @ [k, n] in some way. What it says of many shapes is what all such operators say."""
 
-    shape, small = MatmulShape, "512x1024x256"
-    baselines: tuple[str, ...] = (BASELINE,)
-    compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
+    variants, shape = MatmulVariants, Shape
+    columns = (
+        Column("over\nideal", "ideal_ratio", 2), Column("calibrated\nms", _PREDICTED[0], 4),
+        Column("blind\nms", _PREDICTED[1], 4), *GemmOperator.columns,
+    )  # fmt: skip
+    narrow = ("over\nideal", "calibrated\nms", "blind\nms", *GemmOperator.narrow)
     head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
-    results: type[MeasuredMatmul] = MeasuredMatmul  # type: ignore[assignment]
-
-    def __init__(self, spec: Spec[Any]) -> None:
-        self.name, self.spec = spec.name, spec
-
-    def presets(self, options: BenchOptions) -> Sequence[MatmulShape]:
-        return find_shapes(MatmulShape, shapes_file("all_gather_matmul"), options.preset, options.device)
-
-    def problems(self, shape: MatmulShape, ranks: int, dtype: str) -> Problems:
-        return [(described(self.name, m=shape.m, n=shape.n, k=shape.k, ranks=ranks, dtype=dtype), "")]
-
-    def room(self, shape: MatmulShape, ranks: Ranks, item_bytes: int) -> tuple[float, int]:
-        return 0.0, 0  # nobody knows
-
-    def workload(self, shape: MatmulShape, ranks: Ranks, dtype: str) -> Any:
-        return SpecWorkload(self.spec, shape, ranks, dtype, input_sets=2)
-
-    def arms(self, work: Any, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        arms: dict[str, Arm] = {BASELINE: Weft(work, "serial")}
-        if WEFT in (wanted or (WEFT,)):
-            arms[WEFT] = Weft(work, None)
-        return arms, {}, []
-
-    def pinned_arm(self, work: Any, one: Pinned) -> Arm:
-        return Weft(work, one.candidate.name)
-
-    def facts(
-        self, work: Any, arms: Mapping[str, Arm], ceilings: list[Ceilings], modes: Sequence[Mode]
-    ) -> tuple[Any, ...]:
-        taken = {mode: work.taken(mode) for mode in modes} if WEFT in arms else {}
-        return work.planned, taken, max(work.roofline_ms(c) for c in ceilings)
 
     def described(self, record: Record) -> list[str]:
         return [record["config"]]
@@ -454,12 +408,9 @@ class AnyOperator(GemmOperator[MatmulShape]):
 
 
 def _said_of_predictions(mine: Sequence[Record]) -> list[str]:
-    ratios = {
-        field: [r[field] / r["p50_ms"] for r in mine if r[field] is not None]
-        for field in ("predicted_ms", "predicted_blind_ms")
-    }
-    calibrated, blind = (share([abs(ratio - 1) <= _NEAR_PREDICTION for ratio in of]) for of in ratios.values())
-    error = geomean([max(ratio, 1 / ratio) for ratio in ratios["predicted_blind_ms"]])
+    ratios = [[r[field] / r["p50_ms"] for r in mine if r[field] is not None] for field in _PREDICTED]
+    calibrated, blind = (share([abs(ratio - 1) <= _NEAR_PREDICTION for ratio in of]) for of in ratios)
+    error = geomean([max(ratio, 1 / ratio) for ratio in ratios[1]])
     if calibrated is None:
         return []
     said = (

@@ -10,25 +10,25 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
-from weft.bench.core.measure import Step, Workload, measure_arms
-from weft.bench.core.operator import MeasuredArms, Operator
+from weft.bench.core.measure import Results
+from weft.bench.core.operator import Column, Variants, VariantsOperator
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, times
+from weft.bench.core.tables import Record, geomean, markdown_table, times
 from weft.bench.ops.embedding_presets import (
     EmbeddingConfig,
     EmbeddingPreset,
@@ -37,17 +37,24 @@ from weft.bench.ops.embedding_presets import (
     fitting_scale,
     jagged_input,
 )
+from weft.embedding import as_jagged
+from weft.embedding.check import check_jagged
+from weft.embedding.options import EmbeddingOptions, Order
+from weft.embedding.plan import plan_of
+from weft.embedding.tables import column_runs
 from weft.hw import available_memory_bytes
-from weft.ops.embedding_all_to_all import compiled, embedding_all_to_all
+from weft.operator.embedding import compiled
+from weft.ops.embedding_all_to_all import embedding_all_to_all
 from weft.ops.embedding_pool import embedding_pool
-from weft.runtime.embedding_plan import EmbeddingPlan, default_slice_size
-from weft.sparse import EmbeddingSharding, as_jagged
-from weft.sparse.check import check_jagged
 from weft.symm import domain
 from weft.timeline import Timeline
 from weft.words import counted
 
 BASELINE = "embedding_bag"
+BASELINES = (BASELINE, "batched", "fbgemm")
+PER_TABLE = "per-table"
+DEFAULT = "direct"  # what transport="auto" takes on CPU, and on H200s by their model
+POOL = " pooling alone"
 _CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is computed
 
 
@@ -76,8 +83,11 @@ class Traffic:
         return 1e3 * max(self.memory / ceilings.memory, self.wire / ceilings.link)
 
 
-class EmbeddingWorkload(Workload):
+class EmbeddingWorkload(Variants):
     """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features."""
+
+    baselines = BASELINES
+    claims = tuple((DEFAULT, baseline) for baseline in BASELINES)
 
     def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, seed: int = 0):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
@@ -96,7 +106,7 @@ class EmbeddingWorkload(Workload):
         bags = [config.bags[t] for t in owned]
         rows = [sharding.tables[t].num_embeddings for t in owned]
         self.inputs = [
-            jagged_input(bags, rows, config.indices, config.global_batch, list(owned), seed + i, device)
+            jagged_input(bags, rows, config.preset.indices, config.global_batch, list(owned), seed + i, device)
             for i in range(input_sets)
         ]
 
@@ -107,6 +117,72 @@ class EmbeddingWorkload(Workload):
         if name == BASELINE:
             return eps * max(2 * bag.mean for bag in self.config.bags)
         return max(2 * errors[BASELINE], eps)
+
+    # --- variants, and what is recorded of them ---
+
+    def arms(self, wanted: Sequence[str]) -> tuple[Mapping[str, Arm], dict[str, Call], list[str]]:
+        """Beside serial variants runs their pooling alone."""
+        names = dict.fromkeys([BASELINE, *(wanted or DEFAULT_VARIANTS)])
+        self.built = {name: make_arm(name, self) for name in names if why_not(name, self.ranks.device) is None}
+        pools: dict[str, Call] = {
+            name + POOL: arm.pool for name, arm in self.built.items() if isinstance(arm, SerialArm)
+        }
+        return self.built, pools, []
+
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
+        return max(t.roofline_ms(c) for t, c in zip(self.traffics, ceilings, strict=True))
+
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        """traffic_bytes: of the rank that needs longest."""
+        worst = max(zip(self.traffics, ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
+        scale, traffic = self.config.scale, {field: round(value) for field, value in asdict(worst).items()}
+        scales = {"scale": float(scale.batch), "rows_scale": float(scale.rows)}
+        return scales | {"shape": self.config.describe(), "traffic_bytes": traffic}
+
+    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+        extra_bytes, how = self.built[name].peak_bytes
+        return {
+            "pool_ms": found.ms(mode, name + POOL),
+            "extra_bytes": extra_bytes,
+            "extra_bytes_how": how,
+            "kernel": self.built[name].resources,
+            "put_us_per_slice": self.put_us_per_slice(mode, name, found),
+        }
+
+    def put_us_per_slice(self, mode: Mode, name: str, found: Results) -> float | None:
+        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
+
+        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
+        """
+        arm, direct = self.built[name], next((n for n in self.built if n == name.replace("put", "direct", 1)), DEFAULT)
+        longer, base = found.ms(mode, name), found.ms(mode, direct)
+        if not isinstance(arm, FusedArm) or arm.resources is None or longer is None or base is None:
+            return None
+        slices = arm.slices_sent()
+        return 1e3 * (longer - base) * arm.resources["grid"] / slices if slices else None
+
+    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        """With a line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
+        roofline = f"roofline {self.roofline_ms(ceilings):.3f} ms from {ceilings[0]}"
+        said = [f"{self.config.describe()}; {self.config.scale}", roofline]
+        for name, arm in self.built.items():
+            if (kernel := arm.resources) is None:
+                continue
+            line = (
+                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
+                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
+            )
+            costs = [(r["mode"], r["put_us_per_slice"]) for r in records if r["variant"] == name]
+            costing = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
+            said.append(f"{line}; put, fence and flag of a slice: {costing}" if costing else line)
+        return said
+
+    # --- bytes ---
+
+    @cached_property
+    def traffics(self) -> list[Traffic]:
+        """Of all ranks. Collective."""
+        return [Traffic(*values) for values in self.ranks.gather(list(asdict(self.traffic()).values()))]
 
     def traffic(self) -> Traffic:
         """This rank's bytes, exact for its inputs, in the mean over the input sets."""
@@ -163,54 +239,55 @@ class EmbeddingWorkload(Workload):
 
 def pooled_float64(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sums of bags in float64: `values[offsets[b]:offsets[b + 1]]` name the rows of bag b. [len(offsets) - 1, D]."""
-    bags, dim = offsets.numel() - 1, weight.shape[1]
-    pooled = torch.zeros(bags, dim, dtype=torch.float64, device=weight.device)
-    ends = offsets.cpu()
-    limit = max(1, _CHUNK_BYTES // (8 * dim))
-    first = 0
-    while first < bags:
-        last = min(bags, max(first + 1, int(torch.searchsorted(ends, ends[first] + limit, right=True)) - 1))
+    bags, ends = offsets.numel() - 1, offsets.cpu()
+    gathered = 8 * weight.shape[1] * int(ends[-1] - ends[0])
+    pooled = []
+    for part in torch.arange(bags).chunk(1 + gathered // _CHUNK_BYTES):
+        first, last = int(part[0]), int(part[-1]) + 1
         rows = weight[values[ends[first] : ends[last]]].double()
-        pooled[first:last] = F.embedding_bag(
-            torch.arange(rows.shape[0], device=weight.device),
-            rows,
-            offsets[first : last + 1] - ends[first],
-            mode="sum",
-            include_last_offset=True,
-        )
-        first = last
-    return pooled
+        which = torch.arange(rows.shape[0], device=weight.device)
+        begins = offsets[first : last + 1] - ends[first]
+        pooled.append(F.embedding_bag(which, rows, begins, mode="sum", include_last_offset=True))
+    return torch.cat(pooled)
 
 
 _OUTPUT_BUFFERS = 1  # no result is held across calls
 
 
+Pool = Callable[[int], torch.Tensor]
+"""This rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
+
+
 class Arm(ABC):
-    """One way to compute the output of a workload's input set."""
+    """One way to compute the output of a workload's input set: [local batch, sum of D], on the current stream."""
+
+    resources: Mapping[str, int] | None = None
+    """GPU: what the compiler made of the fused kernel that the calls launch, and how many programs of it are resident."""
 
     def __init__(self, work: EmbeddingWorkload):
         self.work = work
 
     @abstractmethod
-    def __call__(self, which: int) -> torch.Tensor:
-        """The output [local batch, sum of D] for input set `which`, on the current stream."""
+    def __call__(self, which: int) -> torch.Tensor: ...
 
+    @abstractmethod
     def extra_bytes(self) -> int:
         """Bytes held at the worst moment beyond tables and inputs, output included, counted from the arm's buffers."""
-        return self._bytes(self.work.local_batch, self.work.config.sharding.total_dim)
 
+    @cached_property
+    def peak_bytes(self) -> tuple[int, str]:
+        """The same on the worst rank, and how that is known. Collective."""
+        return int(self.work.ranks.most(self.extra_bytes())), "counted"
+
+    @abstractmethod
     def traced(self, which: int, timeline: Timeline) -> None:
         """One call whose spans go into `timeline`; CPU only, times on the monotonic clock that all ranks share."""
-        raise ValueError(f"{type(self).__name__} records no timeline")
-
-    def _bytes(self, rows: int, columns: int) -> int:
-        return rows * columns * self.work.config.itemsize
 
 
 class SerialArm(Arm):
     """Pool, then exchange, then unpack."""
 
-    def __init__(self, work: EmbeddingWorkload):
+    def __init__(self, work: EmbeddingWorkload, pooling: Callable[[EmbeddingWorkload], Pool]):
         super().__init__(work)
         sharding = work.config.sharding
         dims = [sum(s.dim for s in sharding.local_slots(r)) for r in range(sharding.world_size)]
@@ -218,22 +295,18 @@ class SerialArm(Arm):
         self.receive_splits = [work.local_batch * dim for dim in dims]
         self.shapes = [(work.local_batch, dim) for dim in dims]
         self.runs = column_runs(sharding)
+        nothing = torch.empty((work.config.global_batch, 0), dtype=work.dtype, device=work.ranks.device)
+        self._pool = pooling(work) if work.weights else lambda which: nothing
+        self.pooled_twice = pooling is embedding_bags
 
-    @abstractmethod
     def pool(self, which: int) -> torch.Tensor:
-        """This rank's pooled vectors, [global batch, local columns], contiguous."""
-
-    def _nothing_pooled(self) -> torch.Tensor:
-        """What a rank without tables pools."""
-        shape = (self.work.config.global_batch, 0)
-        return torch.empty(shape, dtype=self.work.config.sharding.dtype, device=self.work.ranks.device)
+        with torch.no_grad():
+            return self._pool(which)
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
         """What all ranks pooled for this rank's samples, rank after rank, flat."""
-        received = pooled.new_empty(sum(self.receive_splits))
-        dist.all_to_all_single(
-            received, pooled.view(-1), self.receive_splits, self.send_splits, group=self.work.ranks.group
-        )
+        received, group = pooled.new_empty(sum(self.receive_splits)), self.work.ranks.group
+        dist.all_to_all_single(received, pooled.view(-1), self.receive_splits, self.send_splits, group=group)
         return received
 
     def unpack(self, received: torch.Tensor) -> torch.Tensor:
@@ -245,216 +318,163 @@ class SerialArm(Arm):
             return self.unpack(self.exchange(self.pool(which)))
 
     def extra_bytes(self) -> int:
-        pooled = self._bytes(self.work.config.global_batch, self.work.local_dim)
-        output = super().extra_bytes()
-        return max(pooled + output, 2 * output)  # sent and received buffers, then received and output
+        """Of tables one by one and put together; sent and received; received and output."""
+        config = self.work.config
+        pooled = config.global_batch * self.work.local_dim * config.itemsize
+        output = self.work.local_batch * config.sharding.total_dim * config.itemsize
+        return max(2 * pooled * self.pooled_twice, pooled + output, 2 * output)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, str]:
+        """On GPUs it is measured."""
+        if self.work.ranks.device.type != "cuda":
+            return super().peak_bytes
+        self(0)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        output = self(0)
+        torch.cuda.synchronize()
+        del output
+        return int(self.work.ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
 
     def traced(self, which: int, timeline: Timeline) -> None:
-        rank = self.work.ranks.rank
-        marks = [time.perf_counter()]
-        with torch.no_grad():
-            pooled = self.pool(which)
-            marks.append(time.perf_counter())
-            received = self.exchange(pooled)
-            marks.append(time.perf_counter())
-            self.unpack(received)
-            marks.append(time.perf_counter())
-        wire = (self.work.config.global_batch - self.work.local_batch) * self.work.local_dim * pooled.element_size()
-        for (start, end), (lane, name, sent) in zip(
-            pairwise(marks),
-            (("compute", "pool", 0), ("send", "all_to_all", wire), ("compute", "unpack", 0)),
-            strict=True,
-        ):
-            timeline.add(rank, lane, name, 1e6 * start, 1e6 * end, sent)
+        work = self.work
+        wire = (work.config.global_batch - work.local_batch) * work.local_dim * work.config.itemsize
+        steps = (
+            ("compute", "pool", 0, self.pool), ("send", "all_to_all", wire, self.exchange),
+            ("compute", "unpack", 0, self.unpack),
+        )  # fmt: skip
+        done: Any = which
+        for lane, name, sent, step in steps:
+            start = time.perf_counter()
+            done = step(done)
+            timeline.add(work.ranks.rank, lane, name, 1e6 * start, 1e6 * time.perf_counter(), sent)
 
 
-class EmbeddingBagArm(SerialArm):
+def embedding_bags(work: EmbeddingWorkload) -> Pool:
     """One `nn.EmbeddingBag` per table: what a user of plain torch writes. (The PGAS paper starts from TorchRec's
     EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the exchange.)"""
-
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work)
-        self.bags = [
-            nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
-            for weight in work.weights
-        ]
-        batch = work.config.global_batch
-        self.per_table = []
-        for values, offsets in work.inputs:
-            cuts = offsets[::batch].tolist()
-            self.per_table.append(
-                [
-                    (values[start:end], offsets[i * batch : (i + 1) * batch + 1] - start)
-                    for i, (start, end) in enumerate(pairwise(cuts))
-                ]
-            )
-
-    def pool(self, which: int) -> torch.Tensor:
-        if not self.bags:
-            return self._nothing_pooled()
-        with torch.no_grad():
-            pooled = [bag(*inputs) for bag, inputs in zip(self.bags, self.per_table[which], strict=True)]
-            return torch.cat(pooled, dim=1)
-
-    def extra_bytes(self) -> int:
-        return max(2 * self._bytes(self.work.config.global_batch, self.work.local_dim), super().extra_bytes())
+    bags = [
+        nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
+        for weight in work.weights
+    ]
+    batch, per_table = work.config.global_batch, []
+    for values, offsets in work.inputs:
+        cuts = enumerate(pairwise(offsets[::batch].tolist()))
+        per_table.append([(values[a:b], offsets[i * batch : (i + 1) * batch + 1] - a) for i, (a, b) in cuts])
+    return lambda which: torch.cat([bag(*of) for bag, of in zip(bags, per_table[which], strict=True)], dim=1)
 
 
-class BatchedArm(SerialArm):
+def batched(work: EmbeddingWorkload) -> Pool:
     """Our own kernel pools all tables in one launch; then the same exchange. The honest strong baseline."""
-
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work)
-        sharding = work.config.sharding
-        self.tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
-
-    def pool(self, which: int) -> torch.Tensor:
-        if not self.tables:
-            return self._nothing_pooled()
-        return embedding_pool(self.work.weights, self.work.inputs[which], self.tables)
+    sharding = work.config.sharding
+    tables = tuple(sharding.tables[t] for t in sharding.local_tables(work.ranks.rank))
+    return lambda which: embedding_pool(work.weights, work.inputs[which], tables)
 
 
-class FbgemmArm(SerialArm):
+def fbgemm(work: EmbeddingWorkload) -> Pool:
     """FBGEMM's table-batched kernel (the one under TorchRec) with tables on the device, forward only."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
 
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work)
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-
-        precision = SparseType.from_dtype(work.config.sharding.dtype)
-        self.kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights],
-            optimizer=EmbOptimType.EXACT_SGD,  # no state beside the tables
-            pooling_mode=PoolingMode.SUM,
-            weights_precision=precision,
-            output_dtype=precision,
-            device=work.ranks.device,
-        )
-        for theirs, ours in zip(self.kernel.split_embedding_weights(), work.weights, strict=True):
-            theirs.copy_(ours)
-
-    def pool(self, which: int) -> torch.Tensor:
-        with torch.no_grad():
-            return self.kernel(*self.work.inputs[which])
+    precision = SparseType.from_dtype(work.dtype)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(*weight.shape, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for weight in work.weights],
+        optimizer=EmbOptimType.EXACT_SGD,  # no state beside the tables
+        pooling_mode=PoolingMode.SUM,
+        weights_precision=precision,
+        output_dtype=precision,
+        device=work.ranks.device,
+    )
+    for theirs, ours in zip(kernel.split_embedding_weights(), work.weights, strict=True):
+        theirs.copy_(ours)
+    return lambda which: kernel(*work.inputs[which])
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted."""
-
-    transport: Literal["direct", "put"]
-    order: Literal["remote_first", "natural"] = "remote_first"
-    slice_size: int | None = None  # None: the preset's
-
-    @classmethod
-    def parse(cls, name: str) -> Variant | None:
-        found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
-        if found is None:
-            return None
-        transport: Literal["direct", "put"] = "put" if found[1] == "put" else "direct"
-        return cls(transport, "natural" if found[2] else "remote_first", int(found[3]) if found[3] else None)
+def parse(name: str) -> EmbeddingOptions | None:
+    """A fused variant, written as its name: `direct`, `put`, with `-natural` and `-slice8` as wanted; without, the preset's."""
+    found = re.fullmatch(r"(direct|put)(-natural)?(?:-slice([1-9]\d*))?", name)
+    if found is None:
+        return None
+    order: Order = "natural" if found[2] else "remote_first"
+    slice_size = int(found[3]) if found[3] else None
+    return EmbeddingOptions("put" if found[1] == "put" else "direct", order, slice_size, outputs=_OUTPUT_BUFFERS)
 
 
 class FusedArm(Arm):
-    """weft's operator."""
+    """weft's operator. per_table: its kernel launched once for each table instead of once for all. (So does the fused paper within
+    a node, by a kernel that is not persistent; this one is.)"""
 
-    def __init__(self, work: EmbeddingWorkload, variant: Variant):
+    def __init__(self, work: EmbeddingWorkload, options: EmbeddingOptions, per_table: bool = False):
         super().__init__(work)
-        self.variant = variant
-        preset = work.config
-        self.slice_size = variant.slice_size or preset.slice_size or default_slice_size(preset.sharding)
+        self.per_table, config, rank = per_table, work.config, work.ranks.rank
+        self.options = replace(options, slice_size=options.slice_size or config.preset.slice_size)
+        if per_table:
+            self.inputs = [as_jagged(features) for features in work.inputs]
+            self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
+            self.launching = self.operator()
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
+        work = self.work
+        if self.per_table:
+            output: torch.Tensor = self.launching(
+                work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
+            )
+            return output
         return embedding_all_to_all(
-            self.work.weights,
-            self.work.inputs[which],
-            self.work.config.sharding,
-            group=self.work.ranks.group,
-            batch_sizes=self.work.config.batch_sizes,
-            transport=self.variant.transport,
-            order=self.variant.order,
-            slice_size=self.slice_size,
-            outputs=_OUTPUT_BUFFERS,
-            timeline=timeline,
-        )
+            work.weights, work.inputs[which], work.config.sharding, group=work.ranks.group,
+            batch_sizes=work.config.batch_sizes, timeline=timeline, **vars(self.options),
+        )  # fmt: skip
 
     def extra_bytes(self) -> int:
-        return _OUTPUT_BUFFERS * self._bytes(max(self.work.config.batch_sizes), self.work.config.sharding.total_dim)
+        config = self.work.config
+        return _OUTPUT_BUFFERS * max(config.batch_sizes) * config.sharding.total_dim * config.itemsize
 
     def traced(self, which: int, timeline: Timeline) -> None:
         self(which, timeline)
 
     def operator(self) -> Any:
         """What runs the calls. Collective where there has been no call yet."""
-        variant, ranks = self.variant, self.work.ranks
-        plan = EmbeddingPlan(
-            self.work.config.sharding, variant.transport, variant.order, self.slice_size, outputs=_OUTPUT_BUFFERS
-        )
-        return compiled(plan, domain(ranks.group, ranks.device))
+        plan = plan_of(self.work.config.sharding, self.options)
+        return compiled(plan, domain(self.work.ranks.group, self.work.ranks.device))
 
-    def kernel(self) -> dict[str, int] | None:
-        """GPU: what the compiler made of the kernel that the calls launch, and how many programs of it are resident."""
+    @cached_property
+    def resources(self) -> dict[str, int] | None:  # type: ignore[override]
+        """Of a launch that opens the call, and, unless others follow for the other tables, closes it."""
         if self.work.ranks.device.type != "cuda":
             return None
-        used = (o for key, o in self.operator().kernel.occupancy.items() if self._launches(key.enter, key.leave))
-        return asdict(next(used))
-
-    def _launches(self, enter: bool, leave: bool) -> bool:
-        """Whether its calls have launches that open (`enter`) and close the call as given."""
-        return enter and leave
+        closes = not self.per_table or len(self.work.slots) == 1
+        return asdict(
+            next(o for key, o in self.operator().kernel.occupancy.items() if key.enter and key.leave == closes)
+        )
 
     def slices_sent(self) -> int:
         """Slices that this rank puts to its peers in a call."""
-        if self.variant.transport == "direct":
+        if self.options.transport == "direct":
             return 0
         per_sample: int = self.operator().plan.slices_per_sample[self.work.ranks.rank]
         return (self.work.config.global_batch - self.work.local_batch) * per_sample
 
 
-class PerTableArm(FusedArm):
-    """weft's kernel launched once for each table instead of once for all. (So does the fused paper within a node, by a kernel
-    that is not persistent; this one is.)"""
-
-    def __init__(self, work: EmbeddingWorkload):
-        super().__init__(work, Variant("direct"))
-        config, rank = work.config, work.ranks.rank
-        self.inputs = [as_jagged(features) for features in work.inputs]
-        self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
-        self.launching = self.operator()
-
-    def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
-        output: torch.Tensor = self.launching(
-            self.work.weights, self.inputs[which], self.checked, timeline=timeline, launch_per_table=True
-        )
-        return output
-
-    def _launches(self, enter: bool, leave: bool) -> bool:
-        return enter and leave == (len(self.work.slots) == 1)
-
-
-ARMS: dict[str, type[Arm]] = {
-    BASELINE: EmbeddingBagArm,
-    "batched": BatchedArm,
-    "fbgemm": FbgemmArm,
-    "per-table": PerTableArm,
-}
-BASELINES = tuple(name for name, arm in ARMS.items() if issubclass(arm, SerialArm))
+POOLS: Mapping[str, Callable[[EmbeddingWorkload], Pool]] = {
+    BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,
+}  # fmt: skip
 DEFAULT_VARIANTS = ("batched", "fbgemm", "direct", "put")
 
 
 def why_not(name: str, device: torch.device) -> str | None:
     """Why arm `name` cannot run here, None if it can. Raises ValueError on a name that is no arm."""
-    if name not in ARMS and Variant.parse(name) is None:
+    if name not in (*POOLS, PER_TABLE) and parse(name) is None:
         raise ValueError(
-            f"no variant {name!r}: give {', '.join(ARMS)}, or direct or put, optionally with -natural and -sliceN, "
+            f"no variant {name!r}: give {', '.join((*POOLS, PER_TABLE))}, or direct or put, optionally with -natural and -sliceN, "
             f"such as put-natural-slice8"
         )
-    if name == "per-table" and device.type != "cuda":
+    if name == PER_TABLE and device.type != "cuda":
         return "only GPU kernels are launched"
     if name == "fbgemm":
         if device.type != "cuda":
@@ -467,103 +487,11 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def make_arm(name: str, work: EmbeddingWorkload) -> Arm:
-    variant = Variant.parse(name)
-    return ARMS[name](work) if variant is None else FusedArm(work, variant)
-
-
-def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
-    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
-    taken = [0] * sharding.world_size
-    runs: list[tuple[int, int, int]] = []
-    for slot in sharding.slots:
-        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
-        taken[slot.rank] = end
-        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
-            runs[-1] = (slot.rank, runs[-1][1], end)
-        else:
-            runs.append((slot.rank, start, end))
-    return runs
-
-
-POOL = " pooling alone"
-DEFAULT = "direct"  # what transport="auto" takes
-
-
-@dataclass(frozen=True)
-class MeasuredEmbedding(MeasuredArms):
-    """A configuration's results, where arm + POOL is a serial arm's pooling alone. kernels: of fused arms on GPUs, on this rank."""
-
-    work: EmbeddingWorkload
-    built: Mapping[str, Arm]
-    traffic: list[Traffic]
-    memory: dict[str, tuple[int, str]]
-    kernels: dict[str, dict[str, int]]
-
-    baselines = BASELINES
-    columns = ("pool\nms", "extra\nMB")
-    optional = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
-
-    def roofline_ms(self, mode: Mode) -> float:
-        return max(t.roofline_ms(c) for t, c in zip(self.traffic, self.ceilings, strict=True))
-
-    def put_us_per_slice(self, mode: Mode, name: str) -> float | None:
-        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
-
-        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
-        """
-        arm, direct = self.built[name], next((n for n in self.built if n == name.replace("put", "direct", 1)), "direct")
-        longer, base = self.ms(mode, name), self.ms(mode, direct)
-        if not isinstance(arm, FusedArm) or name not in self.kernels or longer is None or base is None:
-            return None
-        slices = arm.slices_sent()
-        return 1e3 * (longer - base) * self.kernels[name]["grid"] / slices if slices else None
-
-    def described(self, mode: Mode) -> Record:
-        config = self.work.config
-        traffic = max(zip(self.traffic, self.ceilings, strict=True), key=lambda of: of[0].roofline_ms(of[1]))[0]
-        return {
-            "scale": float(config.scale.batch),
-            "rows_scale": float(config.scale.rows),
-            "shape": config.describe(),
-            "traffic_bytes": {field: round(value) for field, value in asdict(traffic).items()},
-        }
-
-    def judged(self, mode: Mode, name: str) -> Record:
-        extra_bytes, how = self.memory[name]
-        return {
-            "pool_ms": self.ms(mode, name + POOL),
-            "extra_bytes": extra_bytes,
-            "extra_bytes_how": how,
-            "kernel": self.kernels.get(name),
-            "put_us_per_slice": self.put_us_per_slice(mode, name),
-        }
-
-    def cells(self, mode: Mode, name: str) -> list[str]:
-        return [number(self.ms(mode, name + POOL), 3), f"{self.memory[name][0] / 1e6:.1f}"]
-
-    def said(self) -> list[str]:
-        """With a line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
-        config = self.work.config
-        said = [
-            f"{config.describe()}; {config.scale}",
-            f"roofline {self.roofline_ms('queued'):.3f} ms from {self.ceilings[0]}",
-        ]
-        for name, kernel in self.kernels.items():
-            line = (
-                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
-                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
-            )
-            costs = [(mode, self.put_us_per_slice(mode, name)) for mode, timed in self.results.timings if timed == name]
-            costing = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
-            said.append(f"{line}; put, fence and flag of a slice: {costing}" if costing else line)
-        return said
-
-
-def _scale(record: Record) -> str:
-    batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
-    if batch == rows:
-        return f" (1/{batch})" if batch > 1 else ""
-    return f" (batch 1/{batch}, rows 1/{rows})"
+    if name in POOLS:
+        return SerialArm(work, POOLS[name])
+    return FusedArm(
+        work, parse(name) or EmbeddingOptions("direct", outputs=_OUTPUT_BUFFERS), per_table=name == PER_TABLE
+    )
 
 
 def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
@@ -571,39 +499,25 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
     if options.scale is not None:
         scale = Fraction(options.scale).limit_denominator(1 << 16)
         return Scale(scale, scale)
-    dtype = DTYPES[options.dtype]
     if ranks.device.type == "cuda":
         free = -ranks.most(-torch.cuda.mem_get_info(ranks.device)[0])
         # FBGEMM holds a copy of the tables. All arms together hold about ten outputs, the reference counts as two.
         share = 0.43 if why_not("fbgemm", ranks.device) is None else 0.75
         rows_bytes = 2e9 if options.quick else math.inf
-        return fitting_scale(
-            preset, ranks.world_size, dtype, table_bytes=share * free, rows_bytes=rows_bytes, output_bytes=0.05 * free
-        )
-    free = -ranks.most(-available_memory_bytes()) / (16 if options.quick else 1)
-    rows_bytes = (min(64, options.read_mib) if options.quick else options.read_mib) * 2**20 * torch.get_num_threads()
-    share = free / ranks.world_size
-    return fitting_scale(
-        preset, ranks.world_size, dtype, table_bytes=share / 3, rows_bytes=rows_bytes, output_bytes=0.05 * share
-    )
+    else:
+        free = -ranks.most(-available_memory_bytes()) / ranks.world_size / (16 if options.quick else 1)
+        share = 1 / 3
+        mib = min(64, options.read_mib) if options.quick else options.read_mib
+        rows_bytes = mib * 2**20 * torch.get_num_threads()
+    sizes = {"table_bytes": share * free, "rows_bytes": rows_bytes, "output_bytes": 0.05 * free}
+    return fitting_scale(preset, ranks.world_size, DTYPES[options.dtype], **sizes)
 
 
-def _peak_bytes(arm: Arm, ranks: Ranks) -> tuple[int, str]:
-    """Bytes beyond tables and inputs at the worst moment of a call, on the worst rank, and how that is known."""
-    if ranks.device.type == "cuda" and isinstance(arm, SerialArm):
-        arm(0)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        output = arm(0)
-        torch.cuda.synchronize()
-        del output
-        return int(ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
-    return int(ranks.most(arm.extra_bytes())), "counted"
-
-
-class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
-    name = "embedding_all_to_all"
+class _EmbeddingAllToAll(VariantsOperator[EmbeddingPreset]):
+    name, baselines = "embedding_all_to_all", BASELINES
+    columns: ClassVar = (Column("pool\nms", "pool_ms", 3), Column("extra\nMB", "extra_bytes", 1, 1e6))
+    narrow = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
+    head, time = ("configuration",), "{}, ms"
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("single", "queued")
@@ -612,8 +526,6 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
         return "fp32"
 
     def check_options(self, options: BenchOptions) -> None:
-        if options.scale is not None and not 0 < options.scale <= 1:
-            raise ValueError(f"scale={options.scale} must be above 0 and at most 1: it shrinks batch and tables")
         find_presets(options.preset)
         for name in options.variants:
             reason = why_not(name, torch.device(options.device))
@@ -623,26 +535,9 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     def presets(self, options: BenchOptions) -> Sequence[EmbeddingPreset]:
         return find_presets(options.preset)
 
-    def measure(
-        self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> MeasuredEmbedding:
-        step(f"{preset.name}: building tables and inputs", 0)
+    def workload(self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> EmbeddingWorkload:
         config = preset.config(ranks.world_size, choose_scale(preset, ranks, options), DTYPES[options.dtype])
-        work = EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
-        work.claims = [(DEFAULT, baseline) for baseline in BASELINES]
-        names = list(dict.fromkeys([BASELINE, *(options.variants or DEFAULT_VARIANTS)]))
-        arms = {name: make_arm(name, work) for name in names if why_not(name, ranks.device) is None}
-        pools: dict[str, Call] = {name + POOL: arm.pool for name, arm in arms.items() if isinstance(arm, SerialArm)}
-        results = measure_arms(
-            work, arms, pools, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
-        )
-        memory = {name: _peak_bytes(arm, ranks) for name, arm in arms.items()}
-        traffic = [Traffic(*values) for values in ranks.gather(list(asdict(work.traffic()).values()))]
-        kernels = {name: arm.kernel() for name, arm in arms.items() if isinstance(arm, FusedArm)}
-        known = {name: kernel for name, kernel in kernels.items() if kernel is not None}
-        return MeasuredEmbedding(
-            preset, ranks.world_size, tuple(arms), results, ceilings, (), work, arms, traffic, memory, known
-        )
+        return EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Print the geometric mean of each variant's speedup over all configurations."""
@@ -659,33 +554,45 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
         count = len({r["config"] for r in written})
         print_table(f"Geometric mean over {counted(count, 'configuration')}", columns, rows, section=1)
 
-    def table(self, rows: Sequence[Record]) -> str:
-        """Markdown: the time of every arm, and the default variant's speedup over each baseline and time over the roofline."""
-        variants = list(dict.fromkeys(r["variant"] for r in rows))
-        baselines = [v for v in BASELINES if v in variants]
+    # --- tables in documents ---
+
+    def shown(self, rows: Sequence[Record]) -> list[str]:
+        variants = dict.fromkeys(r["variant"] for r in rows)
+        return [v for v in BASELINES if v in variants] + [v for v in variants if v not in BASELINES]
+
+    def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
+        """Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them."""
+        variants = self.shown(rows)
         fused = [v for v in variants if v not in BASELINES]
-        # Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them.
-        judged = [DEFAULT] if DEFAULT in fused else fused[:1]
-        pairs = [(f, b) for f in judged for b in baselines]
-        header = ["configuration", *(f"{v}, ms" for v in baselines + fused)]
-        header += [f"{f} vs {b}" for f, b in pairs] + [f"{f} / roofline" for f in judged]
-        lines, gains = [], []
-        factors: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
-        for config in dict.fromkeys(r["config"] for r in rows):
-            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
-            cells = [config + _scale(next(iter(by_variant.values())))]
-            cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in baselines + fused]
-            gains += (mine := [remarks.gain(by_variant.get(f), by_variant.get(b)) for f, b in pairs])
-            for (f, b), found in factors.items():
-                found += [by_variant[b]["p50_ms"] / by_variant[f]["p50_ms"]] if {f, b} <= set(by_variant) else []
-            ratios = [f"{by_variant[f]['roofline_ratio']:.2f}" if f in by_variant else "" for f in judged]
-            lines.append(cells + mine + ratios)
+        chosen = [DEFAULT] if DEFAULT in fused else fused[:1]
+        return dict.fromkeys(chosen, tuple(v for v in variants if v in BASELINES))
+
+    def described(self, record: Record) -> list[str]:
+        batch, rows = (round(1 / record[what]) for what in ("scale", "rows_scale"))
+        scale = f"1/{batch}" if batch == rows else f"batch 1/{batch}, rows 1/{rows}"
+        return [record["config"] + (f" ({scale})" if max(batch, rows) > 1 else "")]
+
+    def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        header, lines = super().lines(rows)
+        for chosen in self.compared(rows):
+            header.append(f"{chosen} / roofline")
+            ratios = {r["config"]: f"{r['roofline_ratio']:.2f}" for r in rows if r["variant"] == chosen}
+            for config, cells in zip(dict.fromkeys(r["config"] for r in rows), lines, strict=True):
+                cells.append(ratios.get(config, ""))
+        return header, lines
+
+    def table(self, rows: Sequence[Record]) -> str:
+        header, lines = self.lines(rows)
         if len(lines) > 1:
-            empty = [""] * len(baselines + fused)
-            lines.append(
-                ["geometric mean", *empty, *(times(geomean(f)) for f in factors.values()), *([""] * len(judged))]
-            )
-        return "\n\n".join([markdown_table(header, lines), *remarks.unclear(gains)])
+            ms = {(r["config"], r["variant"]): r["p50_ms"] for r in rows}
+            configs = dict.fromkeys(r["config"] for r in rows)
+            means = {
+                f"{v} vs {over}": [ms[c, over] / ms[c, v] for c in configs if {(c, v), (c, over)} <= ms.keys()]
+                for v, overs in self.compared(rows).items()
+                for over in overs
+            }
+            lines.append(["geometric mean", *(times(geomean(means.get(column, []))) for column in header[1:])])
+        return "\n\n".join([markdown_table(header, lines), *self.notes(rows)])
 
 
 OPERATOR = _EmbeddingAllToAll()

@@ -1,14 +1,5 @@
-"""Realistic configurations of embedding + all-to-all, each with its source, and how they shrink to fit a machine.
-
-- pgas-weak, pgas-strong: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning
-  Recommendation Systems", section IV: 64 tables per rank, or 96 in all.
-- fused-inter: after "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", section 4.2: a grid of
-  <global batch, tables per rank>. The text names 1024|256, and batches of 256 and 512; the other pairs are of our making. The
-  paper ran it between hosts; here it runs within one.
-- dcnv2: MLPerf DLRM-DCNv2. One table has 100 indices a sample, most have few, five have 40 million rows.
-- criteo-kaggle: one index a sample and narrow rows, so nearly all of it is communication.
-- meta-2021: 856 tables and the reuse of a production batch.
-- grid-*: two dense shapes on either side of where the number of launches stops to matter.
+"""Realistic configurations of embedding + all-to-all (`embedding_all_to_all.toml`, each with its source), and how they shrink to
+fit a machine.
 
 A `Scale` shrinks the batch, and the rows of every table above `SMALL_TABLE` rows. Dimensions, bag lengths and the number
 of tables stay: they make the access pattern. Where rows are drawn uniformly the two shrink apart, each no more than it
@@ -19,68 +10,52 @@ Zipf law they shrink together, which keeps how often a batch reads the same row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
+from importlib.resources import files
+from typing import Any
 
 import torch
 
-from weft.sparse import EmbeddingBagConfig, EmbeddingSharding, place_tables
+from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, place_tables
 from weft.words import counted
 
 
 @dataclass(frozen=True)
-class Fixed:
-    length: int
+class Bag:
+    """So many rows are added up for a sample, all numbers equally often."""
 
-    @property
-    def mean(self) -> float:
-        return float(self.length)
-
-    def draw(self, samples: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.full((samples,), self.length, dtype=torch.int64, device=generator.device)
-
-
-@dataclass(frozen=True)
-class UniformBags:
+    least: int
     most: int
 
     @property
     def mean(self) -> float:
-        return self.most / 2
+        return (self.least + self.most) / 2
 
     def draw(self, samples: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(0, self.most + 1, (samples,), generator=generator, device=generator.device)
-
-
-@dataclass(frozen=True)
-class UniformRows:
-    def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(0, rows, (count,), generator=generator, device=generator.device)
+        return torch.randint(self.least, self.most + 1, (samples,), generator=generator, device=generator.device)
 
 
 @dataclass(frozen=True)
 class Zipf:
+    """Which rows are read; with exponent 0 all equally often."""
+
     exponent: float
 
     def draw(self, rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
         u = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
-        if abs(self.exponent - 1) < 1e-9:
-            rank = torch.exp(u * math.log(rows + 1))
-        else:
-            power = 1 - self.exponent
-            rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
+        power = (1 - self.exponent) or 1e-8  # whose limit, an exponential, it meets to 1e-7
+        rank = (u * ((rows + 1) ** power - 1) + 1) ** (1 / power)
         rank = (rank.long() - 1).clamp_(0, rows - 1)  # rounding may reach rows + 1
         return (rank * _coprime(rows)) % rows
 
 
-Bags = Fixed | UniformBags
-Rows = UniformRows | Zipf
-
-
 def jagged_input(
-    bags: list[Bags],
+    bags: list[Bag],
     rows: list[int],
-    distribution: Rows,
+    distribution: Zipf,
     samples: int,
     tables: list[int],
     seed: int,
@@ -111,7 +86,6 @@ def _coprime(rows: int) -> int:
     return factor
 
 
-_UNIFORM = UniformRows()
 SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would only change how often a row repeats
 
 
@@ -119,7 +93,7 @@ SMALL_TABLE = 500  # rows; such a table fits any cache, and shrinking it would o
 class TableShape:
     rows: int
     dim: int
-    bags: Bags
+    bags: Bag
 
 
 @dataclass(frozen=True)
@@ -144,16 +118,45 @@ FULL = Scale()
 
 
 @dataclass(frozen=True)
+class EmbeddingPreset:
+    name: str
+    about: str
+    tables: tuple[TableShape, ...]  # all of them, or one rank's where tables_per_rank
+    tables_per_rank: bool
+    global_batch: int
+    indices: Zipf = Zipf(0)
+    slice_size: int | None = None  # the operator's own default
+
+    def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
+        """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
+        shapes = self.tables * (world_size if self.tables_per_rank else 1)
+        tables = tuple(
+            EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
+            for i, shape in enumerate(shapes)
+        )
+        sharding = place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes])
+        batch = max(world_size, round(self.global_batch * scale.batch))
+        batch_sizes = tuple(batch // world_size + (r < batch % world_size) for r in range(world_size))
+        return EmbeddingConfig(self, sharding, tuple(shape.bags for shape in shapes), batch_sizes, scale)
+
+
+@dataclass(frozen=True)
 class EmbeddingConfig:
     """A preset on so many ranks at such a scale: what a run needs to know."""
 
-    name: str
+    preset: EmbeddingPreset
     sharding: EmbeddingSharding
-    bags: tuple[Bags, ...]
-    indices: Rows
+    bags: tuple[Bag, ...]
     batch_sizes: tuple[int, ...]
     scale: Scale
-    slice_size: int | None
+
+    @property
+    def name(self) -> str:
+        return self.preset.name
+
+    @property
+    def about(self) -> str:
+        return self.preset.about
 
     @property
     def global_batch(self) -> int:
@@ -186,35 +189,6 @@ class EmbeddingConfig:
         )
 
 
-@dataclass(frozen=True)
-class EmbeddingPreset:
-    name: str
-    about: str
-    tables: tuple[TableShape, ...]  # all of them, or one rank's where tables_per_rank
-    tables_per_rank: bool
-    global_batch: int
-    indices: Rows = _UNIFORM
-    slice_size: int | None = None  # the operator's own default
-
-    def config(self, world_size: int, scale: Scale = FULL, dtype: torch.dtype = torch.float32) -> EmbeddingConfig:
-        """This preset on `world_size` ranks, shrunk by `scale`, tables placed by cost."""
-        shapes = self.tables * (world_size if self.tables_per_rank else 1)
-        tables = tuple(
-            EmbeddingBagConfig(_scaled(shape.rows, scale.rows), shape.dim, f"table{i}", (f"feature{i}",), "sum", dtype)
-            for i, shape in enumerate(shapes)
-        )
-        batch = max(world_size, round(self.global_batch * scale.batch))
-        return EmbeddingConfig(
-            name=self.name,
-            sharding=place_tables(tables, world_size, rows_read=[shape.bags.mean for shape in shapes]),
-            bags=tuple(shape.bags for shape in shapes),
-            indices=self.indices,
-            batch_sizes=tuple(batch // world_size + (r < batch % world_size) for r in range(world_size)),
-            scale=scale,
-            slice_size=self.slice_size,
-        )
-
-
 def fitting_scale(
     preset: EmbeddingPreset,
     world_size: int,
@@ -237,7 +211,7 @@ def fitting_scale(
     reads = max(full.expected_rows_bytes(r) for r in range(world_size))
     output = max(full.batch_sizes) * full.sharding.total_dim * full.itemsize
     batch = next((s for s in halves if reads * s <= rows_bytes and output * s <= output_bytes), halves[-1])
-    return Scale(batch, rows) if isinstance(preset.indices, UniformRows) else Scale(min(batch, rows), min(batch, rows))
+    return Scale(min(batch, rows), min(batch, rows)) if preset.indices.exponent else Scale(batch, rows)
 
 
 def _scaled(rows: int, scale: Fraction) -> int:
@@ -248,95 +222,35 @@ def _span(low: int, high: int) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-# MLPerf training, DLRM-DCNv2: rows of the 26 features and indices a sample of each.
-_DCNV2_ROWS = (
-    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155, 4, 976, 14,
-    40000000, 40000000, 40000000, 590152, 12973, 108, 36,
-)  # fmt: skip
-_DCNV2_BAGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-_KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-
-# A batch of facebookresearch/dlrm_datasets (embedding_bag/locality_stats.txt, file 0): 856 features, 65536 samples.
-META_2021_INDICES = 468_084_223
-META_2021_DISTINCT = 61_644_628
-META_2021_HOT_SHARE = 0.255  # of the indices name a row that the batch reads more than 1024 times
-# Sizes and per-feature bag lengths are not published. Mean bag lengths follow the exponential law (the least that one
-# can assume knowing only their mean, 8.34): some features have 60 indices a sample, many less than one. Rows per table
-# and the Zipf exponent then meet two published figures, the distinct rows and the share of hot ones; tests hold both.
-# Dimensions are not published either: ours are mixed, 16 to 192 with mean 93.
-_META_ROWS = 130_000
-_META_ZIPF = Zipf(0.9236)
-_META_DIMS = (16, 32, 64, 128, 128, 192)
+def _tables(of: dict[str, Any]) -> tuple[TableShape, ...]:
+    if law := of.get("exponential"):
+        count, dims = law["tables"], law["dims"]
+        mean = law["indices"] / count / of["global_batch"]
+        lengths = [-mean * math.log(1 - (i + 0.5) / count) for i in range(count)]
+        # Neighbouring tables must differ in length and width alike, so walk the sorted lengths in large coprime steps.
+        bags: list[Bag] = [Bag(0, max(1, round(2 * lengths[(i * 331) % count]))) for i in range(count)]
+        return tuple(TableShape(law["rows"], dims[i % len(dims)], bag) for i, bag in enumerate(bags))
+    bags = [Bag(n, n) for n in of.get("fixed", ())] + [Bag(0, n) for n in of.get("uniform", ())]
+    return tuple(TableShape(r, of["dim"], bag) for r, bag in zip(of["rows"], bags, strict=True)) * of.get("count", 1)
 
 
-def _meta_tables(count: int = 856, samples: int = 65536) -> tuple[TableShape, ...]:
-    mean = META_2021_INDICES / count / samples
-    lengths = [-mean * math.log(1 - (i + 0.5) / count) for i in range(count)]
-    # Neighbouring tables must differ in length and width alike, so walk the sorted lengths in large coprime steps.
-    order = [(i * 331) % count for i in range(count)]
-    return tuple(
-        TableShape(_META_ROWS, _META_DIMS[i % len(_META_DIMS)], UniformBags(max(1, round(2 * lengths[order[i]]))))
-        for i in range(count)
-    )
+def _presets() -> Iterator[EmbeddingPreset]:
+    text = files("weft.bench.ops").joinpath("embedding_all_to_all.toml").read_text()
+    for name, of in tomllib.loads(text).items():
+        sizes = of["tables_per_rank"], of["global_batch"], Zipf(of.get("zipf", 0)), of.get("slice_size")
+        yield EmbeddingPreset(name, of["about"], _tables(of), *sizes)
 
 
-def _equal(count: int, rows: int, dim: int, bags: Bags) -> tuple[TableShape, ...]:
-    return (TableShape(rows, dim, bags),) * count
-
-
-_FUSED = EmbeddingPreset(
-    "fused-inter",
-    "global batch|tables per rank, D 256, bags of 70 as in the paper's scale-out model",
-    (), True, 0, slice_size=32,
-)  # fmt: skip
-
-_ALL = (
-    EmbeddingPreset(
-        "pgas-weak", "64 tables per rank, bags up to 128", _equal(64, 1_000_000, 64, UniformBags(128)), True, 16384
-    ),
-    EmbeddingPreset(
-        "pgas-strong", "96 tables in all, bags up to 32", _equal(96, 1_000_000, 64, UniformBags(32)), False, 16384
-    ),
-    *(
-        replace(_FUSED, name=f"fused-inter/{b}|{t}", tables=_equal(t, 100_000, 256, UniformBags(140)), global_batch=b)
-        for b, t in ((256, 256), (512, 128), (1024, 64), (1024, 256), (4096, 64))
-    ),
-    EmbeddingPreset(
-        "dcnv2",
-        "MLPerf DLRM-DCNv2, multi-hot",
-        tuple(TableShape(r, 128, Fixed(n)) for r, n in zip(_DCNV2_ROWS, _DCNV2_BAGS, strict=True)),
-        False,
-        65536,
-    ),
-    EmbeddingPreset(
-        "criteo-kaggle",
-        "Criteo Kaggle, one-hot",
-        tuple(TableShape(r, 16, Fixed(1)) for r in _KAGGLE_ROWS),
-        False,
-        16384,
-    ),
-    EmbeddingPreset("meta-2021", "a production batch's reuse, Zipf", _meta_tables(), False, 65536, _META_ZIPF),
-    EmbeddingPreset(
-        "grid-64x200k-d256-b4096-l32", "64 tables per rank", _equal(64, 200_000, 256, UniformBags(32)), True, 4096
-    ),
-    EmbeddingPreset(
-        "grid-128x100k-d128-b1024-l20", "128 tables per rank", _equal(128, 100_000, 128, UniformBags(20)), True, 1024
-    ),
-)
-
-PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _ALL}
+PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _presets()}
 
 
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     """All presets, or those called `name` (several with commas), or the family before a slash: "fused-inter" is five."""
     names = [part.strip() for part in name.split(",")] if name is not None else []
-    known = {label for p in _ALL for label in (p.name, p.name.split("/")[0])}
-    found = tuple(p for p in _ALL if name is None or p.name in names or p.name.split("/")[0] in names)
+    known = {label for p in PRESETS.values() for label in (p.name, p.name.split("/")[0])}
+    found = tuple(p for p in PRESETS.values() if name is None or p.name in names or p.name.split("/")[0] in names)
     if unknown := [part for part in names if part not in known]:
         raise ValueError(
-            f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(p.name.split('/')[0] for p in _ALL))}"
+            f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(p.name.split('/')[0] for p in PRESETS.values()))}"
         )
     return found

@@ -18,12 +18,12 @@ import torch
 
 from weft import _core, env
 from weft.caller import warn
+from weft.embedding import EmbeddingSharding, JaggedInput
+from weft.embedding.check import CheckedInput, bad_index_message, check_contents
+from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, WeftError
 from weft.runtime.agreement import agree, refuse, topic_of
-from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
-from weft.sparse import EmbeddingSharding, JaggedInput
-from weft.sparse.check import CheckedInput, bad_index_message, check_offsets, first_bad_index
 from weft.symm import Domain
 from weft.timeline import Timeline
 from weft.words import counted
@@ -75,11 +75,11 @@ def run_native(
         outputs=np.asarray(outputs, dtype=np.int64),
         output_stride=plan.sharding.total_dim,
         dtype=_DTYPE_CODE[plan.sharding.dtype],
-        transport=_TRANSPORT_CODE[plan.transport],
-        remote_first=plan.order == "remote_first",
+        transport=_TRANSPORT_CODE[plan.options.transport],
+        remote_first=plan.options.order == "remote_first",
         slice_size=plan.slice_size,
-        hash=plan.hash,
-        bounds=_BOUNDS_CODE[plan.bounds_check],
+        hash=plan.options.hash,
+        bounds=_BOUNDS_CODE[plan.options.bounds_check],
         n_threads=torch.get_num_threads(),
         flags=np.asarray(flags, dtype=np.int64),
         epoch=epoch,
@@ -99,7 +99,7 @@ class EmbeddingAllToAllCpu:
 
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
-        self.outputs = OutputPool(domain, plan.outputs)
+        self.outputs = OutputPool(domain, plan.options.outputs)
         self.copies = 0  # contiguous copies that left as slices, in all calls
         self.flags_raised = 0
         self._epoch = 0
@@ -124,7 +124,7 @@ class EmbeddingAllToAllCpu:
         sharding = plan.sharding
         domain.check()
         try:
-            self._look_at(jagged, checked)
+            check_contents(jagged, sharding, rank, checked, plan.options)
             slot = self.outputs.acquire() if self.outputs.slot_bytes else 0
         except Exception as error:
             refuse(domain, str(error), deadline_s=deadline_s)
@@ -138,7 +138,7 @@ class EmbeddingAllToAllCpu:
                 slots = [slot] * domain.world_size
             bases = self.outputs.base_addresses()
             outputs = [base + s * self.outputs.slot_bytes for base, s in zip(bases, slots, strict=True)]
-            flags = self._flag_blocks(checked.batch_sizes, deadline_s) if plan.transport == "put" else []
+            flags = self._flag_blocks(checked.batch_sizes, deadline_s) if plan.options.transport == "put" else []
             self._epoch += 1
             events = self._room_for_events(checked) if timeline is not None else None
             table = self._table(weights, checked.key_of_slot)
@@ -173,15 +173,6 @@ class EmbeddingAllToAllCpu:
         """Calls on CPU processes are complete when they return."""
         self.domain.check()
 
-    def _look_at(self, jagged: JaggedInput, checked: CheckedInput) -> None:
-        """Raise `ValueError` for what is wrong with the contents of the input, before anybody writes."""
-        sharding, rank = self.plan.sharding, self.domain.rank
-        check_offsets(jagged, sharding, rank, checked)
-        if self.plan.bounds_check == "fatal" and not self.plan.hash:
-            bad = first_bad_index(jagged, sharding, rank, checked)
-            if bad is not None:
-                raise ValueError(bad)
-
     def _table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> np.ndarray:
         key = (tuple(weight.data_ptr() for weight in weights), key_of_slot)
         table = self._tables.get(key)
@@ -204,7 +195,7 @@ class EmbeddingAllToAllCpu:
 
     def _wait_for_peers(self, batch_sizes: tuple[int, ...], deadline_s: float) -> None:
         domain = self.domain
-        if self.plan.transport == "direct":
+        if self.plan.options.transport == "direct":
             for peer in range(domain.world_size):
                 if peer != domain.rank:
                     _core.signal_set(self._done.address(peer) + _core.COUNTER_BYTES * domain.rank, self._epoch)

@@ -17,15 +17,15 @@ import torch
 
 from weft import env
 from weft.caller import warn
+from weft.embedding import JaggedInput
+from weft.embedding.check import CheckedInput, bad_index_message, first_bad_index
+from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.agreement import refuse
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory
 from weft.runtime.cuda.watch import watch
-from weft.runtime.embedding_plan import EmbeddingPlan
 from weft.runtime.outputs import OutputPool
-from weft.sparse import JaggedInput
-from weft.sparse.check import CheckedInput, bad_index_message, first_bad_index
 from weft.symm import Domain, set_up_within
 from weft.timeline import Timeline
 from weft.words import counted
@@ -39,7 +39,7 @@ class EmbeddingAllToAllCuda:
     def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
         self.plan, self.domain = plan, domain
         self.kernel = EmbeddingKernel(plan, domain.rank, domain.device)
-        self.outputs = OutputPool(domain, plan.outputs)
+        self.outputs = OutputPool(domain, plan.options.outputs)
         world = domain.world_size
         self._signals = domain.allocate(8 * 3 * world)
         self._flags = domain.allocate(8)
@@ -48,7 +48,7 @@ class EmbeddingAllToAllCuda:
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
         self._record = _numbers_of(self.kernel.record)
         self._row_bytes = plan.sharding.total_dim * plan.sharding.dtype.itemsize
-        self._flags_per_sample = sum(plan.slices_per_sample) if plan.transport == "put" else 0
+        self._flags_per_sample = sum(plan.slices_per_sample) if plan.options.transport == "put" else 0
         self._usual_deadline_s = env.deadline_s()
         # Everything that the watchdog needs is made now: it may not load a module while a kernel waits.
         self._poison = torch.full((1024,), device_code.POISON, dtype=torch.int64, pin_memory=True)
@@ -73,7 +73,7 @@ class EmbeddingAllToAllCuda:
     ) -> torch.Tensor:
         """Enqueue one call; the output [batch_sizes[rank], total_dim], valid in stream order."""
         self.check()
-        if self.plan.bounds_check == "fatal" and not self.plan.hash:
+        if self.plan.options.refuses_bad_ids:
             bad = first_bad_index(jagged, self.plan.sharding, self.domain.rank, checked)  # waits for the device
             if bad is not None:
                 refuse(self.domain, bad, deadline_s=deadline_s)
@@ -115,7 +115,7 @@ class EmbeddingAllToAllCuda:
     def check(self) -> None:
         """Raise what earlier calls left in the record, or what befell the domain; warn of bad indices. Does not wait."""
         record = self._record
-        _warn_of_bad_input(self.kernel, record, self._last_input)
+        _warn_of_bad_input(self.kernel, record, self._last_input, self.domain.rank)
         self.look()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -227,9 +227,9 @@ class _Look:
 
 
 def _warn_of_bad_input(
-    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None
+    kernel: EmbeddingKernel, record: Any, last_input: tuple[JaggedInput, CheckedInput] | None, rank: int
 ) -> None:
-    """Warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
+    """As `rank`, warn of what earlier calls counted, and forget it. `last_input` is where the first bad index is looked for."""
     bad, bad_offsets = record[device_code.R_BAD_INDICES], record[device_code.R_BAD_OFFSETS]
     if not (bad or bad_offsets):
         return
@@ -238,7 +238,7 @@ def _warn_of_bad_input(
     record[device_code.R_BAD_OFFSETS] = 0
     if bad_offsets:
         warn(
-            f"rank {kernel.rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
+            f"rank {rank}: {counted(bad_offsets, 'bag')} had offsets that descend or leave the values, and were cut to fit. "
             f"Check the offsets on the host, or pass bounds_check='fatal'"
         )
     if bad:
@@ -252,7 +252,7 @@ def _warn_of_bad_input(
                 where = "the first: " + bad_index_message(
                     kernel.plan.sharding, kernel.rank, checked.key_of_slot.index(block), sample, place, value
                 )
-        warn(f"rank {kernel.rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
+        warn(f"rank {rank}: {counted(bad, 'index', 'indices')} out of range, read as zero rows; {where}")
 
 
 def _numbers_of(record: torch.Tensor) -> Any:
@@ -263,30 +263,31 @@ def _numbers_of(record: torch.Tensor) -> Any:
 class _LocalPool:
     """The kernel in a world of one, and what it was last given."""
 
-    def __init__(self, plan: EmbeddingPlan, device: torch.device) -> None:
-        self.kernel = EmbeddingKernel(plan, 0, device)
+    def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
+        self.kernel = EmbeddingKernel(plan, 0, device, widest)
         self.record = _numbers_of(self.kernel.record)
         self.words = torch.zeros(4, dtype=torch.int64, device=device)  # stand in for signals and flags
         self.last_input: tuple[JaggedInput, CheckedInput] | None = None
 
 
-_local_pools: dict[tuple[EmbeddingPlan, torch.device], _LocalPool] = {}
+_local_pools: dict[tuple[EmbeddingPlan, torch.device, int], _LocalPool] = {}
 
 
 def pool_on_gpu(
-    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor
-) -> None:
+    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
+    rank: int = 0, widest: int = 1,
+) -> None:  # fmt: skip
     """One rank's pooling into an ordinary tensor `out` [batch, total_dim]: the same kernel in a world of one.
 
-    Warns of bad input that earlier calls met.
+    Warns of bad input that earlier calls met, as `rank`. widest: see `EmbeddingKernel`.
     """
-    key = (plan, out.device)
+    key = (plan, out.device, widest)
     pool = _local_pools.get(key)
     if pool is None:
-        pool = _local_pools[key] = _LocalPool(plan, out.device)
-    _warn_of_bad_input(pool.kernel, pool.record, pool.last_input)
-    # The address of `out` travels by the stream, because the host runs ahead of it.
-    address = torch.tensor([out.data_ptr()], dtype=torch.int64, pin_memory=True).to(out.device, non_blocking=True)
+        pool = _local_pools[key] = _LocalPool(plan, out.device, widest)
+    _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
+    # The address of `out` travels by the stream, because the host runs ahead of it; as an argument, which a graph captures too.
+    address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
     memory = Memory(address, pool.words[:1], pool.words[1:2], 0)
     pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False)
     pool.last_input = (jagged, checked)

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from weft import _core, env
+from weft.embedding import JaggedInput
+from weft.embedding.check import CheckedInput
+from weft.embedding.plan import EmbeddingPlan
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.cuda.kernel_call import Base, kernel_call
-from weft.runtime.embedding_plan import EmbeddingPlan, Unit
-from weft.sparse import JaggedInput
-from weft.sparse.check import CheckedInput
+from weft.schedule.slices import Unit
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MAX_BLOCK_D = 256
@@ -76,20 +77,20 @@ class _Variant:
 
 
 class EmbeddingKernel:
-    """The kernel of one rank of one plan on one device."""
+    """The kernel of one rank of one plan on one device. widest: columns of a slot that others pool beside it, elsewhere."""
 
-    def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device, widest: int = 1) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         sharding = plan.sharding
         self.world_size = sharding.world_size
         self._slots = sharding.local_slots(rank)
         local = {table: number for number, table in enumerate(sharding.local_tables(rank))}
         self._weight_of_slot = [local[slot.table] for slot in self._slots]
-        self._staged = plan.transport == "put" and self.world_size > 1
+        self._staged = plan.options.transport == "put" and self.world_size > 1
         self._item_bytes = sharding.dtype.itemsize
         # All ranks' slots shape the kernel, not only its own: in which order a bag is added up must depend on neither who
         # owns the table nor on how many ranks there are.
-        dims = [slot.dim for slot in sharding.slots] or [1]
+        dims = [widest, *(slot.dim for slot in sharding.slots)]
         self._mean_bytes = sum(slot.dim for slot in self._slots) / max(1, len(self._slots)) * self._item_bytes
         self._block_d = min(_MAX_BLOCK_D, max(4, triton.next_power_of_2(max(dims))))
         self._rows = max(1, min(_MAX_ROWS, _TILE // self._block_d))
@@ -157,7 +158,7 @@ class EmbeddingKernel:
             sizes = torch.tensor(batch_sizes)
             starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
             owners = torch.arange(self.world_size, dtype=torch.int32).repeat_interleave(sizes)
-            order = work_order(batch_sizes, self.rank, self.plan.order)
+            order = work_order(batch_sizes, self.rank, self.plan.options.order)
             if not order.numel():
                 order = order.new_zeros(1)  # a program without work still reads the first unit's sample
             self._batches[batch_sizes] = tables = (
@@ -290,8 +291,8 @@ class EmbeddingKernel:
             "STAGE_WIDTH": stage_width,
             "WEIGHTED": key.weighted,
             "ANY_MEAN": any(sharding.tables[slot.table].pooling == "mean" for slot in self._slots),
-            "HASH": self.plan.hash,
-            "CHECK": self.plan.bounds_check != "ignore" and not self.plan.hash,
+            "HASH": self.plan.options.hash,
+            "CHECK": self.plan.options.bounds_check != "ignore" and not self.plan.options.hash,
             "ENTER": key.enter,
             "EXIT": key.leave,
             "WAIT": key.wait,

@@ -96,7 +96,7 @@ class TrackedMatmul:
         relative: bool,
     ) -> None:
         table = table.copy()
-        self._out_aligned = not bool(((table[:, 4] | table[:, 5]) % ALIGNMENT).any())
+        self._out_aligned = not bool(((table[:, 4] | table[:, 5] | table[:, 3] * itemsize) % ALIGNMENT).any())
         table[:, 5] = table[:, 5] // itemsize * (-1 if relative else 1)
         ends = np.cumsum([len(words) for _, words in counters], dtype=np.int64)
         of_counters = [

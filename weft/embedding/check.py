@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from weft.arguments import check_tensor
-from weft.sparse.hashing import hash_ids
-from weft.sparse.jagged import INDEX_DTYPES, JaggedInput, wrong_sum
-from weft.sparse.tables import EmbeddingSharding, Slot
+from weft.embedding.hashing import hash_ids
+from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, wrong_sum
+from weft.embedding.options import EmbeddingOptions
+from weft.embedding.tables import EmbeddingSharding, Slot
 from weft.words import counted
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -163,6 +164,17 @@ def check_offsets(jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, c
             max(at - 1, 0),
             f"begins a bag that ends at {int(offsets[at])}, beyond the {counted(count, 'value')}{cut if first else ''}",
         )
+
+
+def check_contents(
+    jagged: JaggedInput, sharding: EmbeddingSharding, rank: int, checked: CheckedInput, options: EmbeddingOptions
+) -> None:
+    """Look at the numbers, before anything is written: at all offsets of a CPU input, and at all ids if a bad one is to be refused,
+    which waits for a GPU. Raises `ValueError`."""
+    if jagged.values.device.type == "cpu":
+        check_offsets(jagged, sharding, rank, checked)
+    if options.refuses_bad_ids and (bad := first_bad_index(jagged, sharding, rank, checked)) is not None:
+        raise ValueError(bad)
 
 
 def bad_index_message(sharding: EmbeddingSharding, rank: int, slot: int, sample: int, position: int, value: int) -> str:

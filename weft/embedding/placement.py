@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from weft.sparse.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
+from weft.embedding.tables import EmbeddingBagConfig, EmbeddingSharding, check_tables
 from weft.words import counted
 
 # A contiguous split may load its slowest rank this much more than the lower bound of any split (or as much as the best

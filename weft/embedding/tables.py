@@ -21,9 +21,10 @@ import torch
 
 from weft.words import counted
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPES = tuple(DTYPE_NAMES)
 INDEX_BYTES = 8  # an id, or an offset: int64 is what data loaders hand over
-_DTYPE_OF_TORCHREC = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_OF_TORCHREC = {name.upper(): dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,20 @@ class EmbeddingSharding:
         if len(words) > 12:
             words = [*words[:10], f"... ({len(words) - 10} more)"]
         return ", ".join(words) or "nothing"
+
+
+def column_runs(sharding: EmbeddingSharding) -> list[tuple[int, int, int]]:
+    """The output's columns in order as (rank, first, end) runs of what each rank pooled, adjacent slots merged."""
+    taken = [0] * sharding.world_size
+    runs: list[tuple[int, int, int]] = []
+    for slot in sharding.slots:
+        start, end = taken[slot.rank], taken[slot.rank] + slot.dim
+        taken[slot.rank] = end
+        if runs and runs[-1][0] == slot.rank and runs[-1][2] == start:
+            runs[-1] = (slot.rank, runs[-1][1], end)
+        else:
+            runs.append((slot.rank, start, end))
+    return runs
 
 
 def check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:

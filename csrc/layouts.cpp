@@ -1,0 +1,114 @@
+// Where many tensors lie and how: address, device, dtype, sizes and strides, as bytes that can be compared.
+//
+// Python asks a tensor for each of these with a call, and for the tables of a recommendation model that takes longer than
+// launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, tells all of them at
+// once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace {
+
+struct Tensor {  // DLTensor
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t dtype_code, dtype_bits;
+    uint16_t dtype_lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+static_assert(sizeof(Tensor) == 48);
+
+struct ExchangeApi {  // DLPackExchangeAPI
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *from_object, *to_object;
+    int (*tensor_of)(void *object, Tensor *out);  // borrowed: it lasts as long as the object
+    void *current_work_stream;
+};
+
+class LayoutReader {
+  public:
+    LayoutReader(nb::object tensor, nb::object parameter)
+        : tensor_(tensor), parameter_(parameter), capsule_(nb::cast<nb::capsule>(tensor.attr("__dlpack_c_exchange_api__"))),
+          api_(static_cast<ExchangeApi *>(capsule_.data())) {
+        if (api_->major != 1 || !api_->tensor_of)
+            throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
+    }
+    nb::bytes read(nb::list tensors) {
+        words_.clear();
+        for (nb::handle object : tensors)
+            if (!add(object, true)) throw nb::python_error();
+        return bytes();
+    }
+    // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
+    // gradients are wanted and a tensor requires one.
+    nb::object signature(nb::tuple arguments, bool gradients) {
+        words_.clear();
+        for (nb::handle argument : arguments)
+            if (!sign(argument, gradients)) return nb::none();
+        return bytes();
+    }
+
+  private:
+    enum Tag : int64_t { none = 1, flag, number, list };
+
+    // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts.
+    // False, with Python's error set, for what has no memory that DLPack knows of.
+    bool add(nb::handle object, bool where) {
+        Tensor tensor{};
+        if (api_->tensor_of(object.ptr(), &tensor)) return false;
+        if (where) words_.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
+        words_.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
+        words_.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
+                         tensor.dtype_lanes);
+        words_.insert(words_.end(), tensor.shape, tensor.shape + tensor.ndim);
+        words_.insert(words_.end(), tensor.strides, tensor.strides + tensor.ndim);
+        return true;
+    }
+    bool sign(nb::handle argument, bool gradients) {
+        PyObject *const object = argument.ptr();
+        if (argument.is_none()) {
+            words_.push_back(none);
+        } else if (PyBool_Check(object)) {
+            words_.insert(words_.end(), {flag, object == Py_True});
+        } else if (PyLong_CheckExact(object)) {
+            words_.insert(words_.end(), {number, nb::cast<int64_t>(argument)});
+        } else if (PyList_Check(object)) {
+            words_.insert(words_.end(), {list, int64_t(nb::len(argument))});
+            for (nb::handle item : nb::borrow<nb::list>(argument))
+                if (!sign(item, gradients)) return false;
+        } else if (argument.type().is(tensor_) || argument.type().is(parameter_)) {
+            if (gradients && nb::cast<bool>(argument.attr("requires_grad"))) return false;
+            if (!add(argument, false)) {
+                PyErr_Clear();
+                return false;
+            }
+        } else {
+            return false;
+        }
+        return true;
+    }
+    nb::bytes bytes() const {
+        return nb::bytes(reinterpret_cast<const char *>(words_.data()), words_.size() * sizeof(int64_t));
+    }
+
+    nb::object tensor_, parameter_;
+    nb::capsule capsule_;
+    ExchangeApi *api_;
+    std::vector<int64_t> words_;
+};
+
+}  // namespace
+
+void register_layouts(nb::module_ &m) {
+    nb::class_<LayoutReader>(m, "LayoutReader", "Reads where tensors lie, and how, by DLPack's C exchange API.")
+        .def(nb::init<nb::object, nb::object>(), nb::arg("tensor"), nb::arg("parameter"))
+        .def("read", &LayoutReader::read, nb::arg("tensors"))
+        .def("signature", &LayoutReader::signature, nb::arg("arguments"), nb::arg("gradients"));
+}

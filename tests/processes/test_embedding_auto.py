@@ -1,0 +1,166 @@
+"""transport="auto" on CPU processes: right whatever is taken, `direct` where nobody knows better, by a model where there is one
+(processes are taken for H200s), by times where they are asked for; chosen once for a size, and given back with the module."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import embedding_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_ranks import assert_same_bits
+from measuring_ranks import instead, on_h200s
+from pool import error_of
+from reference import Problem, assert_close, tables_of
+from test_embedding_module_close import BATCH, WIDTH, features, made, mapped_bytes
+
+import weft
+from weft.hw import load_machine
+from weft.launch import Pool
+from weft.operator import choosing
+from weft.sim import model_of
+
+
+def sized(world: int, batch_sizes: tuple[int, ...], seed: int = 0) -> Problem:
+    """No other test has these tables, since times are remembered; the last feature has no ids."""
+    return Problem(tables_of((8, 3, 17)), tuple(i % world for i in range(3)), batch_sizes, seed=seed, weighted=True)
+
+
+def taken(group: dist.ProcessGroup, p: Problem, **options: Any) -> tuple[str, torch.Tensor]:
+    """How a call was done, and its result."""
+    timeline, operator = weft.Timeline(), ranks.operator_of(group, p, transport="put")
+    before = operator.flags_raised
+    output = ranks.call(group, p, timeline=timeline, **options).clone()
+    names = [span.name for span in timeline]
+    how = (
+        "serial" if names == ["pool", "all_to_all", "unpack"] else "put" if operator.flags_raised > before else "direct"
+    )
+    return how, output
+
+
+@contextmanager
+def timed_as(**us: float) -> Iterator[list[str]]:
+    """Calls take these times; who was timed."""
+    seen: list[str] = []
+    names = itertools.cycle(us)
+
+    def made_up(call: Callable[[], object], *_: Any) -> float:
+        call()
+        seen.append(next(names))
+        return us[seen[-1]]
+
+    with instead(choosing, time_us=made_up):
+        yield seen
+
+
+def several(group: dist.ProcessGroup, problems: list[Problem]) -> list[tuple[str, torch.Tensor]]:
+    own = dist.new_group(list(range(group.size())))
+    return [taken(own, p) if group.size() > 1 else ("direct", ranks.call(own, p).clone()) for p in problems]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_without_a_model_it_is_direct(pool: Pool, world: int) -> None:
+    sizes = [(4, 7, 5), (0, 9, 1), (0, 0, 0), (130, 2, 3)]
+    problems = [sized(world, size[:world], seed) for seed, size in enumerate(sizes)]
+    answers = pool.run(several, problems, ranks=world)
+    for number, p in enumerate(problems):
+        assert {answer[number][0] for answer in answers} <= ({"direct"} if sum(p.batch_sizes) else {"direct", "put"})
+        outputs = [answer[number][1] for answer in answers]
+        assert_same_bits(outputs, p)
+        assert_close(torch.cat(outputs), p)
+
+
+def by_models(group: dist.ProcessGroup, p: Problem) -> dict[str, tuple[str, torch.Tensor]]:
+    """By the model of H200s, and by one on which signals of kernels take long."""
+    world, found = group.size(), {}
+    h200 = model_of(load_machine("h200"), world)
+    slow = replace(h200, signal_kernel_us=1e5)
+    for name, model in {"h200": h200, "slow": slow}.items():
+        own = dist.new_group(list(range(world)))
+        with on_h200s(world), instead(choosing, _calibrated_model=lambda device, size, model=model: model):
+            found[name] = taken(own, p)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_model_chooses(pool: Pool, world: int) -> None:
+    p = sized(world, (40, 0, 9)[:world])
+    answers = pool.run(by_models, p, ranks=world)
+    for name, how in {"h200": "direct", "slow": "serial"}.items():
+        assert {answer[name][0] for answer in answers} == {how}
+        assert_same_bits([answer[name][1] for answer in answers], p)
+
+
+def tuned(
+    group: dist.ProcessGroup, near: list[Problem], far: Problem
+) -> tuple[list[tuple[str, torch.Tensor]], list[int]]:
+    """The first call under "autotune", further ones of sizes near it and one far off outside; how many times were taken by then."""
+    own, found, counts = dist.new_group(list(range(group.size()))), [], []
+    with timed_as(serial=3.0, direct=2.0, put=1.0) as seen:
+        for number, p in enumerate([*near, far]):
+            if number == 0:
+                with weft.plan.use("autotune"):
+                    ranks.call(own, p)
+            found.append(taken(own, p))
+            counts.append(len(seen))
+        again = dist.new_group(list(range(group.size())))
+        with weft.plan.use("autotune"):
+            found.append(taken(again, near[0]))
+        counts.append(len(seen))
+    return found, counts
+
+
+def test_measured_times_decide_for_sizes_near_by_and_are_remembered(pool: Pool) -> None:
+    near, far = [sized(2, sizes, seed) for seed, sizes in enumerate([(64, 60), (61, 66), (2, 65)])], sized(2, (3, 4))
+    answers = pool.run(tuned, near, far, ranks=2)
+    for number, p in enumerate([*near, far, near[0]]):
+        how = "direct" if p is far else "put"
+        assert {found[number][0] for found, _ in answers} == {how}, number
+        assert_same_bits([found[number][1] for found, _ in answers], p)
+    for _, counts in answers:
+        assert counts == [9] * 5  # three ways in three rounds, once
+
+
+def close_and_go_on(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[bool], tuple[str, str]]:
+    """Bytes while a module was open, and each time that it was closed; whether its results are right, and closing it while one is
+    held."""
+    module, right, during, left = made(group, name="auto"), [], [], []
+    with timed_as(serial=3.0, direct=2.0, put=1.0), weft.plan.use("autotune"):
+        for _ in range(2):
+            result = module(features()).values()
+            (index,) = module.sharding.local_tables(group.rank())
+            (bag,) = module.embedding_bags.values()
+            ids = features().values().view(-1, 2)
+            right.append(torch.equal(result.view(*result.shape[:-1], 2, -1)[:, index], bag.weight[ids].sum(1)))
+            error = error_of(module.close)
+            during.append(mapped_bytes())
+            del result
+            module.close()
+            left.append(mapped_bytes())
+    return during, left, right, error
+
+
+def test_what_was_chosen_and_what_was_not_is_given_back(pool: Pool) -> None:
+    for during, left, right, (kind, text) in pool.run(close_and_go_on, ranks=2):
+        assert left[0] == left[1], "what is left is the group's, and does not grow"
+        assert min(during) >= left[0] + 2 * 2 * BATCH * 2 * WIDTH * 4, "two results of two ranks"
+        assert right == [True, True]
+        assert kind == "RefusedError"
+        assert "holds 1 result" in text
+
+
+def differ(group: dist.ProcessGroup, p: Problem, sizes: list[tuple[int, ...]]) -> tuple[str, str]:
+    own = dist.new_group(list(range(group.size())))
+    with on_h200s(group.size()):
+        return error_of(lambda: ranks.call(own, p, batch_sizes=sizes[group.rank()], deadline_s=30.0))
+
+
+def test_ranks_that_divide_the_batch_otherwise_learn_it_when_they_choose(pool: Pool) -> None:
+    for kind, text in pool.run(differ, sized(2, (8, 8)), [(8, 8), (15, 1)], ranks=2):
+        assert kind == "DisagreementError"
+        assert "batch_sizes" in text

@@ -1,0 +1,94 @@
+"""Signatures of calls: equal where calls are alike but for where tensors lie, and different where anything else differs; none
+where a tensor is of a type that may keep its values elsewhere, or a gradient is wanted. Layouts of tensors say where they lie too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.runtime.layouts import READER
+
+pytestmark = pytest.mark.skipif(READER is None, reason="tensors of this torch offer no DLPack exchange API")
+
+NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(-(2**62), 2**62))
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    made = torch.zeros(draw(SHAPES)).to(draw(DTYPES))
+    return made.t() if made.dim() == 2 and draw(st.booleans()) else made
+
+
+CALLS = st.lists(st.one_of(NUMBERS, tensors(), st.lists(st.one_of(NUMBERS, tensors()), max_size=3)), max_size=4).map(
+    tuple
+)
+
+
+def described(item: Any) -> Any:
+    """What a signature says, as torch tells it."""
+    if isinstance(item, torch.Tensor):
+        return "tensor", tuple(item.shape), item.stride(), item.dtype, item.device
+    if isinstance(item, list | tuple):
+        return [described(one) for one in item]
+    return type(item).__name__, item
+
+
+def signature(call: tuple[Any, ...], gradients: bool = True) -> bytes | None:
+    assert READER is not None
+    return READER.signature(call, gradients)
+
+
+@given(CALLS, CALLS)
+def test_equal_signatures_are_equal_calls(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert (signature(one) == signature(other)) == (described(one) == described(other))
+
+
+@given(CALLS)
+def test_where_tensors_lie_does_not_count(call: tuple[Any, ...]) -> None:
+    def elsewhere(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype)
+        return [elsewhere(one) for one in item] if isinstance(item, list) else item
+
+    assert signature(tuple(elsewhere(item) for item in call)) == signature(call) is not None
+
+
+class Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("item", [Other(), "text", 1.5, (1,), torch.float32, torch.zeros(2, device="meta")], ids=str)
+def test_of_anything_else_there_is_none(item: Any) -> None:
+    assert signature((torch.zeros(2), item)) is None
+    assert signature((torch.zeros(2), [item])) is None
+
+
+def test_gradients() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    assert signature((weight,)) is None
+    assert signature(([weight],)) is None
+    assert signature((weight,), False) == signature((weight.detach(),), True)
+
+
+def test_layouts_say_where() -> None:
+    assert READER is not None
+    one = [torch.zeros(4, 4) for _ in range(3)]
+    before = READER.read(one)
+    assert READER.read(one) == before
+    for change in (
+        lambda t: t.set_(torch.zeros(4, 4)),
+        lambda t: t.resize_(3, 4),
+        lambda t: t.t_(),
+        lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    ):
+        changed = [torch.empty(0).set_(t) for t in one]
+        assert READER.read(changed) == before
+        change(changed[1])
+        assert READER.read(changed) != before

@@ -1,0 +1,92 @@
+"""Steps that move data need memory that is mapped where they are done; on ranks that pretend to be on two hosts, they are refused.
+
+How a real group on two hosts is refused: tests/processes/test_set_up_waits.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sim_toys import all_schedules
+
+from weft.errors import RefusedError, ScheduleError
+from weft.runtime.schedule_memory import agree_on_schedule
+from weft.schedule import RANK, AllGatherMatmul, AllToAllMatmul, Collective, Draft, EmbeddingAllToAll, Schedule, Tiles
+from weft.symm.domain import Domain
+
+SLOTS = tuple(((64 * rank, 32), (64 * rank + 32, 32)) for rank in range(4))
+PROBLEMS = (
+    AllGatherMatmul.even(64, 96, 64, 4),
+    AllToAllMatmul.even(96, 96, 64, 4, 4),
+    EmbeddingAllToAll(4, (8,) * 4, SLOTS),
+)
+
+
+def _domain(rank: int, *mapped: bool) -> Any:
+    return SimpleNamespace(rank=rank, mapped=mapped, all_gather=lambda mine, what: [mine])
+
+
+def _agree(schedule: Schedule, rank: int) -> None:
+    """As the ranks of two hosts do, 0 and 1, 2 and 3."""
+    agree_on_schedule(schedule, _domain(rank, *(other // 2 == rank // 2 for other in range(4))))
+
+
+def _leaves_the_host(schedule: Schedule, rank: int) -> bool:
+    steps = [step for lane in schedule.of_rank(rank) for step in lane.steps]
+    steps += [one for step in steps if isinstance(step, Tiles) for n in range(step.extent) for one in step.tile(n)]  # type: ignore[arg-type]
+    regions = [access.region for step in steps if not isinstance(step, Collective) for access in step.accesses()]
+    owners = {region.at for region in regions} | {at for step in steps if not step.inner for at, _, _ in step.sets()}
+    return any(owner // 2 != rank // 2 for owner in owners)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+def test_a_schedule_is_refused_where_one_of_its_steps_leaves_the_host(problem: Any) -> None:
+    """Collectives alone go elsewhere by themselves: serial always passes."""
+    refused, passed = set(), set()
+    for name, schedule in all_schedules(problem).items():
+        for rank in range(4):
+            agree_on_schedule(schedule, _domain(rank, *[True] * 4))
+            if _leaves_the_host(schedule, rank):
+                refused.add(name)
+                wanted = rf"{schedule.name}.*, lane .*memory of rank [0-3] is not mapped on rank {rank}, and a transport between"
+                with pytest.raises(ScheduleError, match=wanted):
+                    _agree(schedule, rank)
+            else:
+                passed.add(name)
+                _agree(schedule, rank)
+    assert len(refused) >= 2
+    assert {"serial", "pooled"} & passed
+
+
+def test_a_schedule_within_hosts_is_not_refused_and_the_step_that_leaves_is_named() -> None:
+    d = Draft("neighbours", 4)
+    x, box = d.buffer("x", 4, 4, "fp32", "input"), d.buffer("box", 4, 4, "fp32", "symmetric")
+    came, peer = d.signals("came", 1), RANK // 2 * 2 + (RANK + 1) % 2
+    d.lane("copies", "copy").copy(x.part(), box.part(at=peer)).set(came, at=peer)
+    for rank in range(4):
+        _agree(d.schedule(), rank)
+    d.lane("late", "copy").set(came, at=(RANK + 2) % 4)
+    with pytest.raises(ScheduleError, match=r"neighbours, lane late: set .*: memory of rank 3 is not mapped on rank 1"):
+        _agree(d.schedule(), 1)
+
+
+def test_what_one_rank_may_not_do_all_ranks_are_told() -> None:
+    schedule = all_schedules(PROBLEMS[0])["serial"]
+    domain = _domain(0, *[True] * 4)
+    domain.all_gather = lambda mine, what: [
+        mine,
+        (mine[0], "lane copies: copy: memory of rank 0 is not mapped on rank 1"),
+    ]
+    with pytest.raises(
+        ScheduleError, match=f"{schedule.name}.*lane copies: copy: memory of rank 0 is not mapped on rank 1"
+    ):
+        agree_on_schedule(schedule, domain)
+
+
+def test_symmetric_memory_is_refused_where_a_rank_cannot_map_it() -> None:
+    with pytest.raises(
+        RefusedError, match=r"flags: memory of ranks \[2, 3\] cannot be mapped on rank 0, and a transport"
+    ):
+        Domain.allocate(_domain(0, True, True, False, False), 64, what="flags")

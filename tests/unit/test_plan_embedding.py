@@ -1,0 +1,119 @@
+"""The planner and embedding_all_to_all: what it takes by the model is what was fastest when measured, and explanations say so."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from weft import plan
+from weft.bench.core.options import DTYPES
+from weft.bench.ops.embedding_presets import Scale, find_presets
+from weft.embedding.plan import problem_of
+from weft.hw import known_machines, load_machine
+from weft.plan.choose import ALIKE_US, decide
+from weft.schedule import EmbeddingAllToAll
+from weft.sim import model_of
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-2-ranks.jsonl"
+MEASURED_AS = {"serial": "batched", "direct": "direct", "put": "put"}
+
+
+def measured() -> dict[tuple[str, str], dict[str, dict]]:
+    """Queued records by configuration and dtype, then by variant."""
+    found: dict[tuple[str, str], dict[str, dict]] = {}
+    for line in RECORDS.read_text().splitlines():
+        record = json.loads(line)
+        if record["op"] == "embedding_all_to_all" and record["mode"] == "queued":
+            found.setdefault((record["config"], record["dtype"]), {})[record["variant"]] = record
+    return found
+
+
+def problem(config: str, dtype: str, record: dict) -> EmbeddingAllToAll:
+    scale = Scale(*(Fraction(record[what]).limit_denominator(1 << 16) for what in ("scale", "rows_scale")))
+    (preset,) = find_presets(config)
+    sized = preset.config(record["ranks"], scale, DTYPES[dtype])
+    return problem_of(sized.sharding, sized.batch_sizes)
+
+
+@pytest.mark.parametrize(("config", "dtype"), measured())
+def test_what_is_taken_was_the_fastest_when_measured(config: str, dtype: str) -> None:
+    """Of this very batch, and of the one for which calls of its size choose."""
+    records = measured()[config, dtype]
+    p = problem(config, dtype, records["direct"])
+    for one in (p, plan.typical(p)):
+        choice = decide(one, model_of(load_machine("h200"), 2), mode="queued")
+        taken = records[MEASURED_AS[choice.candidate.name]]
+        others = [records[name] for name in MEASURED_AS.values() if name in records]
+        assert taken["p50_ms"] <= min(record["p50_ms"] for record in others)
+
+
+@pytest.mark.parametrize("machine", known_machines())
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_nothing_is_taken_that_is_slower_than_serial(machine: str, ranks: int) -> None:
+    model = model_of(load_machine(machine), ranks)
+    for batch, dim, rows, tables in (
+        (1, 1, 1, 1),
+        (64, 16, 1, 26),
+        (4096, 128, 20, 8 * ranks),
+        (65536, 64, 100, ranks),
+    ):
+        choice = decide(EmbeddingAllToAll.sized(batch, dim, rows, ranks, "fp32", tables=tables), model, mode="queued")
+        assert choice.row(choice.candidate.name).us <= choice.row("serial").us
+        assert {row.candidate.name for row in choice.rows} == {"serial", "direct", "put"}
+
+
+def test_of_what_takes_as_long_the_one_that_stages_nothing_is_taken() -> None:
+    """`put` has fewer steps."""
+    model = model_of(load_machine("h200"), 2)
+    choice = decide(EmbeddingAllToAll.sized(64, 16, 1, 2, "fp32", tables=26), model, mode="queued")
+    direct, put = choice.row("direct"), choice.row("put")
+    assert abs(direct.us - put.us) < ALIKE_US
+    assert put.steps < direct.steps
+    assert choice.candidate.name == "direct"
+
+
+def test_sizes_of_a_rank_are_taken_together_up_to_where_all_grow_alike() -> None:
+    def sized(*batch_sizes: int) -> EmbeddingAllToAll:
+        return EmbeddingAllToAll(2, batch_sizes, (((0, 8),), ((8, 8),)))
+
+    assert plan.octave(sized(100, 100)) == plan.octave(sized(90, 0)) == plan.octave(sized(0, 105))
+    assert plan.octave(sized(100, 100)) < plan.octave(sized(100, 200)) < plan.octave(sized(5000, 0))
+    assert plan.octave(sized(5000, 0)) == plan.octave(sized(10**6, 10**6))
+    assert plan.typical(sized(100, 7)) == plan.typical(sized(95, 95))
+    assert set(plan.typical(sized(100, 7)).batch_sizes) == {91}  # the middle of the half octave, 2 ** 6.5
+    assert set(plan.typical(sized(0, 0)).batch_sizes) == {1}
+
+
+def test_an_explanation_has_all_three_and_nothing_of_gemms() -> None:
+    text = plan.explain("embedding_all_to_all", M=16384, N=64, K=64, tables=128, ranks=2, hw="h200", dtype="fp32")
+    for words in ("16384 samples, 128 features with 8192 columns and 64 rows a bag, fp32, 2 ranks", "choice    direct"):
+        assert words in text
+    table = [line.split() for line in text.split("\n\n")[1].splitlines()]
+    assert [row[0] for row in table[1:]] == ["direct", "put", "serial"]
+    times = [float(row[1]) for row in table[1:]]
+    assert times == sorted(times)
+    assert "GEMM" not in text
+    assert "DIL" not in text
+
+
+def test_tables_that_ranks_do_not_divide_are_dealt() -> None:
+    p = EmbeddingAllToAll.sized(7, 4, 3, 3, "fp16", tables=4)
+    assert p.batch_sizes == (3, 2, 2)
+    assert p.slots == (((0, 4), (4, 4)), ((8, 4),), ((12, 4),))
+    assert p.rows_read == ((3.0, 3.0), (3.0,), (3.0,))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "tables=None must be at least 1: embedding_all_to_all has so many"),
+        ({"tables": 4, "M": 0}, "M=0, N=8, K=2: there is nothing to compute"),
+        ({"tables": 4, "experts": 4}, "experts=4: embedding_all_to_all has none of it, all_to_all_matmul has"),
+    ],
+)
+def test_what_cannot_be_explained(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan.explain("embedding_all_to_all", **{"M": 16, "N": 8, "K": 2, "ranks": 2, "hw": "h200", **given})

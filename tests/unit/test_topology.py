@@ -1,0 +1,329 @@
+"""Topologies: routes of every shape, flows that share links or do not, times from textbooks, and files that are wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_toys import TOY, puts
+
+from weft import plan
+from weft.hw import load_machine
+from weft.hw.topology import (
+    Link,
+    Topology,
+    Wiring,
+    hosts,
+    known_topologies,
+    load_topology,
+    mesh,
+    ring,
+    switch,
+    torus,
+    unlimited,
+)
+from weft.schedule import RANK, Draft, Schedule, lookup
+from weft.sim import model_of, simulate
+from weft.sim.costs import Links
+
+RANKS = st.integers(1, 13)
+TOPOLOGIES = st.one_of(
+    st.builds(switch, RANKS, st.just(100.0)),
+    st.builds(mesh, RANKS, st.just(100.0)),
+    st.builds(ring, RANKS, st.just(100.0)),
+    st.builds(lambda rows, columns: torus(rows * columns, 100.0, 0.5, columns), st.integers(1, 4), st.integers(1, 4)),
+    st.builds(lambda ranks, gpus: hosts(ranks, 100.0, 0.0, 10.0, 2.0, gpus), RANKS, st.integers(1, 5)),
+)
+
+
+def _distances(topology: Topology, source: int) -> dict[int, int]:
+    """Links to each node, by rounds over all links."""
+    found = {source: 0}
+    while more := [link for link in topology.links if link.source in found and link.target not in found]:
+        for link in more:
+            found.setdefault(link.target, found[link.source] + 1)
+    return found
+
+
+@settings(deadline=None)
+@given(TOPOLOGIES)
+def test_every_route_leads_from_source_to_target_over_the_fewest_links(topology: Topology) -> None:
+    for source in range(topology.ranks):
+        distances = _distances(topology, source)
+        for target in range(topology.ranks):
+            route = topology.route(source, target)
+            assert [link.target for link in route] == [*(link.source for link in route[1:]), *[target] * bool(route)]
+            assert not route or route[0].source == source
+            assert len(route) <= distances[target], "rounds may find a longer way first"
+            assert len(route) >= (source != target)
+            assert set(route) <= set(topology.links)
+    assert len({link.name for link in topology.links}) == len(topology.links)
+
+
+@settings(deadline=None)
+@given(TOPOLOGIES, st.lists(st.tuples(RANKS, RANKS, st.integers(1, 1000)), max_size=20))
+def test_what_goes_into_a_node_comes_out_of_it(topology: Topology, flows: list[tuple[int, int, int]]) -> None:
+    """Links carry all bytes of each flow, and no others: at every node what arrives leaves, but what begins or ends there."""
+    ranks = topology.ranks
+    carried, left = dict.fromkeys(topology.links, 0.0), [0.0] * (2 * ranks + 2)
+    by_place = {(link.kind, link.at): link for link in topology.links}
+    for a, b, count in flows:
+        rank, target = a % ranks, b % ranks
+        left[rank] += count
+        left[target] -= count
+        for _, (kind, at), share in Links(topology, rank).uses(0, target - rank, count, us=7.0):
+            link = by_place[kind, (rank + at) % ranks]
+            carried[link] += share * link.bytes_per_us * 7.0
+    for node, count in enumerate(left):
+        out = sum(n for link, n in carried.items() if link.source == node)
+        into = sum(n for link, n in carried.items() if link.target == node)
+        assert out - into == pytest.approx(count, abs=1e-6)
+
+
+def test_routes_by_name() -> None:
+    def names(topology: Topology, source: int, target: int) -> list[str]:
+        return [link.name for link in topology.route(source, target)]
+
+    assert names(switch(4, 1.0), 1, 3) == ["1 out", "3 in"]
+    assert names(mesh(4, 1.0), 3, 1) == ["3 to +2"]
+    assert names(ring(5, 1.0), 4, 1) == ["4 row +1", "0 row +1"]
+    assert names(ring(5, 1.0), 1, 4) == ["1 row -1", "0 row -1"]
+    assert names(ring(4, 1.0), 3, 1) == ["3 row +1", "0 row +1"], "of two ways as long, the one that is listed first"
+    assert names(torus(12, 1.0, 0.0, 4), 1, 7) == ["1 row +1", "2 row +1", "3 column +1"]
+    two = hosts(6, 1.0, 0.0, 0.1, 2.0, 3)
+    assert names(two, 0, 2) == ["0 out", "2 in"]
+    assert names(two, 0, 5) == ["0 NIC out", "5 NIC in"]
+    assert unlimited(3).route(0, 2) == ()
+
+
+def test_links_lead_where_they_do_and_nowhere_else() -> None:
+    one_way = Topology(2, (Link("wire", 0, 0, 1, 5.0),))
+    assert [link.name for link in one_way.route(0, 1)] == ["0 wire"]
+    with pytest.raises(ValueError, match="no links lead from rank 1 to rank 0"):
+        one_way.route(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("topology", "period"),
+    [
+        (switch(6, 1.0), 1),
+        (mesh(6, 1.0), 1),
+        (ring(6, 1.0), 1),
+        (torus(12, 1.0, 0.0, 4), 4),
+        (hosts(6, 1.0, 0.0, 0.1, 2.0, 3), 3),
+        (hosts(7, 1.0, 0.0, 0.1, 2.0, 3), 7),
+        (replace(mesh(4, 1.0), links=(*mesh(4, 1.0).links[:-1], replace(mesh(4, 1.0).links[-1], latency_us=1.0))), 4),
+    ],
+)
+def test_which_ranks_see_the_same(topology: Topology, period: int) -> None:
+    assert topology.period == period
+
+
+# -- in the simulator: links of 100 bytes/us, copies of 1000 bytes with a latency of 7 us
+
+
+def _on(wiring: Wiring) -> object:
+    return replace(TOY, wiring=wiring)
+
+
+def _ring_all_gather(world: int) -> Schedule:
+    """Each rank passes on to the next what it got last, of 1000 bytes a rank."""
+    d = Draft("ring", world)
+    x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10 * world, 25, "fp32", "symmetric")
+    came, right = d.signals("came", world), (RANK + 1) % world
+    lane = d.lane("copies", "copy").copy(x.part(), box.part(rows=(RANK * 10, 10), at=right)).set(came, 0, at=right)
+    for step in range(1, world - 1):
+        rows = ((RANK + world - step) % world * 10, 10)
+        lane.wait(came, step - 1).copy(box.part(rows=rows), box.part(rows=rows, at=right)).set(came, step, at=right)
+    d.lane("compute").wait(came, world - 2)
+    return d.schedule()
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_a_ring_all_gather_on_a_ring_takes_the_textbook_time(world: int) -> None:
+    """(p - 1) (latency + bytes / bandwidth): nobody waits for a link. The signal takes the link's latency as well."""
+    found = simulate(_ring_all_gather(world), _on(Wiring(ring, (100.0, 0.25))))  # type: ignore[arg-type]
+    assert found.end_us == pytest.approx((world - 1) * (7 + 0.25 + 1000 / 100 + 0.25))
+    assert found.program.ranks == (0,)
+
+
+def test_all_to_all_at_once_takes_what_the_fullest_link_of_a_ring_takes() -> None:
+    """Each link of 5 carries three flows: the one to the next rank, and two of those to the next but one."""
+    found = simulate(puts(5, 1, 2, 3, 4), _on(Wiring(ring, (100.0,))))  # type: ignore[arg-type]
+    assert found.end_us == pytest.approx(7 + 3 * 1000 / 100)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "alone_us", "both_us"),
+    [
+        (Wiring(mesh, (100.0,)), 10, 10),
+        (Wiring(switch, (100.0,)), 10, 20),
+        (Wiring(ring, (100.0,)), 10, 20),  # 0 -> 2 goes through 1
+        (Wiring(hosts, (100.0, 0.0, 20.0, 0.0, 2)), 10, 50),
+    ],
+)
+def test_two_flows_share_a_link_that_both_go_over(wiring: Wiring, alone_us: float, both_us: float) -> None:
+    """From rank 0 to 1, and to 2; on the hosts the second one goes by the NIC and disturbs nobody."""
+
+    def ends(*targets: int) -> dict[str, float]:
+        d = Draft("from rank 0", 5)
+        x = d.buffer("x", 10, 25, "fp32", "input")
+        for to in targets:
+            box = d.buffer(f"box{to}", 10, 25, "fp32", "symmetric")
+            rows = (0, lookup((10, 0, 0, 0, 0), RANK))
+            d.lane(f"to {to}", "copy").copy(x.part(rows=rows), box.part(rows=rows, at=to))
+        found = simulate(d.schedule(), replace(TOY, wiring=wiring, copy_latency_us=0.0))
+        return {span.lane: span.end_us for span in found.timeline}
+
+    assert ends(1) == {"to 1": pytest.approx(alone_us)}
+    both = ends(1, 2)
+    assert both["to 2"] == pytest.approx(both_us)
+    assert both["to 1"] == pytest.approx(alone_us if wiring.builder in (mesh, hosts) else both_us)
+
+
+def test_a_flow_on_a_mesh_disturbs_no_other_pair() -> None:
+    """Of 4 ranks, where everybody sends to everybody."""
+    wiring = _on(Wiring(mesh, (100.0,)))
+    assert simulate(puts(4, 1, 2, 3), wiring).end_us == simulate(puts(4, 2), wiring).end_us  # type: ignore[arg-type]
+
+
+def test_latencies_of_a_route_add_up_for_copies_and_signals() -> None:
+    d = Draft("to the other host", 4)
+    x, box = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("box", 10, 25, "fp32", "symmetric")
+    came, peer = d.signals("came", 1), (RANK + 2) % 4
+    d.lane("copies", "copy").copy(x.part(), box.part(at=peer)).set(came, at=peer)
+    d.lane("compute").wait(came)
+    model = replace(TOY, wiring=Wiring(hosts, (100.0, 0.5, 20.0, 2.0, 2)), signal_remote_us=1.0)
+    found = simulate(d.schedule(), model)
+    assert found.end_us == pytest.approx(7 + 2 * 2 + 1000 / 20 + 1 + 2 * 2)
+    assert found.program.ranks == (0, 1), "a rank of each place in a host"
+    near = replace(model, wiring=Wiring(hosts, (100.0, 0.5, 20.0, 2.0, 4)))
+    assert simulate(d.schedule(), near).end_us == pytest.approx(7 + 2 * 0.5 + 1000 / 100 + 1 + 2 * 0.5)
+
+
+def test_a_collective_takes_no_less_than_its_fullest_link() -> None:
+    """Of 4 ranks on two hosts, every NIC sends to two others; on one switch the collective's own rate is the limit."""
+    d = Draft("gather", 4)
+    x, y = d.buffer("x", 10, 25, "fp32", "input"), d.buffer("y", 40, 25, "fp32", "output")
+    d.lane("compute").all_gather(x.part(), y.part())
+    model = replace(TOY, collective_bytes_per_us=50.0, wiring=Wiring(hosts, (100.0, 0.0, 20.0, 2.0, 2)))
+    assert simulate(d.schedule(), model).end_us == pytest.approx(2 * 2 + 2 * 1000 / 20)
+    assert simulate(d.schedule(), replace(model, wiring=Wiring(switch, (100.0,)))).end_us == pytest.approx(3000 / 50)
+
+
+# -- files
+
+RATE = '{value = 100, unit = "GB/s", source = "paper"}'
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "wires.toml"
+    path.write_text(text)
+    return path
+
+
+def test_every_shipped_topology_loads_for_a_machine_that_has_its_numbers() -> None:
+    h200 = load_machine("h200")
+    machine = replace(h200, quantities={**h200.quantities, "link.pair_usable": h200["link.bandwidth"]})
+    for name in known_topologies():
+        topology = load_topology(name, machine).of(16)
+        assert topology.route(0, 15)
+        assert load_topology(name, machine) == load_topology(name, machine)
+
+
+def test_numbers_of_the_file_come_before_the_machines(tmp_path: Path) -> None:
+    mi300x = load_machine("mi300x")
+    path = _file(tmp_path, f'name = "ring"\nshape = "ring"\n[link]\npair_usable = {RATE}\n')
+    assert load_topology(path, mi300x) == Wiring(ring, (100e3, 0.0))
+    assert load_topology("ring", mi300x) == Wiring(ring, (48e3, 0.0))
+
+
+def test_a_machine_file_may_name_a_topology_file_beside_it(tmp_path: Path) -> None:
+    _file(tmp_path, f'name = "ring"\nshape = "ring"\n[link]\npair_usable = {RATE}\n')
+    shipped = Path(plan.__file__).parents[1] / "hw" / "h200.toml"
+    text = re.sub('^topology = "switch"$', 'topology = "wires.toml"', shipped.read_text(), flags=re.MULTILINE)
+    (tmp_path / "mine.toml").write_text(text)
+    assert model_of(load_machine(tmp_path / "mine.toml"), 4).wiring == Wiring(ring, (100e3, 0.0))
+
+
+def test_a_machine_files_topology_is_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(f'name = "odd"\n[topology]\nport = {RATE}\n')
+    with pytest.raises(ValueError, match=r'odd\.toml: topology = .* must be a name or a path, as topology = "switch"'):
+        load_machine(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('shape = "ring"', r'wires\.toml: a topology file starts with name = "\.\.\."'),
+        ('name = "x"', r"wires\.toml: shape = None is not known; use one of switch, mesh, ring, torus, hosts"),
+        ('name = "x"\nshape = "star"', r"wires\.toml: shape = 'star' is not known; use one of switch, mesh"),
+        (f'name = "x"\nshape = "ring"\n[link]\npair_usble = {RATE}',
+         r"wires\.toml: link\.pair_usble says nothing of shape 'ring'; its numbers are link\.pair_usable, link\.pair_latency"),
+        ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "us", source = "paper"}',
+         r"link\.pair_usable is in us: give it in B/s or GB/s"),
+        ('name = "x"\nshape = "ring"\n[link]\npair_usable = {value = 1, unit = "GB/s"}',
+         r"wires\.toml: link\.pair_usable has source None; use one of measured"),
+        ('name = "x"\nshape = "torus"\n[torus]\ncolumns = {value = 2.5, unit = "1", source = "paper"}',
+         r"torus\.columns = 2\.5 \(paper\): it must be a whole number"),
+        ('name = "x"\nshape = "ring"\nlatency = 3', r"wires\.toml: latency = 3 needs value, unit and source"),
+        ("name = ", r"wires\.toml is no TOML file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_wrong_is_told_by_file_key_and_fix(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_topology(_file(tmp_path, text), load_machine("mi300x"))
+
+
+def test_what_is_missing_is_told_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"no topology 'rings': give one of hosts, mesh, ring, switch, torus, or a path"
+    ):
+        load_topology("rings", load_machine("h200"))
+    with pytest.raises(ValueError, match=r"the topology file nowhere\.toml cannot be read \(No such file"):
+        load_topology("nowhere.toml", load_machine("h200"))
+    with pytest.raises(
+        KeyError, match=r"topology ring: NVIDIA H200 has no link\.pair_usable: add it to that machine's file or"
+    ):
+        load_topology("ring", load_machine("h200"))
+    with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6: give it a multiple of 4"):
+        load_topology("torus", load_machine("mi300x")).of(6)
+
+
+# -- plans
+
+
+def _times(topology: str | None) -> dict[str, float | None]:
+    found = plan.explanation(
+        "all_gather_matmul",
+        M=65536,
+        N=2048,
+        K=8192,
+        ranks=8,
+        hw="mi300x",
+        topology=topology,
+        dtype="bf16",
+        mode="queued",
+    )
+    return {row.candidate.name: row.predicted_us for row in found.choice.rows}
+
+
+def test_plans_are_made_for_other_topologies_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    usual, ring_us = _times(None), _times("ring")
+    assert usual == _times("mesh"), "which a MI300X has anyway"
+    # 8192 rows of 8192 items from each rank to each: a link of the ring carries 1 + 2 + 3 + 4 of these flows.
+    flow, gathered = 8192 * 8192 * 2, load_machine("mi300x")["collective.all_gather"].si * 1e-6
+    wanted = 10 * flow / 48e3 - 7 * flow / gathered
+    assert (ring_us["serial"] or 0) - (usual["serial"] or 0) == pytest.approx(wanted, rel=1e-3)
+    text = plan.explain("all_gather_matmul", M=4096, N=512, K=512, ranks=8, hw="mi300x", topology="torus")
+    assert "topology torus in place of mesh" in text
+    with pytest.raises(ValueError, match="rows of 4 ranks cannot have 6"):
+        plan.explain("all_gather_matmul", M=600, N=512, K=512, ranks=6, hw="mi300x", topology="torus")
+    with pytest.raises(ValueError, match=r"has no link\.pair_usable"):
+        plan.explain("all_gather_matmul", M=600, N=512, K=512, ranks=6, hw="h200", topology="ring")

@@ -1,0 +1,47 @@
+"""What a call of embedding_all_to_all may be told beside its tensors: one value, checked once, for function, module and plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Literal, TypeAlias, get_args
+
+from weft.schedule.kernels import SliceOrder, SliceTransport
+
+Transport: TypeAlias = Literal["auto", "serial", SliceTransport]
+Order: TypeAlias = SliceOrder
+BoundsCheck: TypeAlias = Literal["fatal", "warning", "ignore"]
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """What each means says `weft.embedding_all_to_all`. Raises `ValueError` for one that is none."""
+
+    transport: Transport = "auto"
+    order: Order = "remote_first"
+    slice_size: int | None = None
+    bounds_check: BoundsCheck = "warning"
+    hash: bool = False
+    outputs: int = 2
+
+    def __post_init__(self) -> None:
+        for name, given, legal in (
+            ("transport", self.transport, get_args(Transport)),
+            ("order", self.order, get_args(Order)),
+            ("bounds_check", self.bounds_check, get_args(BoundsCheck)),
+        ):
+            if given not in legal:
+                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, legal))}")
+        if not isinstance(self.hash, bool):
+            raise ValueError(f"hash={self.hash!r} must be True or False")
+        if self.slice_size is not None and not (isinstance(self.slice_size, Integral) and 1 <= self.slice_size < 2**31):
+            raise ValueError(f"slice_size={self.slice_size!r} must be at least 1 pooled vector, and less than 2**31")
+        if not isinstance(self.outputs, Integral) or not 1 <= self.outputs <= 255:
+            raise ValueError(
+                f"outputs={self.outputs!r} must be between 1 and 255: how many result buffers each rank keeps"
+            )
+
+    @property
+    def refuses_bad_ids(self) -> bool:
+        """Whether all ids are looked at before anything is written: hashes are rows in any case."""
+        return self.bounds_check == "fatal" and not self.hash

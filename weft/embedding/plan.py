@@ -1,0 +1,139 @@
+"""What every call of one embedding_all_to_all shares: its options, and how the work of a rank is cut into units.
+
+A **unit** is what a program or thread takes at a time: pooled vectors of one sample. For `put` a unit is a **slice**: up to
+`slice_size` vectors whose output columns are adjacent, so that it leaves as one contiguous copy and raises one flag. For
+`direct` a unit only says how much work is grabbed at once; on GPUs that is not `slice_size`, but what suits the bytes of a bag
+(`weft.runtime.cuda.embedding_kernel`). The units of a sample are the same for every sample.
+
+Transport, order and slices come from a schedule (`weft.schedule.slices`), the same value that is verified and simulated: its
+tiles name their kernel (`kernel_of`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import get_args
+
+from weft.embedding.options import EmbeddingOptions, Transport
+from weft.embedding.tables import DTYPE_NAMES, EmbeddingSharding
+from weft.errors import ScheduleError
+from weft.schedule import EmbeddingAllToAll, Schedule, Tiles, slices
+from weft.schedule.kernels import PooledSlices, SliceTransport
+from weft.schedule.slices import Unit, units_of, usual_slice_size
+
+
+@dataclass(frozen=True)
+class EmbeddingPlan:
+    """One operator as every rank of its group must describe it; ranks compare `fingerprint` at every call."""
+
+    sharding: EmbeddingSharding
+    options: EmbeddingOptions
+
+    def __post_init__(self) -> None:
+        size = self.options.slice_size
+        size = usual_slice_size(_problem(self.sharding)) if size is None else int(size)
+        object.__setattr__(self, "options", replace(self.options, slice_size=size))
+
+    def __hash__(self) -> int:
+        return self.fingerprint
+
+    @cached_property
+    def text(self) -> dict[str, str]:
+        """Everything that ranks must agree on, by name, as text that fits into an error message."""
+        tables = {
+            f"table {number}": f"{t.name} [{t.num_embeddings}, {t.embedding_dim}] {t.dtype} {t.pooling} of "
+            f"{', '.join(t.feature_names)} on rank {rank}"
+            for number, (t, rank) in enumerate(zip(self.sharding.tables, self.sharding.rank_of_table, strict=True))
+        }
+        options = {name: str(value) for name, value in asdict(self.options).items()}
+        return {"world_size": str(self.sharding.world_size)} | options | tables
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number in [0, 2**62) that differs (but for chance) when `text` does, the same in every process."""
+        return int.from_bytes(hashlib.sha256(json.dumps(self.text).encode()).digest()[:8], "big") >> 2
+
+    @property
+    def slice_size(self) -> int:
+        assert self.options.slice_size is not None
+        return self.options.slice_size
+
+    def slices(self, rank: int) -> tuple[Unit, ...]:
+        """The slices of one sample on `rank`: runs of adjacent columns, cut into at most `slice_size` vectors."""
+        return units_of([(slot.column, slot.dim) for slot in self.sharding.local_slots(rank)], self.slice_size)
+
+    def sent_by(self, transport: Transport) -> EmbeddingPlan:
+        """The same, by that transport."""
+        return plan_of(self.sharding, replace(self.options, transport=transport))
+
+    @cached_property
+    def candidates(self) -> dict[str, Transport]:
+        """Between what transport="auto" chooses: names that the planner knows, and what each stands for."""
+        given = (
+            [] if self.slice_size == usual_slice_size(_problem(self.sharding)) else [f"slice_size={self.slice_size}"]
+        )
+        given += [] if self.options.order == "remote_first" else [f"order={self.options.order}"]
+        suffix = f"[{','.join(given)}]" if given else ""
+        sliced: dict[str, Transport] = {f"{transport}{suffix}": transport for transport in get_args(SliceTransport)}
+        return {"serial": "serial", **sliced}
+
+    def alone(self, rank: int) -> EmbeddingPlan | None:
+        """Pooling of what `rank` owns, with nobody to send it to; None if that is nothing."""
+        tables = tuple(self.sharding.tables[i] for i in self.sharding.local_tables(rank))
+        if not tables:
+            return None
+        options = replace(self.options, transport="direct", slice_size=None)
+        return EmbeddingPlan(EmbeddingSharding(tables, (0,) * len(tables), 1), options)
+
+    @cached_property
+    def slices_per_sample(self) -> tuple[int, ...]:
+        """For every rank, how many slices it sends per sample: what lays out the flags of `put`."""
+        return tuple(len(self.slices(rank)) for rank in range(self.sharding.world_size))
+
+
+@functools.lru_cache(maxsize=64)
+def plan_of(sharding: EmbeddingSharding, options: EmbeddingOptions) -> EmbeddingPlan:
+    """What the schedule of that transport, order and slice size plans, where it has kernels of slices."""
+    plan = EmbeddingPlan(sharding, options)
+    if options.transport in ("auto", "serial"):
+        return plan
+    builder = slices.put if options.transport == "put" else slices.direct
+    kernel = kernel_of(builder(_problem(sharding), slice_size=plan.slice_size, order=options.order))
+    read = replace(options, transport=kernel.transport, order=kernel.order, slice_size=kernel.slice_size)
+    return EmbeddingPlan(sharding, read)
+
+
+def _problem(sharding: EmbeddingSharding) -> EmbeddingAllToAll:
+    """Of one sample a rank: how many there are differs from call to call, and makes longer kernels but no other ones."""
+    return problem_of(sharding, (1,) * sharding.world_size)
+
+
+def problem_of(sharding: EmbeddingSharding, batch_sizes: Sequence[int]) -> EmbeddingAllToAll:
+    """A call as schedules know it, to build, simulate and print them: `weft.schedule.slices.direct(problem_of(...), ...)`.
+
+    batch_sizes: samples per rank. Bags read as many rows as the sharding's `rows_read` says, or one each.
+    """
+    local = [sharding.local_slots(rank) for rank in range(sharding.world_size)]
+    rows: tuple[tuple[float, ...], ...] = ()
+    if (read := sharding.rows_read) is not None:
+        of_table = [mean / len(table.feature_names) for mean, table in zip(read, sharding.tables, strict=True)]
+        rows = tuple(tuple(of_table[slot.table] for slot in of_rank) for of_rank in local)
+    places = tuple(tuple((slot.column, slot.dim) for slot in of_rank) for of_rank in local)
+    return EmbeddingAllToAll(sharding.world_size, tuple(batch_sizes), places, rows, DTYPE_NAMES[sharding.dtype])
+
+
+def kernel_of(schedule: Schedule) -> PooledSlices:
+    """The kernel of all tiles; `ScheduleError` if there is none, or another one, and the schedule none of the operator's."""
+    kernels = dict.fromkeys(step.kernel for lane in schedule.lanes for step in lane.steps if isinstance(step, Tiles))
+    match [*kernels]:
+        case [PooledSlices() as kernel]:
+            return kernel
+    raise ScheduleError(
+        f"schedule {schedule.name} is none of the operator's: one kernel, {PooledSlices.kind}, for the samples of all ranks; "
+        f"found {', '.join(kernel.name for kernel in kernels) or 'none'}"
+    )

@@ -1,0 +1,73 @@
+"""A topology is a TOML file, so that a model says which links it has and what they rest on.
+
+    name = "two hosts of four GPUs"
+    shape = "hosts"                # or "switch", "mesh", "ring", "torus": weft/hw/topology/links.py says what they are
+
+    [hosts.gpus]                   # numbers as in a machine file
+    value = 4
+    unit = "1"
+    source = "datasheet"
+
+Numbers that the file does not give are the machine's: `link.port_usable` of GPUs on a switch, `link.pair_usable` of GPUs that are
+linked to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from weft.hw.machine import Machine, known_files, quantities_of, read_file
+from weft.hw.topology.links import Topology, Wiring, hosts, mesh, ring, switch, torus
+
+_PORTS, _PAIRS = ("link.port_usable", "link.port_latency"), ("link.pair_usable", "link.pair_latency")
+_SHAPES: dict[str, tuple[Callable[..., Topology], tuple[str, ...]]] = {
+    "switch": (switch, _PORTS),
+    "mesh": (mesh, _PAIRS),
+    "ring": (ring, _PAIRS),
+    "torus": (torus, (*_PAIRS, "torus.columns")),
+    "hosts": (hosts, (*_PORTS, "nic.usable", "nic.latency", "hosts.gpus")),
+}
+"""Latencies are 0 where nobody gives them."""
+
+
+def known_topologies() -> tuple[str, ...]:
+    """Names that `load_topology` knows without a path."""
+    return known_files("topology")
+
+
+def load_topology(name: str | Path, machine: Machine) -> Wiring:
+    """The topology `name` (see `known_topologies`), or the one in the TOML file at that path, of these machines.
+
+    `ValueError` for a file that is no topology, `KeyError` for a number that neither the file nor the machine has.
+    """
+    data = read_file("topology", name)
+    data.pop("name")
+    shape = data.pop("shape", None)
+    if shape not in _SHAPES:
+        raise ValueError(f"{name}: shape = {shape!r} is not known; use one of {', '.join(_SHAPES)}")
+    builder, keys = _SHAPES[shape]
+    given = quantities_of(str(name), data)
+    if unknown := set(given) - set(keys):
+        raise ValueError(
+            f"{name}: {', '.join(sorted(unknown))} says nothing of shape {shape!r}; its numbers are {', '.join(keys)}"
+        )
+    both = replace(machine, quantities={**machine.quantities, **given})
+    for key in keys:
+        if key not in both.quantities and not key.endswith("latency"):
+            raise KeyError(
+                f"topology {name}: {machine.name} has no {key}: add it to that machine's file or to the topology's, or use "
+                f"another topology, one of {', '.join(known_topologies())}"
+            )
+    return Wiring(builder, tuple(_number(both, key) for key in keys))
+
+
+def _number(machine: Machine, key: str) -> float:
+    if key.endswith("usable"):
+        return machine.per_us(key)
+    if key.endswith("latency"):
+        return machine.us(key) if key in machine.quantities else 0.0
+    if machine.number(key) % 1:
+        raise ValueError(f"{key} = {machine[key]}: it must be a whole number")
+    return machine.count(key)

@@ -1,0 +1,120 @@
+"""embedding_all_to_all without overlap, on CPU processes and GPUs: one kernel pools, then the library exchanges, then columns are
+put in order. The schedule `serial` of `weft.schedule.slices`, as a user would write it.
+
+    pooled    [global batch, columns of this rank's tables]
+    received  [local batch, columns of rank 0's tables], then of rank 1's ...      all_to_all_single
+    result    [local batch, all columns], in the order of tables
+
+No symmetric memory, so results are ordinary tensors. On CPU ranks meet before they pool, as for other transports, and before they
+exchange, with this call's deadline (`weft.runtime.in_turn`); on GPUs what holds for the exchange is what NCCL does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from weft import env
+from weft.embedding.check import CheckedInput, check_contents
+from weft.embedding.jagged import JaggedInput
+from weft.embedding.plan import EmbeddingPlan
+from weft.embedding.tables import column_runs
+from weft.runtime.agreement import agree, refuse, topic_of
+from weft.runtime.cpu import embedding as cpu
+from weft.runtime.in_turn import Marks, Turn, Turns
+from weft.symm import Domain
+from weft.timeline import Timeline
+from weft.words import counted
+
+
+class EmbeddingAllToAllUnfused:
+    """One plan on one domain. Making it is collective; `__call__` is too."""
+
+    outputs = None  # none that peers write
+
+    def __init__(self, plan: EmbeddingPlan, domain: Domain) -> None:
+        self.plan, self.domain = plan, domain
+        sharding, rank = plan.sharding, domain.rank
+        self._columns = [sum(slot.dim for slot in sharding.local_slots(r)) for r in range(domain.world_size)]
+        self._runs = column_runs(sharding)
+        self._alone, self._widest = plan.alone(rank), max(slot.dim for slot in sharding.slots)
+        self._topic, self._turns = topic_of(domain, plan), None
+        if domain.device.type == "cpu":
+            self._turns = Turns(f"embedding_all_to_all of {counted(len(sharding.tables), 'table')}", domain)
+
+    def __call__(
+        self,
+        weights: list[torch.Tensor],
+        jagged: JaggedInput,
+        checked: CheckedInput,
+        *,
+        deadline_s: float | None = None,
+        timeline: Timeline | None = None,
+    ) -> torch.Tensor:
+        """One call; the output [batch_sizes[rank], total_dim], on GPUs valid in stream order."""
+        domain, rank = self.domain, self.domain.rank
+        deadline_s = deadline_s or env.deadline_s()
+        domain.check()
+        try:
+            check_contents(jagged, self.plan.sharding, rank, checked, self.plan.options)
+        except ValueError as error:
+            refuse(domain, str(error), deadline_s=deadline_s)
+        if self._turns is not None:
+            agree(domain, self._topic, 0, checked.batch_sizes, deadline_s=deadline_s)
+        turn = Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, rank, domain.device))
+        pooled = jagged.values.new_empty((checked.global_batch, self._columns[rank]), dtype=self.plan.sharding.dtype)
+        alone = self._alone
+        warn = pool_alone(alone, weights, jagged, checked, pooled, rank, self._widest) if alone else None
+        output = self._exchanged(turn.done("pool", pooled), checked.batch_sizes, turn)
+        turn.end()
+        if warn is not None:
+            warn()
+        return output
+
+    def _exchanged(self, pooled: torch.Tensor, batch_sizes: tuple[int, ...], turn: Turn) -> torch.Tensor:
+        rank, own = self.domain.rank, batch_sizes[self.domain.rank]
+        if self.domain.world_size == 1:
+            return pooled
+        arriving = [own * columns for columns in self._columns]
+        leaving = [size * self._columns[rank] for size in batch_sizes]
+        received = pooled.new_empty(sum(arriving))
+        exchange = received, pooled.view(-1), arriving, leaving
+        turn.run("all_to_all of pooled vectors", dist.all_to_all_single, *exchange, group=self.domain.group)
+        turn.done("all_to_all", received, (sum(leaving) - leaving[rank]) * pooled.itemsize)
+        shaped = zip(received.split(arriving), self._columns, strict=True)
+        of_ranks = [part.view(own, columns) for part, columns in shaped]
+        return turn.done("unpack", torch.cat([of_ranks[r][:, first:end] for r, first, end in self._runs], dim=1))
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def check(self) -> None:
+        """Raise what befell the domain since the last call."""
+        self.domain.check()
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device, then `check()`."""
+        if self.domain.device.type == "cuda":
+            torch.cuda.synchronize(self.domain.device)
+        self.check()
+
+
+def pool_alone(
+    plan: EmbeddingPlan, weights: list[torch.Tensor], jagged: JaggedInput, checked: CheckedInput, out: torch.Tensor,
+    rank: int = 0, widest: int = 1,
+) -> Callable[[], None] | None:  # fmt: skip
+    """All of `plan`, which is for a world of one, into `out` [global batch, its columns]; what warns of bad indices. On GPUs, where
+    those that earlier calls met are known, that is done. rank: as which messages speak. widest: columns of a slot that others
+    pool, which shapes the kernel: sums have the same bits wherever tables are."""
+    checked = checked._replace(batch_sizes=(checked.global_batch,))
+    if out.device.type == "cuda":
+        from weft.runtime.cuda.embedding import pool_on_gpu  # needs Triton, which a CPU machine may lack
+
+        pool_on_gpu(plan, weights, jagged, checked, out, rank, widest)
+        return None
+    table = cpu.slot_table(plan.sharding, 0, weights, checked.key_of_slot)
+    counts = cpu.run_native(plan, 0, table, jagged, checked.batch_sizes, [out.data_ptr()], [], 0)
+    return partial(cpu.warn_of_bad_indices, plan.sharding, 0, counts)
