@@ -8,6 +8,7 @@ import dispatch_ranks
 import gpu_ranks
 import matmul_ranks
 import pytest
+import scatter_ranks
 import schedule_ranks
 import torch
 
@@ -49,6 +50,17 @@ def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
     p = AllToAllMatmul(ranks.world_size, 4, rows, 128, 192, "bf16", most=max(rows), exact=exact)
     counts = ranks.run(dispatch_ranks.every_candidate, p, False, timeout_s=120)
     assert min(counts) >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_schedule_that_scatters(ranks: Pool, dtype: torch.dtype) -> None:
+    names = ranks.run(scatter_ranks.every_schedule, 300 * ranks.world_size, 136, 72, dtype, 0.01, timeout_s=240)
+    assert {"scatter", "direct", "tracked", "ring"} < {name.split("[")[0] for name in names[0]}
+
+
+@pytest.mark.parametrize("name", ["scatter", "direct[chunks=2,by=store,add=gemm]", "ring[chunks=2,by=dma]", "serial"])
+def test_scattered_sizes_take_turns_in_one_memory(ranks: Pool, name: str) -> None:
+    ranks.run(scatter_ranks.many_sizes, name, torch.bfloat16, timeout_s=60)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_up import require_runnable_on_gpus
@@ -20,6 +21,7 @@ from slow import mostly
 from test_schedule_candidates import check_order, same
 
 from weft import plan
+from weft.operator.gpu_gemms import GemmTimer
 from weft.plan import nearby
 from weft.plan.gemms import ladder
 from weft.schedule import (
@@ -169,10 +171,23 @@ def test_it_is_planned_by_the_model_and_explained() -> None:
         plan.explain("matmul_reduce_scatter", M=8191, N=8192, K=4096, ranks=2, hw="h200")
 
 
+def test_its_gemms_are_timed_in_memory_of_their_own() -> None:
+    """The result has fewer rows than they, and what the caller multiplies stays as it is."""
+    p = MatmulReduceScatter(2, 64, 8, 16, "fp32")
+    tensors = {"x": torch.ones(64, 16), "w": torch.ones(16, 8), "y": torch.ones(32, 8)}
+    timer = GemmTimer(p, tensors)
+    for m, n, k, _ in ladder(p):
+        out = timer.results["w"][:m, :n]
+        timer._gemm("w", timer.x[: m * k].view(m, k), tensors["w"], out)()
+        torch.testing.assert_close(out, timer.x[: m * k].view(m, k) @ tensors["w"])
+    assert all(torch.equal(t, torch.ones_like(t)) for t in tensors.values())
+
+
 def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearby, "_families", {})
     p, model = MatmulReduceScatter(2, 8192, 4096, 2048, "bf16"), gpu("h200", 2)
     others = [replace(p, m=m) for m in (8190, 8400, 7800)]
+    assert sum(map(p.worth_running, candidates(p))) == 4
     assert {one.family[0] for one in others} == {p.family[0]} != {replace(p, n=8).family[0]}
     assert p.resized(p.family[1]) == p
     assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1

@@ -4,17 +4,17 @@ Rank r computes the rows of rank r + 1 first, then those of r + 2 ..., and its o
 left when the others' rows have been sent is the own GEMM, behind which the last of them travel.
 
     serial    the library's GEMM, then its reduce-scatter
-    scatter   the GEMM whole, then every rank stores its peers' rows where these add them up; no overlap, two kernels and a GEMM
+    scatter   the GEMM whole, then every rank stores its peers' rows where these add them up: no overlap, and few launches
     direct    a GEMM for each chunk of a peer's rows, which are then sent to a slot of the peer's
     tracked   one kernel for all rows; what a chunk's tiles have set signals for is sent while it goes on with others
     ring      partial sums go around: each rank adds its own product to what its left neighbour sent, and sends that on
 
-What peers have sent is added up in fp32, in the order of the ring behind the reader, and rounded once; of the accumulating GEMM
-(`add` gemm) the own product is never rounded. A slot is filled again when its reader has said that it has read all of it: of all
-chunks together, since a run of other sizes may have its chunks elsewhere.
+What peers have sent is added up in fp32, in the order of the ring behind the reader, and rounded once; the own product is rounded
+before that, or if a GEMM adds it (add=gemm) not at all. A slot is filled again when its reader has said that it has read all of it:
+of all chunks together, since a run of other sizes may have its chunks elsewhere.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.1 (staggered producers), 4.2
-(track and trigger) and 7.1 (direct reduce-scatter).
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
+(staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
 """
 
 from __future__ import annotations
