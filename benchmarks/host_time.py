@@ -66,7 +66,13 @@ def calls_of(rank: int, world: int, device: torch.device) -> dict[str, Callable[
             dist.all_gather_into_tensor(gathered, shards[i % BATCHES], group=group)
             return torch.mm(gathered, w)
 
+        def by_hand_anew(i: int, shards: Any = shards, w: Any = w, gathered: Any = gathered) -> Any:
+            whole = torch.empty_like(gathered)
+            dist.all_gather_into_tensor(whole, shards[i % BATCHES], group=group)
+            return torch.mm(whole, w)
+
         found[f"all_gather_matmul {m}x{n}x{k}"] = gather
+        found[f"by hand, memory anew {m}x{n}x{k}"] = by_hand_anew
         found[f"by hand {m}x{n}x{k}"] = by_hand
     tokens, experts = 256, 8
     choose = random.Random(rank)

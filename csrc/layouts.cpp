@@ -40,10 +40,12 @@ class LayoutReader {
         if (api_->major != 1 || !api_->tensor_of)
             throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
     }
-    nb::bytes read(nb::list tensors) {
+    nb::object read(nb::list tensors, bool gradients) {
         words_.clear();
-        for (nb::handle object : tensors)
+        for (nb::handle object : tensors) {
+            if (gradients && nb::cast<bool>(object.attr("requires_grad"))) return nb::none();
             if (!add(object, true)) throw nb::python_error();
+        }
         return bytes();
     }
     // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
@@ -58,8 +60,7 @@ class LayoutReader {
   private:
     enum Tag : int64_t { none = 1, flag, number, list };
 
-    // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts.
-    // False, with Python's error set, for what has no memory that DLPack knows of.
+    // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
     bool add(nb::handle object, bool where) {
         Tensor tensor{};
         if (api_->tensor_of(object.ptr(), &tensor)) return false;
@@ -109,6 +110,6 @@ class LayoutReader {
 void register_layouts(nb::module_ &m) {
     nb::class_<LayoutReader>(m, "LayoutReader", "Reads where tensors lie, and how, by DLPack's C exchange API.")
         .def(nb::init<nb::object, nb::object>(), nb::arg("tensor"), nb::arg("parameter"))
-        .def("read", &LayoutReader::read, nb::arg("tensors"))
+        .def("read", &LayoutReader::read, nb::arg("tensors"), nb::arg("gradients"))
         .def("signature", &LayoutReader::signature, nb::arg("arguments"), nb::arg("gradients"));
 }

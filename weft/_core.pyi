@@ -1,6 +1,7 @@
 """Types of the compiled module (csrc/). Addresses are plain integers: the module knows no torch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,11 @@ class LayoutReader:
     """
 
     def __init__(self, tensor: type, parameter: type) -> None: ...
-    def read(self, tensors: list[object]) -> bytes:
-        """Address, device, dtype, sizes and strides of all: equal if all of these are."""
+    def read(self, tensors: list[Any], gradients: bool) -> bytes | None:
+        """Address, device, dtype, sizes and strides of all: equal if all of these are. With `gradients` None, if one requires one.
+
+        Raises RuntimeError for what has no memory.
+        """
 
     def signature(self, arguments: tuple[object, ...], gradients: bool) -> bytes | None:
         """What a call depends on: of tensors all but where they lie, numbers, flags, None, and lists of these.

@@ -80,8 +80,9 @@ def test_gradients() -> None:
 def test_layouts_say_where() -> None:
     assert READER is not None
     one = [torch.zeros(4, 4) for _ in range(3)]
-    before = READER.read(one)
-    assert READER.read(one) == before
+    before = READER.read(one, True)
+    assert READER.read(one, False) == before is not None
+    assert READER.read([*one, torch.nn.Parameter(torch.zeros(1))], True) is None
     for change in (
         lambda t: t.set_(torch.zeros(4, 4)),
         lambda t: t.resize_(3, 4),
@@ -89,6 +90,6 @@ def test_layouts_say_where() -> None:
         lambda t: setattr(t, "data", t.data.view(torch.int32)),
     ):
         changed = [torch.empty(0).set_(t) for t in one]
-        assert READER.read(changed) == before
+        assert READER.read(changed, True) == before
         change(changed[1])
-        assert READER.read(changed) != before
+        assert READER.read(changed, True) != before

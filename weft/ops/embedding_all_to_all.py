@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transpo
 from weft.embedding.plan import EmbeddingPlan, plan_of
 from weft.operator.embedding import OPERATOR, known_operator, new_operator, operator_of_handle
 from weft.operator.together import together
+from weft.runtime.layouts import layout_of
 from weft.runtime.opaque import opaque
 from weft.timeline import Timeline
 from weft.words import counted, kind
@@ -128,7 +129,7 @@ def pool_and_send(
     jagged, rank = as_jagged(features), group.rank()
     known = _known(weights, plan, rank)
     checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights)
-    if torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
+    if not known and torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
         raise ValueError(
             "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
             "torch.no_grad(), or weight.requires_grad_(False)"
@@ -174,28 +175,16 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.de
 
 
 # Checking 64 tables takes longer than launching the kernel, and they are the same at every call.
-_Layout: TypeAlias = tuple[list[int], list[torch.dtype], list[int], list[tuple[int, ...]]]
-_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], _Layout]] = {}
-
-
-def _layout(weights: list[torch.Tensor]) -> _Layout:
-    """What an in-place change of a tensor that was checked would change. Methods without arguments, which take a third of the
-    time of `size(0)`."""
-    return (
-        [weight.data_ptr() for weight in weights],
-        [weight.dtype for weight in weights],
-        [weight.numel() for weight in weights],
-        [weight.stride() for weight in weights],
-    )
+_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], Hashable]] = {}
 
 
 def _known(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> bool:
-    """Whether these very tensors, with the memory that they have now, were checked before."""
+    """Whether these very tensors, with the memory that they have now, were checked before, and no gradient is wanted of one."""
     known = _known_weights.get((plan, rank))
     if known is None or len(known[0]) != len(weights):
         return False
     same = all(map(is_, [ref() for ref in known[0]], weights))
-    return same and _layout(weights) == known[1]
+    return same and layout_of(weights) == known[1]
 
 
 def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> None:
@@ -206,7 +195,7 @@ def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> No
         """With one of them gone: None is what its reference says then, and what a caller may give."""
         pop((plan, rank), None)
 
-    _known_weights[plan, rank] = [weakref.ref(weight, forget) for weight in weights], _layout(weights)
+    _known_weights[plan, rank] = [weakref.ref(weight, forget) for weight in weights], layout_of(weights)
 
 
 # --- known to the dispatcher, operators by a number ---
