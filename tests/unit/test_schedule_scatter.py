@@ -96,6 +96,14 @@ def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatte
         assert simulate(schedule, NULL).end_us >= 0
 
 
+@pytest.mark.parametrize("world", [4, 8])
+def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
+    found = applicable(MatmulReduceScatter(world, 150 * world, 20, 4, "bf16"))
+    assert {candidate.builder for candidate, _ in found} == {"serial", "scatter", "direct", "tracked", "ring"}
+    for _, schedule in found:
+        verify(schedule)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_some_small_shapes(data: st.DataObject) -> None:

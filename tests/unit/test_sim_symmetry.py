@@ -23,6 +23,7 @@ from weft.schedule import (
     Draft,
     EmbeddingAllToAll,
     Expr,
+    MatmulReduceScatter,
     Schedule,
     Set,
     Tiles,
@@ -49,6 +50,7 @@ def _schedules(world: int) -> dict[str, Schedule]:
     problems = {
         "gather": AllGatherMatmul.even(16 * world, 96, 16 * world, world),
         "gather, two weights": AllGatherMatmul(world, (16,) * world, (96, 32), 64, "bf16", return_gathered=True),
+        "scatter": MatmulReduceScatter(world, 300 * world, 96, 64, "bf16"),
         "experts": moe,
         "experts, bounded": replace(moe, exact=False),
         "embedding": EmbeddingAllToAll(world, (8,) * world, slots),
