@@ -64,9 +64,9 @@ def matmul_reduce_scatter(
     and of scatter_dim a part. Overlapped schedules add up in fp32, in an order that the schedule and the number of ranks fix, so
     that equal calls give equal bits; the ring's rounds at each rank, and so does NCCL. Results of two schedules differ by what
     they round. "avg" divides what has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The
-    first call of a shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
-    Memory: the result; as much as A @ B in symmetric or other memory that is kept, on GPUs that of the largest A for all calls that
-        differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
+    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
+    Memory: the result; symmetric and other memory that is kept, up to twice the size of A @ B, on GPUs that of the largest A for
+        all calls that differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.

@@ -38,10 +38,8 @@ class _Operands:
 
     def __init__(self, name: str, p: MatmulReduceScatter) -> None:
         self.d, self.p, self.m = Draft(name, p.world_size), p, p.rows
-        self.x, self.w = (
-            self.d.buffer("x", p.m, p.k, p.dtype, "input"),
-            self.d.buffer("w", p.k, p.n, p.dtype, "input"),
-        )
+        self.x = self.d.buffer("x", p.m, p.k, p.dtype, "input")
+        self.w = self.d.buffer("w", p.k, p.n, p.dtype, "input")
         self.y = self.d.buffer("y", p.rows, p.n, p.dtype, "output")
         self.peers = [peer(p.world_size, distance) for distance in range(1, p.world_size)]
         self.sources = [peer(p.world_size, -distance) for distance in range(1, p.world_size)]
@@ -163,7 +161,7 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
     """In chunks, so that one travels while the next is computed. What travels is rounded at each rank, as in a library's ring."""
     if p.world_size < 3:
         raise NotApplicableError("a ring is of three ranks at least: take direct")
-    o, left, right = _Operands("ring", p), peer(p.world_size, -1), peer(p.world_size, 1)
+    o, left, right = _overlapped("ring", p), peer(p.world_size, -1), peer(p.world_size, 1)
     d, steps, pieces = o.d, len(o.peers), cut(o.m, chunks, what="rows of a rank's result")
     first, box = o.parts("first", 1, "scratch"), o.parts("box", steps, "symmetric")
     free, there, summed = d.signals("free", 2), d.signals("there", steps * chunks), d.signals("summed", steps * chunks)
@@ -209,13 +207,12 @@ def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"])
             compute.wait(done, i, count=tiles.of_rank)
     else:
         there, sender = d.signals("there", peers * chunks), d.lane("to peers", "copy")
-        for i, to_rank in enumerate(o.peers):
+        for i, receiver in enumerate(o.peers):
             sender.wait(free, i, previous=True)
             for c, (rows, count) in enumerate(tiles.chunks):
                 sender.wait(done, i * chunks + c, count=count)
-                sender.copy(o.part(made, i, rows), o.part(box, i, rows, at=to_rank)).set(
-                    there, i * chunks + c, at=to_rank
-                )
+                sender.copy(o.part(made, i, rows), o.part(box, i, rows, at=receiver))
+                sender.set(there, i * chunks + c, at=receiver)
         for number in range(peers * chunks):
             compute.wait(there, number)
     compute.reduce(o.y.part(), o.part(made, peers), *(o.part(box, i) for i in range(peers)))
