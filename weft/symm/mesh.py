@@ -45,6 +45,7 @@ from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
+_REASON_S = 1.0  # how long a rank that has hung up may take to say why: it does so before, but the store may be slow
 NO_TRANSPORT = "a transport between hosts is missing: make one group per host (and container)"
 MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
 
@@ -340,7 +341,7 @@ class _Setup:
 
     def _lost(self, rank: int, text: str) -> PeerLostError:
         """A rank that we have met has hung up: why, if it says so, or has ended, either of which may take it a moment."""
-        until = time.monotonic() + _LOOK_S
+        until = time.monotonic() + _REASON_S
         while time.monotonic() < until:
             self._look_up(rank)
             self._raise_if_ended(rank)
