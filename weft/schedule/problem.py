@@ -20,6 +20,8 @@ class Problem:
     world_size: int
     name: ClassVar[str]
     """The operator's."""
+    tried_on_gpus: ClassVar[bool] = True
+    """Whether its schedules have run and been timed there; if not, none but serial is taken unasked."""
     rounds_sums: ClassVar[bool] = False
     """Whether the library, too, rounds what ranks have computed to the result's dtype before it adds it up."""
 
@@ -214,6 +216,7 @@ class MatmulReduceScatter(Problem):
     """
 
     name: ClassVar[str] = "matmul_reduce_scatter"
+    tried_on_gpus: ClassVar[bool] = False
     rounds_sums: ClassVar[bool] = True
     world_size: int
     m: int
