@@ -9,7 +9,7 @@ GEMM, which are the same in both: how far these differ between the trees is nois
 (seed 20261123: M log-uniform in 64 .. 32768, N and K multiples of 64, log-uniform in 512 .. 16384).
 
 A shape counts as below a bar if it is so in at least four of five repetitions. Only public operators are called, so that any
-two versions that have them can be compared. One JSON object a shape is appended to FILE, and a summary printed.
+two versions that have them can be compared. FILE becomes one JSON object, with milliseconds of all repetitions.
 """
 
 from __future__ import annotations
@@ -370,12 +370,13 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=500.0, help="No further shape is begun after that.")
     parser.add_argument("--summary", type=Path, help="Print the summary of a file, and measure nothing.")
+    parser.add_argument("--other-commit", default="", help="What the other tree is, for the record.")
     for hidden in ("--who", "--meet"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.summary:
-        print(summary([json.loads(line) for line in given.summary.read_text().splitlines()]))
+        print(summary(json.loads(given.summary.read_text())["shapes"]))
         return
     if given.who:
         worker(given)
@@ -408,8 +409,11 @@ def main() -> None:
         found = [{"shape": name, "a": of["a"][name], "b": of["b"][name]} for name in of["b"] if name in of["a"]]
     print(summary(found))
     if given.json and found:
-        with given.json.open("a") as out:
-            out.writelines(json.dumps(one) + "\n" for one in found)
+        from weft.bench.core.records import environment
+
+        record = {"op": "two_trees", "other": given.other_commit or str(given.other), **environment("cuda")}
+        lines = ",\n".join(json.dumps(one) for one in found)
+        given.json.write_text(json.dumps(record)[:-1] + f', "shapes": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
