@@ -223,9 +223,10 @@ class _Setup:
             )
 
     def _read_entries(self) -> None:
-        missing = [r for r in range(self.world_size) if r != self.rank]
+        missing = others = [r for r in range(self.world_size) if r != self.rank]
         while True:
-            for r in missing:
+            # Who has given up without having met this rank may have heard of one that had, and that was looked up before.
+            for r in others if any(r in self.gave_up for r in missing) else missing:
                 self._look_up(r)
             missing = [r for r in missing if r not in self.entries]
             if not missing:
