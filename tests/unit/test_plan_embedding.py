@@ -109,7 +109,7 @@ def test_tables_that_ranks_do_not_divide_are_dealt() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "tables=None must be at least 1: embedding_all_to_all has so many"),
+        ({}, "tables=None: embedding_all_to_all needs the number of tables of all ranks together"),
         ({"tables": 4, "M": 0}, "M=0, N=8, K=2: there is nothing to compute"),
         ({"tables": 4, "experts": 4}, "experts=4: embedding_all_to_all has none of it, all_to_all_matmul has"),
     ],

@@ -130,8 +130,8 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
     if path.suffix == ".toml":
         try:
             text = path.read_text()
-        except OSError as error:
-            why = f"the {what} file {name} cannot be read ({error.strerror})"
+        except (OSError, UnicodeDecodeError) as error:
+            why = f"the {what} file {name} cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no UTF-8'})"
             raise ValueError(f"{why}: {either} the path of a TOML file") from error
     elif str(name) in known:
         text = resources.files(_FOLDERS[what]).joinpath(f"{name}.toml").read_text()
@@ -166,9 +166,9 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     unknown = set(node) - {"value", "unit", "source", "note"}
     if unknown:
         raise ValueError(f"{file}: {path} has {', '.join(sorted(unknown))}; a number has value, unit, source and note")
-    if node.get("unit") not in UNITS:
+    if str(node.get("unit")) not in UNITS:
         raise ValueError(f"{file}: {path} has unit {node.get('unit')!r}; use one of {', '.join(UNITS)}")
-    if node.get("source") not in SOURCES:
+    if str(node.get("source")) not in SOURCES:
         raise ValueError(f"{file}: {path} has source {node.get('source')!r}; use one of {', '.join(SOURCES)}")
     value = node["value"]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -162,6 +162,10 @@ def _gradients(
 
 def registered(op: O) -> O:
     """`op`, which can be called from now on."""
+    if type(op).gradients is not Operator.gradients and not op.gradients_of:
+        raise TypeError(
+            f"{op.name}: its spec has gradients and does not say of what: set gradients_of = {{field: its name}}"
+        )
     OPERATORS[op.name], _tables[op.name] = op, Table()
     _backward_of[op.name] = once(op.name)(_backward)
     fields, options = op.fields, "str group, str schedule, float deadline_s"

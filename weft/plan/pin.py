@@ -23,7 +23,8 @@ _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 @contextmanager
 def use(schedule: str | None) -> Iterator[None]:
     """Take `schedule` wherever a schedule is chosen, or with "autotune" the one that is measured to be the fastest; None: none is
-    pinned. `ValueError` at the operator, if it has none of that name."""
+    pinned. `ValueError` at the operator, if it has none of that name. Embeddings hear of "autotune" alone: their way is pinned by
+    `transport=`."""
     token = _pinned.set(schedule)
     try:
         yield

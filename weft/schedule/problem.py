@@ -311,7 +311,9 @@ class EmbeddingAllToAll(Problem):
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str, *, tables: int | None = None) -> EmbeddingAllToAll:
         """m: samples of all ranks. n: columns of each table. k: rows that a bag of it reads. tables: of all ranks."""
         if tables is None or tables < 1:
-            raise ValueError(f"tables={tables} must be at least 1: {cls.name} has so many, on all ranks together")
+            raise ValueError(
+                f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--tables)"
+            )
         each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
         first = [sum(each[:rank]) for rank in range(ranks)]
         slots = tuple(tuple(((f + i) * n, n) for i in range(e)) for f, e in zip(first, each, strict=True))

@@ -45,7 +45,7 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     data = read_file("topology", name)
     data.pop("name")
     shape = data.pop("shape", None)
-    if shape not in _SHAPES:
+    if not isinstance(shape, str) or shape not in _SHAPES:
         raise ValueError(f"{name}: shape = {shape!r} is not known; use one of {', '.join(_SHAPES)}")
     builder, keys = _SHAPES[shape]
     given = quantities_of(str(name), data)
@@ -57,8 +57,8 @@ def load_topology(name: str | Path, machine: Machine) -> Wiring:
     for key in keys:
         if key not in both.quantities and not key.endswith("latency"):
             raise KeyError(
-                f"topology {name}: {machine.name} has no {key}: add it to that machine's file or to the topology's, or use "
-                f"another topology, one of {', '.join(known_topologies())}"
+                f"topology {name}: {machine.name} has no {key}: add it to that machine's file or to the topology's, or use a "
+                "machine that has it, or another topology"
             )
     return Wiring(builder, tuple(_number(both, key) for key in keys))
 
