@@ -7,9 +7,9 @@ while the kernel goes on with other tiles: the GEMM is one launch, and no comput
 
     table [tiles, 6 + SETS]     of a tile: its first row of a, how many rows, its first column, how many columns, where its first
                                 element is stored, the distance of rows there; then the numbers of its counters
-    counters [n, 4]             of a counter: tiles that have come (zero between launches), how many come in all, its first word and
-                                the end of its words
-    words                       addresses of words for tokens (`weft.kernels.signals`), a peer's among them
+    counters [n, 4]             of a counter: tiles that have come (zero between launches), how many come in all, where its words
+                                begin in `sets`, and where they end
+    sets                        addresses of words for tokens (`weft.kernels.signals`), a peer's among them
 
 A tile is stored at an address of this device or of a peer; if its row distance is negative, in bytes from `y`, the caller's tensor.
 
