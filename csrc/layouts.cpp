@@ -79,7 +79,9 @@ class LayoutReader {
         } else if (PyBool_Check(object)) {
             words_.insert(words_.end(), {flag, object == Py_True});
         } else if (PyLong_CheckExact(object)) {
-            words_.insert(words_.end(), {number, nb::cast<int64_t>(argument)});
+            int64_t value = 0;
+            if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: for whoever checks arguments
+            words_.insert(words_.end(), {number, value});
         } else if (PyList_Check(object)) {
             words_.insert(words_.end(), {list, int64_t(nb::len(argument))});
             for (nb::handle item : nb::borrow<nb::list>(argument))
