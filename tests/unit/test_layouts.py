@@ -64,7 +64,9 @@ class Other(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("item", [Other(), "text", 1.5, 2**64, (1,), torch.float32, torch.zeros(2, device="meta")], ids=str)
+@pytest.mark.parametrize(
+    "item", [Other(), "text", 1.5, 2**64, (1,), torch.float32, torch.zeros(2, device="meta")], ids=str
+)
 def test_of_anything_else_there_is_none(item: Any) -> None:
     assert signature((torch.zeros(2), item)) is None
     assert signature((torch.zeros(2), [item])) is None
