@@ -19,7 +19,7 @@ from weft.operator.prepared import contiguous, group_of, warn_of_copy
 from weft.operator.spec import Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
-from weft.schedule.problem import SCALED_MULTIPLE
+from weft.schedule.problems.all_gather_matmul import SCALED_MULTIPLE
 from weft.timeline import Timeline
 from weft.words import counted
 

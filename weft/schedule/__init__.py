@@ -4,15 +4,11 @@ from weft.schedule import dispatch, ficco, gather, scatter, serial, shard, slice
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
-from weft.schedule.problem import (
-    AllGatherMatmul,
-    AllToAllMatmul,
-    EmbeddingAllToAll,
-    MatmulReduceScatter,
-    Problem,
-    Scaled,
-    described,
-)
+from weft.schedule.problem import Problem, described
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
+from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
+from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
+from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,

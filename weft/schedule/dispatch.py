@@ -37,7 +37,7 @@ from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, total
 from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
 from weft.schedule.operands import cut, peer
-from weft.schedule.problem import AllToAllMatmul
+from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Compute, Copy, Region
 

@@ -26,7 +26,7 @@ from typing import Literal
 from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index
 from weft.schedule.operands import Operands, all_gather_matmul_operands, carry, cut, peer
-from weft.schedule.problem import AllGatherMatmul
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Signals
 

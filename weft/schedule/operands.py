@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from weft.schedule.builders import NotApplicableError
 from weft.schedule.expr import RANK, Index, lookup
-from weft.schedule.problem import AllGatherMatmul
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul
 from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Region, Role
 

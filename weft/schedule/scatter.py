@@ -25,7 +25,7 @@ from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index, lookup
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.operands import cut, peer
-from weft.schedule.problem import MatmulReduceScatter
+from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import Buffer, Compute, Region, Set, Signals
 

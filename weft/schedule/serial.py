@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.schedule.builders import builder
 from weft.schedule.operands import Operands
-from weft.schedule.problem import AllGatherMatmul
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul
 from weft.schedule.schedule import Schedule
 
 

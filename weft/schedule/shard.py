@@ -22,7 +22,7 @@ from typing import Literal
 from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.operands import Operands, Pieces, carry, cut, peer, starts
-from weft.schedule.problem import AllGatherMatmul
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul
 from weft.schedule.schedule import Schedule
 
 

@@ -26,7 +26,7 @@ from weft.schedule.builders import builder
 from weft.schedule.expr import RANK, Expr, Index, lookup
 from weft.schedule.kernels import PooledBags, PooledSlices, SliceOrder, Unpack
 from weft.schedule.operands import peer, starts
-from weft.schedule.problem import EmbeddingAllToAll
+from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
 from weft.schedule.steps import ITEM_BYTES, Compute, Copy, Region, Set, Signals, Wait
 

@@ -1,0 +1,105 @@
+"""Bags of embeddings, summed where their tables are, for the ranks whose samples they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from weft.schedule.candidate import Candidate
+from weft.schedule.problem import Problem
+from weft.schedule.steps import ITEM_BYTES
+from weft.words import counted
+
+_MOST_SAMPLES = 1024  # of a rank, that choices are made for
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingAllToAll(Problem):
+    """out = for each of a rank's samples the sums of its bags of all tables, side by side; ranks own the tables.
+
+    slots: for each rank, (first column of out, columns) of each of its tables' blocks, by rising column. rows_read: how many
+    rows a bag of each slot sums up, on the average, in the same order; empty: one each.
+
+    Buffers: bags [sum(batch_sizes), slots] in, an element for each bag: its ids, of which a rank has those of its own slots;
+    tables [most rows read, columns] in, where the tables of all slots lie side by side, a rank's own on it: a region of them
+    has as many rows as a bag of it reads, on the average, whichever these are. out [max(batch_sizes), columns] is symmetric,
+    and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
+    Communication for Deep Learning Recommendation Systems", III.
+    """
+
+    name: ClassVar[str] = "embedding_all_to_all"
+    world_size: int
+    batch_sizes: tuple[int, ...]
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+    rows_read: tuple[tuple[float, ...], ...] = ()
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if len(self.batch_sizes) != self.world_size or len(self.slots) != self.world_size or self.world_size < 1:
+            raise ValueError(
+                f"batch_sizes={self.batch_sizes} and slots, of {len(self.slots)} ranks, must have one entry for each of "
+                f"{self.world_size} ranks"
+            )
+        if min(self.batch_sizes) < 0:
+            raise ValueError(f"batch_sizes={self.batch_sizes} must not be negative")
+        if self.rows_read and [len(rows) for rows in self.rows_read] != [len(slots) for slots in self.slots]:
+            raise ValueError("rows_read must have one number for each slot of each rank, or be empty")
+        if min((rows for of_rank in self.rows_read for rows in of_rank), default=0) < 0:
+            raise ValueError(f"rows_read={self.rows_read} must not be negative")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
+        end = 0
+        for column, dim in sorted(slot for of_rank in self.slots for slot in of_rank):
+            if column != end or dim < 1:
+                raise ValueError(f"slots must cover all columns once: one of {dim} begins at {column}, and not {end}")
+            end = column + dim
+        if not end or any(list(of_rank) != sorted(of_rank) for of_rank in self.slots):
+            raise ValueError(f"slots={self.slots}: there must be one, and a rank's must be in the order of columns")
+
+    @property
+    def columns(self) -> int:
+        return sum(dim for of_rank in self.slots for _, dim in of_rank)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str, *, tables: int | None = None) -> EmbeddingAllToAll:
+        """m: samples of all ranks. n: columns of each table. k: rows that a bag of it reads. tables: of all ranks."""
+        if tables is None or tables < 1:
+            raise ValueError(
+                f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--tables)"
+            )
+        each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
+        first = [sum(each[:rank]) for rank in range(ranks)]
+        slots = tuple(tuple(((f + i) * n, n) for i in range(e)) for f, e in zip(first, each, strict=True))
+        batch_sizes = tuple(m // ranks + (rank < m % ranks) for rank in range(ranks))
+        return cls(ranks, batch_sizes, slots, tuple((float(k),) * e for e in each), dtype)
+
+    @property
+    def text(self) -> str:
+        tables = sum(map(len, self.slots))
+        bags = [rows for of_rank in self.rows_read for rows in of_rank] or [1.0]
+        return (
+            f"{counted(sum(self.batch_sizes), 'sample')}, {counted(tables, 'feature')} with {self.columns} columns and "
+            f"{sum(bags) / len(bags):.3g} rows a bag, {self.dtype}, {counted(self.world_size, 'rank')}"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return sum(self.batch_sizes) > 0
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        return replace(self, batch_sizes=(1,) * self.world_size), self.size_of(self.batch_sizes)
+
+    @staticmethod
+    def size_of(batch_sizes: tuple[int, ...]) -> float:
+        """Samples of a rank. An uneven batch is taken for an even one of its largest part; more than so many samples take in
+        proportion to their number, whatever is chosen."""
+        return float(min(max(batch_sizes), _MOST_SAMPLES))
+
+    def resized(self, size: float) -> EmbeddingAllToAll:
+        return replace(self, batch_sizes=(max(1, round(size)),) * self.world_size)
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Order and slice size are the caller's to say."""
+        return not candidate.parameters

@@ -1,0 +1,61 @@
+"""Products of all ranks, added up, and to each rank its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from weft.schedule.candidate import Candidate
+from weft.schedule.problem import Problem, require_even
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulReduceScatter(Problem):
+    """y = this rank's rows of the sum of all ranks' x @ w.
+
+    Buffers: x [m, k] and w [k, n] in; y [m / ranks, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained
+    Overlap of Compute & Collectives", 4.
+    """
+
+    name: ClassVar[str] = "matmul_reduce_scatter"
+    tried_on_gpus: ClassVar[bool] = False
+    rounds_sums: ClassVar[bool] = True
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "fp16", "bf16"):
+            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in fp32, fp16 or bf16")
+        require_even(self.m, self.n, self.k, self.world_size)
+
+    @property
+    def rows(self) -> int:
+        """Of a rank's result."""
+        return self.m // self.world_size
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of M."""
+        return replace(self, m=self.world_size), float(self.rows)
+
+    def resized(self, size: float) -> MatmulReduceScatter:
+        return replace(self, m=max(1, round(size)) * self.world_size)
+
+    @property
+    def text(self) -> str:
+        ranks = counted(self.world_size, "rank")
+        return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, added up, {self.rows} rows to each, {self.dtype}"
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "scatter", "direct[chunks=1,by=dma,add=reduce]", "direct[chunks=2,by=dma,add=gemm]"
+        )  # fmt: skip
