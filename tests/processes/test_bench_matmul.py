@@ -1,4 +1,5 @@
-"""The benchmark of all_gather_matmul: what it names, counts, refuses and records; graphs, with a recorder that needs no GPU.
+"""The benchmark of all_gather_matmul: what it names, counts, refuses and records; graphs, with a recorder that needs no GPU. In
+short also that of matmul_reduce_scatter.
 
 Cheapest first: names and numbers without processes, then two ranks.
 """
@@ -26,6 +27,8 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants, roundings
 from weft.bench.ops.gemms import Shape, cannot
+from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
+from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import choosing
@@ -180,6 +183,22 @@ def test_fp8_is_the_scaled_operator(pool: Pool) -> None:
     rows = pool.run(_scaled, ranks=2)[0]
     assert {(r["variant"], r["dtype"]) for r in rows} == {(name, "fp8") for name in ("serial", "weft", PUT)}
     assert all(0 < row["error"] < 0.01 for row in rows)
+
+
+def _scattered(group: dist.ProcessGroup) -> tuple[tuple[float, float, float], list[dict]]:
+    ranks, shape = _ranks(group), Shape(24, 10, 16, ())
+    options = BenchOptions(scattering.name, preset=shape.name, quick=True, seconds=0.01, variants=("weft", "scatter"))
+    found = scattering.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
+    assert not found.wrong
+    return ScatterVariants(scattering.spec, shape, ranks, "fp32").moved(), found.records
+
+
+def test_a_gemm_before_a_reduce_scatter_has_its_own_bytes_and_baseline(pool: Pool) -> None:
+    moved, rows = pool.run(_scattered, ranks=2)[0]
+    # x and w and this rank's 12 rows of y; the peer's 12 rows; all rows
+    assert moved == (4 * (24 * 16 + 16 * 10 + 12 * 10), 4 * 12 * 10, 2 * 24 * 10 * 16)
+    assert {r["variant"] for r in rows} == {"serial", "weft", "scatter"}
+    assert all(r["collective_ms"] > 0 and r["ideal_ms"] == max(r["gemm_ms"], r["communication_ms"]) for r in rows)
 
 
 def _planned(group: dist.ProcessGroup) -> list[dict]:

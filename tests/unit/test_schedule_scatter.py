@@ -202,7 +202,7 @@ def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) ->
     assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
 
 
-def test_gpus_take_the_librarys_way_until_the_others_have_run_there() -> None:
+def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
     from typing import Any
 
@@ -212,6 +212,7 @@ def test_gpus_take_the_librarys_way_until_the_others_have_run_there() -> None:
 
     domain: Any = SimpleNamespace(device=torch.device("cuda"))
     p = MatmulReduceScatter(2, 8192, 4096, 4096, "bf16")
+    monkeypatch.setattr(MatmulReduceScatter, "tried_on_gpus", False)
     chosen = choosing.choose(p, domain, {}, None, deadline_s=None)
     assert chosen.names == ("serial", "serial")
     assert chosen.usual is None

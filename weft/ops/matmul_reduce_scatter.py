@@ -42,9 +42,8 @@ def matmul_reduce_scatter(
         return reduce_scatter(A @ B, reduce_op, scatter_dim)
 
     but rows that are computed travel while others are. Shape and machine decide how. Where nothing beats the plain sequence of
-    GEMM and collective, that is what runs. On GPUs it is what runs unless you pin a schedule, or "autotune": the others have not
-    been timed there yet. Collective over `group`. Differentiable in A and B, once: gradients are sums over ranks,
-    and all ranks must want the same ones. Backward gathers the result's gradient while it multiplies with it, by
+    GEMM and collective, that is what runs. Collective over `group`. Differentiable in A and B, once: gradients are sums over
+    ranks, and all ranks must want the same ones. Backward gathers the result's gradient while it multiplies with it, by
     `all_gather_matmul`. Autocast does not apply: inputs are multiplied in the dtype that they have.
 
     A: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()). Integers and fp8 are

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Link, Topology
 from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read, Step
-from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel
+from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
 from weft.sim.model import Model
 
 Place: TypeAlias = tuple[str, int]
@@ -113,16 +113,33 @@ _BLEND = 3.0
 1.9 and 2.0 ms, 2.24 ms were measured on an H200."""
 
 
+_LATE_TILES = 0.5
+"""Of what tiles of a tracked GEMM store in peers' memory, the part for which their unit waits: measured on H200s."""
+
+
+class Rates(NamedTuple):
+    """What a kernel's tiles reach in computing and of memory, relative to a kernel of our own. whole: a matmul's tile is one unit's
+    work as it is; otherwise it is one expert's rows, and cut as is best."""
+
+    compute: float = 1.0
+    memory: float = 1.0
+    whole: bool = False
+
+
 @singledispatch
-def rates(kernel: TileKernel, model: Model) -> tuple[float, float]:
-    """What tiles of `kernel` reach in computing and of memory, relative to a kernel of our own."""
-    return 1.0, 1.0
+def rates(kernel: TileKernel, model: Model) -> Rates:
+    return Rates()
 
 
 @rates.register
-def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> tuple[float, float]:
+def _of_the_library(kernel: LibraryGroupedMatmul, model: Model) -> Rates:
     compute, memory = model.library_grouped
-    return compute / model.grouped_efficiency, memory
+    return Rates(compute / model.grouped_efficiency, memory)
+
+
+@rates.register
+def _of_tracked(kernel: TrackedMatmul, model: Model) -> Rates:
+    return Rates(whole=True)
 
 
 def cost_of_tiles(
@@ -130,7 +147,7 @@ def cost_of_tiles(
     world: int,
     parts: Iterable[tuple[Copy | Compute, tuple[Operand, ...], int]],
     read_bytes: int = 0,
-    of_kernel: tuple[float, float] = (1.0, 1.0),
+    of_kernel: Rates = Rates(),  # noqa: B008 - a value
     rank: int = 0,
 ) -> Cost:
     """Of one kernel that does all `parts`, each so many times. What they take of each resource is added up, and the resource
@@ -140,14 +157,15 @@ def cost_of_tiles(
     read_bytes: of what matmuls read in this rank's memory, nothing counted more than once: tiles that have an operand in common
     follow each other, and find it in the cache. of_kernel: see `rates`.
     """
-    slower = {"compute": 1 / of_kernel[0], "hbm": 1 / of_kernel[1]}
+    slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[Place, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
-    sent, longest, what = 0, 0.0, "compute"
+    sent, longest, units, what, links = 0, 0.0, 0, "compute", Links(model.wiring.of(world), rank)
     for step, operands, times in parts:
         if 0 in (operands[-1].rows, operands[-1].cols):
             continue
         if isinstance(step, Compute) and step.op == "matmul":
-            what, found = "matmul", _segment(model, Links(model.wiring.of(world), rank), *operands)
+            what, found = "matmul", (_tile if of_kernel.whole else _segment)(model, links, *operands)
+            units += times
         else:
             found = cost(model, world, step, operands, rank)
         sent += times * found.sent_bytes
@@ -156,7 +174,9 @@ def cost_of_tiles(
             if how == "share":
                 work_us = found.work_us * slower.get(place[0], 1.0)
                 taken[place] = taken.get(place, 0.0) + times * amount * work_us
-    us = max(longest, *taken.values())
+    # The last tiles may keep few units busy, and what is done by then takes as long as if they kept all.
+    waves = -(-units // model.compute_units) if of_kernel.whole else 1
+    us = max(waves * longest, *taken.values())
     if what == "matmul":  # tiles that wait for memory, and tiles that compute: neither hides all of the other
         us = max(us, (taken[_HBM] ** _BLEND + taken.get(_COMPUTE, 0.0) ** _BLEND) ** (1 / _BLEND))
     uses = [Use("share", place, amount / us) for place, amount in taken.items() if amount > 0]
@@ -267,7 +287,24 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
     traffic = found.hbm_bytes + wider + (out.bytes if accumulate else 0)
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     busy_us = found.units_busy * found.time_us
-    return _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
+    late = min(out.bytes, model.stored_late_bytes) if out.at else 0.0
+    return _kernel(
+        model, links, "matmul", (a, b), out, alone_us + late / _stored_per_us(model, links, out), busy_us, traffic
+    )
+
+
+def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
+    """Of bytes in a peer's memory, by all units."""
+    return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
+
+
+def _tile(model: Model, links: Links, a: Operand, b: Operand, out: Operand) -> Cost:
+    """One unit's work, without what it takes of its rank's memory to read the operands."""
+    us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
+    busy_us = us / model.compute_units
+    if out.at:
+        us += _LATE_TILES * out.bytes * model.compute_units / _stored_per_us(model, links, out)
+    return _kernel(model, links, "matmul", (a, b), out, us, busy_us, out.bytes)
 
 
 def _segment(model: Model, links: Links, a: Operand, b: Operand, out: Operand) -> Cost:

@@ -10,6 +10,7 @@ p further on. Where sizes or signals do not turn around, every rank is lowered.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -177,7 +178,9 @@ class _Lowering:
             return Await(number, at_rank(item.numbers[1], rank), sets.get(number, 0), step.previous)
         if isinstance(step, Tiles):
             raises = (
-                Raising(counter, one.times, self._delay_us(item, rank, one.distance), one.first, one.last)
+                Raising(
+                    counter, one.times, self._delay_us(item, rank, one.distance), *self._stored(item, step, rank, one)
+                )
                 for counter, one in raised
             )
             return self._tiles(item, step, rank)._replace(raises=tuple(raises))
@@ -189,6 +192,15 @@ class _Lowering:
             return self.model.signal_local_us
         us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
         return us + Links(self._topology, rank).latency_us(0, distance)
+
+    def _stored(self, item: Item, step: Tiles, rank: int, tiles: SetBy) -> tuple[float, float]:
+        """Between which shares of the kernel's work these tiles are done. Whole ones end together, as many as there are units."""
+        count = sum(times for _, _, times in item.tiled[rank].parts)
+        if not rates(step.kernel, self.model).whole or not count:
+            return tiles.first, tiles.last
+        waves = -(-count // self.model.compute_units)
+        first, last = (share * count / self.model.compute_units for share in (tiles.first, tiles.last))
+        return math.floor(first + 1e-9) / waves, math.ceil(last - 1e-9) / waves
 
     def _tiles(self, item: Item, step: Tiles, rank: int) -> Work:
         parts = [

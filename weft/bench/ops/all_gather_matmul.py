@@ -16,20 +16,19 @@ Beside them run the two halves of an ideal overlap: the GEMM alone on gathered r
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from weft.bench.core import remarks
-from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Call, Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.remarks import MULTICAST_M
 from weft.bench.core.tables import Record, geomean, times
-from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MatmulVariants
+from weft.bench.ops.any_operator import Arm
+from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.gemms import BASELINE, WEFT, gemm_limit
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
@@ -40,16 +39,11 @@ from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import Compute, Schedule
 from weft.symm import SymmetricBuffer
 
-ASYNCTP, COLLECTIVE = "asynctp", "collective"
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
 
-class GatherVariants(MatmulVariants):
+class GatherVariants(TorchVariants):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
-
-    baselines = (BASELINE, ASYNCTP)
-    compared: ClassVar = {WEFT: baselines}
-    beside = (GEMM, COMMUNICATION, COLLECTIVE)
 
     def draw(self) -> None:
         self.scaled, (n, k) = self.problem.scaled is not None, (self.config.n, self.config.k)
@@ -85,25 +79,24 @@ class GatherVariants(MatmulVariants):
         most = max(map(roundings, of), default=1)
         return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 
-    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """x, w and y once through memory, the GEMM, or the shard over the link: the longest."""
+    def moved(self) -> tuple[float, float, float]:
         p, (m, n, k) = self.problem, (self.config.m, self.config.n, self.config.k)
         memory = (m * k + k * n) * self.operands.itemsize + m * n * self.dtype.itemsize
-        wire = p.largest_shard_bytes * (p.world_size - 1)
-        return max(1e3 * max(memory / c.memory, wire / c.link, p.flops / (c.matmul or 1.0)) for c in ceilings)
+        return memory, p.largest_shard_bytes * (p.world_size - 1), p.flops
 
     # --- variants, and what runs beside them ---
 
-    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        on_gpus = self.ranks.device.type == "cuda"
-        self.gathered = self.x_shards[0].new_empty(self.config.m, self.config.k)
-        self.made = self.whole(0)
-        self.streams = [torch.cuda.Stream(self.ranks.device) for _ in range(self.ranks.world_size - 1) if on_gpus]
-        arms: dict[str, Arm] = {BASELINE: self.serial}
-        if on_gpus and ASYNCTP in (wanted or (ASYNCTP,)):
-            arms[ASYNCTP] = self.asynctp()
-        alone = (lambda which: self.gemm(self.made)), self.communication, self.gather
-        return arms, dict(zip(self.beside, alone, strict=True)), []
+    @cached_property
+    def gathered(self) -> torch.Tensor:
+        return self.x_shards[0].new_empty(self.config.m, self.config.k)
+
+    def alone(self) -> tuple[Call, Call, Call]:
+        made = self.whole(0)
+        return (
+            lambda which: self.gemm(made),
+            lambda which: self.copy_to_peers((self.x_shards[which], target) for target in self._targets),
+            self.gather,
+        )
 
     def gemm(self, x: torch.Tensor) -> torch.Tensor:
         """By the library, on gathered rows."""
@@ -121,13 +114,8 @@ class GatherVariants(MatmulVariants):
         self.gather(which)
         return self.gemm(self.gathered)
 
-    def asynctp(self) -> Arm:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
+    def torchs(self) -> Arm:
         group_name, ops = self.ranks.group.group_name, torch.ops.symm_mem
-        with warnings.catch_warnings():  # torch 2.13 does without
-            warnings.simplefilter("ignore", FutureWarning)
-            enable_symm_mem_for_group(group_name)
 
         def call(which: int) -> torch.Tensor:
             x = self.x_shards[which]
@@ -153,20 +141,6 @@ class GatherVariants(MatmulVariants):
             return y
 
         return call
-
-    def communication(self, which: int) -> None:
-        """The shard to every peer; on GPUs by copy engines, one stream for each."""
-        x = self.x_shards[which]
-        if not self.streams:
-            for target in self._targets:
-                target.copy_(x)
-            return
-        here = torch.cuda.current_stream()
-        for stream, target in zip(self.streams, self._targets, strict=True):
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                target.copy_(x)
-            here.wait_stream(stream)
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
@@ -195,7 +169,7 @@ def roundings(schedule: Schedule) -> int:
     return max(count.values(), default=1)
 
 
-class _AllGatherMatmul(AnyOperator):
+class _AllGatherMatmul(TorchOperator):
     fp8 = True
     variants = GatherVariants
 
@@ -203,8 +177,6 @@ class _AllGatherMatmul(AnyOperator):
         for shape in self.presets(options):
             if shape.symmetric and options.device != "cuda":
                 raise ValueError(f"preset {shape.name}: torch has symmetric memory on GPUs only")
-        if ASYNCTP in options.variants and options.device != "cuda":
-            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
         super().check_options(options)
 
     def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
@@ -215,9 +187,8 @@ class _AllGatherMatmul(AnyOperator):
             return [f"{small} {ASYNCTP} for M <= {MULTICAST_M}{f' and {large} above' if large else ''}"]
         return [f"{large} {ASYNCTP}, all for M > {MULTICAST_M}"] if large else []
 
-    def remarks(self, rows: Sequence[Record]) -> list[str]:
-        peers = remarks.of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
-        return [*peers, *remarks.of_nccl(rows)]
+    def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
+        return remarks.of_asynctp(rows)
 
 
 OPERATOR = _AllGatherMatmul(plain.OPERATOR)

@@ -20,7 +20,6 @@ class MatmulReduceScatter(Problem):
     """
 
     name: ClassVar[str] = "matmul_reduce_scatter"
-    tried_on_gpus: ClassVar[bool] = False
     rounds_sums: ClassVar[bool] = True
     world_size: int
     m: int

@@ -1,0 +1,84 @@
+"""GEMMs in front of a reduce-scatter on modelled machines: what stores in peers' memory and tracked tiles cost, against times measured
+on two H200s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sim_toys import gpu
+
+from weft import plan
+from weft.schedule import Compute, MatmulReduceScatter, Region, named
+from weft.sim import simulate
+from weft.sim.costs import Operand, cost
+from weft.sim.lower import Work, lower
+
+# M, N, K on each of 2 ranks, bf16, queued calls, milliseconds: the schedule that was the fastest, and some others.
+FASTEST = {
+    (512, 8192, 4096): ("direct[chunks=1,by=dma,add=reduce]", 0.0656),
+    (2048, 8192, 4096): ("direct[chunks=1,by=dma,add=reduce]", 0.1970),
+    (4096, 8192, 4096): ("direct[chunks=2,by=dma,add=gemm]", 0.3828),
+    (16384, 7168, 4096): ("direct[chunks=2,by=dma,add=gemm]", 1.2975),
+}
+OTHERS = {
+    "direct[chunks=1,by=store,add=reduce]": (0.0775, 0.2321, 0.4250, 1.3512),
+    "tracked[chunks=1,to=dma]": (0.0839, 0.2081, 0.4057, 1.4223),
+    "tracked[chunks=1,to=store]": (0.0740, 0.2459, 0.4717, 1.5479),
+    "scatter": (0.0738, 0.2503, 0.4826, 1.6660),
+    "serial": (0.0810, 0.2720, 0.5137, 1.7504),
+}
+
+
+@pytest.mark.parametrize("sizes", FASTEST, ids=str)
+def test_the_planner_takes_what_was_the_fastest(sizes: tuple[int, int, int]) -> None:
+    name, ms = FASTEST[sizes]
+    choice = plan.choose(MatmulReduceScatter(2, *sizes, "bf16"), gpu("h200", 2))
+    assert choice.candidate.name == name
+    assert choice.predicted_us == pytest.approx(1e3 * ms, rel=0.05)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_schedules_take_what_was_measured(name: str) -> None:
+    """Two numbers, `link.stored_late` and how tiles that store in peers' memory wait for it, were chosen with these in sight."""
+    for sizes, ms in zip(FASTEST, OTHERS[name], strict=True):
+        schedule = named(MatmulReduceScatter(2, *sizes, "bf16"), name).build()
+        assert simulate(schedule, gpu("h200", 2), runs=2).per_run_us == pytest.approx(1e3 * ms, rel=0.18), sizes
+
+
+def test_the_end_of_a_gemm_that_stores_in_a_peers_memory_is_not_hidden() -> None:
+    model = replace(gpu("h200", 2), stored_late_bytes=1e6)
+    step = Compute("matmul", Region("y", 0, 0, 0, 0), (Region("a", 0, 0, 0, 0), Region("b", 0, 0, 0, 0)))
+
+    def work_us(rows: int, at: int) -> float:
+        a, b, out = (
+            Operand(rows, 8192, "bf16", 0, True),
+            Operand(8192, 1024, "bf16", 0, True),
+            Operand(rows, 1024, "bf16", at, True),
+        )
+        return cost(model, 2, step, (a, b, out)).work_us
+
+    rate = model.put_bytes_per_us[-1][1]
+    assert work_us(4096, 1) == pytest.approx(work_us(4096, 0) + 1e6 / rate)
+    assert work_us(128, 1) == pytest.approx(work_us(128, 0) + 128 * 1024 * 2 / rate)
+
+
+def test_a_tile_is_one_units_work() -> None:
+    """Which computes it at its part of the rate, or loads its operands at its part of the cache's."""
+    model = replace(gpu("h200", 2), tile_ramp=0.0, tile_half=0.0)
+    per_unit = model.matmul_flops_per_us["bf16"] / model.compute_units
+    assert model.tile_us(128, 256, 4096, "bf16") == pytest.approx(2 * 128 * 256 * 4096 / per_unit)
+    loads = 2 * model.hbm_bytes_per_us / model.compute_units
+    assert model.tile_us(16, 256, 4096, "bf16") == pytest.approx((16 + 256) * 4096 * 2 / loads)
+
+
+def test_tiles_that_run_together_are_there_together() -> None:
+    """Two chunks of 64 tiles on 132 units: neither can be sent before the kernel's end. With half the units the first can."""
+    p = MatmulReduceScatter(2, 512, 8192, 4096, "bf16")
+    schedule = named(p, "tracked[chunks=1,to=dma]").build()
+    for units, shares in ((132, (1.0, 1.0)), (64, (0.5, 1.0))):
+        tasks = [
+            task for lane in lower(schedule, replace(gpu("h200", 2), compute_units=units)).lanes for task in lane.tasks
+        ]
+        (kernel,) = (task for task in tasks if isinstance(task, Work) and task.raises)
+        assert sorted(raising.last for raising in kernel.raises) == list(shares)

@@ -1,0 +1,100 @@
+"""What the benchmarks of operators that torch has too, as AsyncTP (`torch.ops.symm_mem`), have in common: its variant, what may be
+said of it, and the copies alone that an overlap hides."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from weft.bench.core import remarks
+from weft.bench.core.ceilings import Ceilings
+from weft.bench.core.harness import Call
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.tables import Record, geomean, times
+from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MatmulVariants
+from weft.bench.ops.gemms import BASELINE, WEFT
+
+ASYNCTP, COLLECTIVE = "asynctp", "collective"
+
+
+class TorchVariants(MatmulVariants):
+    """Of an operator that torch has too. Beside the variants run the GEMM alone, the copies to the peers alone, and the library's
+    collective alone."""
+
+    baselines = (BASELINE, ASYNCTP)
+    compared: ClassVar = {WEFT: baselines}
+    beside = (GEMM, COMMUNICATION, COLLECTIVE)
+
+    @abstractmethod
+    def serial(self, which: int) -> torch.Tensor:
+        """Collective and GEMM as a user would write them, with memory made beforehand but for the result."""
+
+    @abstractmethod
+    def torchs(self) -> Arm:
+        """torch's own operator."""
+
+    @abstractmethod
+    def alone(self) -> tuple[Call, Call, Call]:
+        """What runs beside the variants."""
+
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        arms: dict[str, Arm] = {BASELINE: self.serial}
+        if self.ranks.device.type == "cuda" and ASYNCTP in (wanted or (ASYNCTP,)):
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            with warnings.catch_warnings():  # torch 2.13 does without
+                warnings.simplefilter("ignore", FutureWarning)
+                enable_symm_mem_for_group(self.ranks.group.group_name)
+            arms[ASYNCTP] = self.torchs()
+        return arms, dict(zip(self.beside, self.alone(), strict=True)), []
+
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
+        """Operands and result once through memory, the GEMM, or what leaves a rank over the link: the longest."""
+        memory, wire, flops = self.moved()
+        return max(1e3 * max(memory / c.memory, wire / c.link, flops / (c.matmul or 1.0)) for c in ceilings)
+
+    @abstractmethod
+    def moved(self) -> tuple[float, float, float]:
+        """(bytes of operands and result, bytes that leave a rank, operations)"""
+
+    def copy_to_peers(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Each (source, target) with others beside it; on GPUs by copy engines, a stream for each."""
+        if self.ranks.device.type != "cuda":
+            for source, target in copies:
+                target.copy_(source)
+            return
+        here = torch.cuda.current_stream()
+        for stream, (source, target) in zip(self._streams, copies, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                target.copy_(source)
+            here.wait_stream(stream)
+
+    @cached_property
+    def _streams(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream(self.ranks.device) for _ in range(self.ranks.world_size - 1)]
+
+
+class TorchOperator(AnyOperator):
+    """An operator that torch has too."""
+
+    def check_options(self, options: BenchOptions) -> None:
+        if ASYNCTP in options.variants and options.device != "cuda":
+            raise ValueError(f"variant {ASYNCTP!r} cannot run here: torch has it for GPUs only")
+        super().check_options(options)
+
+    def said_of_peers(self, mine: Sequence[Record]) -> list[str]:
+        over = geomean([r["speedup_over"][ASYNCTP] for r in mine if ASYNCTP in r["speedup_over"]])
+        return [f"{times(over)} {ASYNCTP}"] if over else []
+
+    def remarks(self, rows: Sequence[Record]) -> list[str]:
+        peers = self.remarks_of_asynctp(rows) if any(r["variant"] == ASYNCTP for r in rows) else []
+        return [*peers, *remarks.of_nccl(rows)]
+
+    def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
+        return []

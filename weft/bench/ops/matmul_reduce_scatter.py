@@ -1,0 +1,83 @@
+"""Benchmark of the GEMM that feeds a reduce-scatter: shapes x variants.
+
+[m, k] @ [k, n] on each rank, k being its part of a layer's rows; a rank gets m / ranks rows of the sum. Inputs are ordinary
+tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. Variants:
+
+    serial    the baseline: torch.mm into a buffer made beforehand, reduce_scatter_tensor
+    asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter; GPUs only
+    weft      weft.matmul_reduce_scatter as it chooses
+    a name    weft.matmul_reduce_scatter with that schedule ("direct[chunks=2,by=dma,add=gemm]"; weft-serial: its "serial"); the
+              beginning of a name means all that begin so, "all" every one
+
+Beside them run the two halves of an ideal overlap: the GEMM alone, and the copies of the peers' rows to them alone (copy engines
+on GPUs, memcpy into shared memory on CPUs). For information also the library's reduce-scatter alone.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from weft.bench.core.harness import Call
+from weft.bench.ops.any_operator import Arm
+from weft.bench.ops.asynctp import TorchOperator, TorchVariants
+from weft.ops import matmul_reduce_scatter as op
+from weft.runtime.collectives import reduce_scatter_single
+from weft.runtime.unfused import reduce_scatter
+from weft.symm import SymmetricBuffer
+
+
+class ScatterVariants(TorchVariants):
+    def draw(self) -> None:
+        super().draw()
+        self.product = self.calls[0].x.new_empty(self.config.m, self.config.n)
+
+    def moved(self) -> tuple[float, float, float]:
+        (m, n, k), item, world = (
+            (self.config.m, self.config.n, self.config.k),
+            self.dtype.itemsize,
+            self.ranks.world_size,
+        )
+        of_rank = m // world * n * item
+        return (m + n) * k * item + of_rank, of_rank * (world - 1), 2.0 * m * n * k
+
+    def serial(self, which: int) -> torch.Tensor:
+        x, w = self.calls[which]
+        torch.mm(x, w, out=self.product)
+        return self.scattered()
+
+    def scattered(self) -> torch.Tensor:
+        rank, world, rows, group = self.ranks.rank, self.ranks.world_size, self.problem.rows, self.ranks.group
+        if self.ranks.device.type != "cuda":  # gloo's way, without one of its own
+            return reduce_scatter(self.product, [rows] * world, rank, group, None, "reduce_scatter")
+        y = self.product.new_empty(rows, self.config.n)
+        reduce_scatter_single(y, self.product, group=group)
+        return y
+
+    def torchs(self) -> Arm:
+        name = self.ranks.group.group_name
+        return lambda which: torch.ops.symm_mem.fused_matmul_reduce_scatter(*self.calls[which], "sum", 0, name)
+
+    def alone(self) -> tuple[Call, Call, Call]:
+        return (
+            lambda which: torch.mm(*self.calls[which]),
+            lambda which: self.copy_to_peers(self._copies),
+            lambda which: self.scattered(),
+        )
+
+    @cached_property
+    def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each peer's rows, the next rank's first, to a place in its memory. Made late: a first call pays for its own memory."""
+        rank, world = self.ranks.rank, self.ranks.world_size
+        shape = (world, self.problem.rows, self.config.n)
+        self._buffer = SymmetricBuffer(shape, self.dtype, group=self.ranks.group, device=self.ranks.device)
+        parts, peers = self.product.chunk(world), [(rank + i) % world for i in range(1, world)]
+        return [(parts[peer], self._buffer.peer(peer)[rank]) for peer in peers]
+
+
+class _MatmulReduceScatter(TorchOperator):
+    variants = ScatterVariants
+
+
+OPERATOR = _MatmulReduceScatter(op.OPERATOR)
