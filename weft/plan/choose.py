@@ -27,7 +27,7 @@ SPARED = 0.05
 
 ALIKE, ALIKE_US = 0.03, 3.0
 """Predictions that differ by less, in parts or in microseconds, are one to the planner: of these it takes a schedule in which
-the host need not wait for sizes, of those the one with the fewest GEMMs, then one that stages nothing, then with the fewest steps,
+the host need not wait for sizes, of those one that stages nothing, then the one with the fewest GEMMs, then with the fewest steps,
 and then the one in which copies leave the compute units alone."""
 
 _KEPT = 256
@@ -229,7 +229,7 @@ def _simplest(timed: list[Row], fastest: Row, measured: bool) -> tuple[Row, str]
 
 
 def _simplicity(row: Row) -> tuple[float, ...]:
-    return (row.stops_host, row.gemms, row.stages, row.steps, row.copies_by_kernel, row.us or 0.0)
+    return (row.stops_host, row.stages, row.gemms, row.steps, row.copies_by_kernel, row.us or 0.0)
 
 
 def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bool) -> str:

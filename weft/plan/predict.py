@@ -83,7 +83,7 @@ class Row:
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM (unless that is the problem's way anyway): it is
     taken only if it is pinned."""
     stages: bool = False
-    """Whether tiles copy what they have computed, which takes a fence and a signal each: of that models know least."""
+    """Whether kernels send or signal while they compute: tiles, or GEMMs that store in peers' memory. Of that models know least."""
     matmuls: frozenset[MatmulShape] = frozenset()
     """The different GEMMs of a rank that are the library's."""
     problem: Problem | None = field(default=None, repr=False)
@@ -270,10 +270,18 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
             isinstance(step, Compute) and step.accumulate and ITEM_BYTES[operands[-1].dtype] <= 2
             for _, step, operands, _ in each
         ),
-        stages=any(isinstance(s, Tiles) and {Compute, Copy} <= set(map(type, s.body)) for s in _steps(schedule)),
+        stages=any(map(_stages, _steps(schedule)))
+        or any(_multiplies(step) and ops[-1].at != 0 for _, step, ops, _ in each),
         matmuls=frozenset((o[-1].rows, o[-1].cols, o[0].cols, o[0].dtype) for o, _ in matmuls),
     )
     return _Built(row, schedule, tuple(lane for _, lane in lanes))
+
+
+def _stages(step: Step) -> bool:
+    if not isinstance(step, Tiles):
+        return False
+    kinds = set(map(type, step.body))
+    return {Compute, Copy} <= kinds or (Set in kinds and any(map(_multiplies, step.body)))
 
 
 def _multiplies(step: Step) -> bool:

@@ -287,10 +287,11 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
     traffic = found.hbm_bytes + wider + (out.bytes if accumulate else 0)
     alone_us = max(found.time_us, traffic / model.hbm_bytes_per_us)
     busy_us = found.units_busy * found.time_us
-    late = min(out.bytes, model.stored_late_bytes) if out.at else 0.0
-    return _kernel(
-        model, links, "matmul", (a, b), out, alone_us + late / _stored_per_us(model, links, out), busy_us, traffic
-    )
+    if out.at:
+        rate = _stored_per_us(model, links, out)
+        late_us = min(out.bytes, model.stored_late_bytes) / rate + model.stored_end_us
+        alone_us = max(alone_us + late_us, out.bytes / rate)
+    return _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
 
 
 def _stored_per_us(model: Model, links: Links, out: Operand) -> float:

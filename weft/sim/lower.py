@@ -115,6 +115,13 @@ class _Lowering:
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
         self._counters: dict[tuple, int] = {}
+        self._for_engines = {  # signals
+            step.signal
+            for lane in schedule.lanes
+            if any(isinstance(step, Copy) and step.by == "dma" for step in lane.steps)
+            for step in lane.steps
+            if isinstance(step, Wait)
+        }
 
     def program(self, alike: bool) -> Program:
         numbers = Numbers(self.schedule)
@@ -189,7 +196,8 @@ class _Lowering:
 
     def _delay_us(self, item: Item, rank: int, distance: int) -> float:
         if not distance:
-            return self.model.signal_local_us
+            engine = self.captured and item.signal in self._for_engines
+            return self.model.signal_local_us + (self.model.graph_signal_us if engine else 0.0)
         us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
         return us + Links(self._topology, rank).latency_us(0, distance)
 

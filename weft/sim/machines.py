@@ -98,6 +98,8 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         kernel_copy_beside_us=us("kernel_copy.beside"),
         tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
         stored_late_bytes=number("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
+        stored_end_us=us("link.stored_end") if "link.stored_end" in machine.quantities else 0.0,
+        graph_signal_us=us("graph.signal") if "graph.signal" in machine.quantities else 0.0,
         sustained=number("compute.sustained"),
         graph_run_us=us("graph.run"),
         graph_collective_us=us("graph.collective"),

@@ -31,8 +31,8 @@ from weft.schedule import ITEM_BYTES
 MatmulShape = tuple[int, int, int, str]
 _SPLITS = (1, 2, 4, 8)
 _SMALLEST_TILE = 32
-_UNIT_LOADS = 2.2
-"""What all units together load from the cache, over what memory gives: 32 x 256 tiles with k = 4096 take some 33 us on an H200."""
+_UNIT_LOADS = 2.0
+"""What all units together load from the cache, over what memory gives: 32 x 256 tiles with k = 4096 take 36 us on an H200."""
 _NEAREST = 8
 """Measured matmuls that correct another one: on a grid, the corners of a cell."""
 
@@ -96,6 +96,8 @@ class Model:
     """What each signal that a tile sets adds to its kernel's time."""
     stored_late_bytes: float = 0.0
     """Of a GEMM's result that is stored in a peer's memory: as much as nothing is computed beside."""
+    stored_end_us: float = 0.0
+    """What such a GEMM takes to end once all of it is stored."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
     """What the library's kernel for many experts reaches of the rate of matmuls, and of the memory's."""
     host_read_us: float = 20.0
@@ -113,6 +115,8 @@ class Model:
     large_collective_us: float = 0.0
     graph_run_us: float = 0.0
     """What a run of several lanes takes longer in a captured graph, which ends when all of it has."""
+    graph_signal_us: float = 0.0
+    """The same of a copy of an engine that waits for a kernel of another lane."""
     graph_collective_us: float = 0.0
     """The same of a collective of the library."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -143,13 +147,11 @@ class Model:
 
     def tile_us(self, rows: int, cols: int, k: int, dtype: str) -> float:
         """Of one tile on one unit, in a kernel that cuts a matmul in just these. A unit loads its operands no faster than its part
-        of `_UNIT_LOADS` times what memory gives."""
+        of `_UNIT_LOADS` times what memory gives, and computes nothing while it stores the result."""
         unit = self._rate(dtype) * self._tile_efficiency(rows, cols) / self.compute_units
-        loaded = (rows + cols) * k * ITEM_BYTES[dtype]
-        return max(
-            2 * rows * cols * (k + self.tile_ramp) / unit,
-            loaded * self.compute_units / (_UNIT_LOADS * self.hbm_bytes_per_us),
-        )
+        of_unit = self.hbm_bytes_per_us / self.compute_units / ITEM_BYTES[dtype]
+        computing_us = 2 * rows * cols * (k + self.tile_ramp) / unit
+        return max(computing_us, (rows + cols) * k / (_UNIT_LOADS * of_unit)) + rows * cols / of_unit
 
     def matmul_us(self, m: int, n: int, k: int, dtype: str) -> float:
         """Alone on the GPU, with its launch."""
