@@ -84,6 +84,8 @@ class Program:
     lanes: list[LaneProgram]
     loads: dict[int, Load]
     counters: int
+    places: dict[Place, int]
+    """What loads call a resource by, of those that are used; a distance is a rank here."""
 
     @property
     def symmetric(self) -> bool:
@@ -148,7 +150,7 @@ class _Lowering:
             program.tasks = [tasks[item.same] for item in here]
         loads = {number: load for load, number in self._load_ids.items()}
         lanes = [program for program, _, _ in placed]
-        return Program(self.schedule, ranks, lanes, loads, len(self._counters))
+        return Program(self.schedule, ranks, lanes, loads, len(self._counters), self._places)
 
     # -- tasks
 
