@@ -1,9 +1,9 @@
 """What a GEMM and an all-gather lose by being cut up, and what they lose beside each other: the FiCCO paper's characterisation
 on the machine at hand.
 
-For each GEMM of its table I, made smaller where need be: the library's GEMM against its pieces, an all-gather of its A
-against its pieces, and both at once, the all-gather by copy engines, by a copying kernel and by the library
-(`weft.studies.inefficiency_measure`). From records, a `Row` for each GEMM, come tables, pictures after figures 7 to 10, and whether
+For each GEMM of its table I, N divided by the ranks (`weft.bench.table_1`), made smaller where need be: the library's GEMM
+against its pieces, an all-gather of its A against its pieces, and both at once, the all-gather by copy engines, by a copying
+kernel and by the library (`weft.studies.inefficiency_measure`). From records, a `Row` for each GEMM, come tables, pictures after figures 7 to 10, and whether
 the observations of the paper held.
 
 A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign and so
@@ -36,6 +36,7 @@ from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number
+from weft.bench.table_1 import Gemm, find_gemms
 from weft.studies.inefficiency_measure import (
     BASELINES,
     CUTS,
@@ -45,9 +46,7 @@ from weft.studies.inefficiency_measure import (
     Effort,
     Fitted,
     Found,
-    Gemm,
     cut_name,
-    find_gemms,
     fit,
     gather_beside,
     gather_name,
@@ -371,6 +370,7 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
     described = {
         "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
         "paper": {k: v for k, v in asdict(fitted.paper).items() if k not in ("name", "item_bytes")}, "scaled": str(fitted),
+        "n_over": fitted.ranks,
         "item_bytes": gemm.item_bytes, "op_to_byte": gemm.op_to_byte, "traffic_bytes": gemm.traffic,
         "gathered_bytes": found.gathered_bytes,
     }  # fmt: skip
@@ -411,6 +411,7 @@ class _Inefficiency(Operator[Gemm]):
         device, dtype = ranks.device.type, DTYPES[options.dtype]
         fitted = fit(
             replace(preset, item_bytes=dtype.itemsize),
+            ranks=ranks.world_size,
             scale=_SCALE[device] if options.scale is None else Fraction(options.scale).limit_denominator(1 << 16),
             most_ops=_MOST_OPS[device] / (8 if options.quick else 1),
             most_bytes=_MEMORY_SHARE * -ranks.most(-free_bytes(ranks)),
@@ -439,7 +440,11 @@ class _Inefficiency(Operator[Gemm]):
                 print(f"drawn: {path}")
 
     def table(self, rows: Sequence[Record]) -> str:
+        whole = sorted({r["config"] for r in rows if "n_over" not in r}, key=lambda name: int(name[1:]))
         parts, measured = [], rows_of(rows)
+        if whole:
+            which = "all" if len(whole) == len(measured) else ", ".join(whole)
+            parts.append(f"Recorded with table I's N whole, not divided by the ranks as it is now: {which}.")
         for table in tables(measured):
             parts += [table.title, markdown_table([column.replace("\n", " ") for column in table.columns], table.cells)]
         return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])
