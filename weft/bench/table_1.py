@@ -6,7 +6,8 @@ those of models with tensor parallelism, and an N of 106496 is twice the whole M
 reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank has M / W of the
 rows, and all of N: as many operations.
 
-Of its synthetic scenarios the paper says no more than "sixteen additional synthetic scenarios with diverse OTB and MT combinations".
+Of its synthetic scenarios the paper says no more than "sixteen additional synthetic scenarios with diverse OTB and MT
+combinations".
 Here each of M, N and K is drawn evenly in its logarithm between the least and the most of table I. Draws whose op-to-byte ratio or
 memory traffic, N divided by the paper's eight, is beyond those of table I are drawn again.
 

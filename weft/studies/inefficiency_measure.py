@@ -291,21 +291,23 @@ def gather_name(by: By, pieces: int = PIECES) -> str:
     return f"gather-{by}-{pieces}"
 
 
-def gemm_beside(by: By) -> str:
-    return f"{_BESIDE} beside {gather_name(by)}"
+def gemm_beside(by: By, pieces: int = PIECES) -> str:
+    return f"{_BESIDE} beside {gather_name(by, pieces)}"
 
 
-def gather_beside(by: By) -> str:
-    return f"{gather_name(by)} beside {_BESIDE}"
+def gather_beside(by: By, pieces: int = PIECES) -> str:
+    return f"{gather_name(by, pieces)} beside {_BESIDE}"
 
 
 _BESIDE = cut_name("rows", PIECES)  # the GEMM that runs beside an all-gather
+PAIRS: tuple[tuple[By, int], ...] = (*((by, PIECES) for by in TRANSPORTS), ("dma", 1))
+"""All-gathers beside that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as shard-based overlap has them (IV-D)."""
 # What a variant's loss is relative to. The others, the whole GEMM and the all-gathers in one piece, have none.
 BASELINES = (
     {cut_name(*cut): WHOLE for cut in CUTS}
     | {gather_name(by): gather_name(by, 1) for by in TRANSPORTS}
-    | {gemm_beside(by): _BESIDE for by in TRANSPORTS}
-    | {gather_beside(by): gather_name(by) for by in TRANSPORTS}
+    | {gemm_beside(*pair): _BESIDE for pair in PAIRS}
+    | {gather_beside(*pair): gather_name(*pair) for pair in PAIRS}
 )
 
 
@@ -351,28 +353,31 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
     values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
     timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
     overlap = {}
-    for by in TRANSPORTS:
-        share = float(np.median(values[by][:, 2::3], axis=1).min()) / 1e3
-        for i, name in enumerate((gemm_beside(by), gather_beside(by))):
-            timings[name] = summarise(values[by][:, i::3].T.tolist(), pairs[by][i].count)
+    for pair in PAIRS:
+        both = gemm_beside(*pair)
+        share = float(np.median(values[both][:, 2::3], axis=1).min()) / 1e3
+        for i, name in enumerate((both, gather_beside(*pair))):
+            timings[name] = summarise(values[both][:, i::3].T.tolist(), pairs[both][i].count)
             overlap[name] = share
     return Found(timings, overlap, errors, nbytes * ranks.world_size)
 
 
 def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, tuple[Lane, Lane]]:
-    """Give lanes that run alone their counts, and make those that run beside each other, by transport. Collective."""
+    """Give lanes that run alone their counts, and make those that run beside each other, by the GEMM's variant. Collective."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
     pairs: dict[str, tuple[Lane, Lane]] = {}
-    for by in TRANSPORTS:
-        pairs[by] = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by)
-        of_call = seconds[_BESIDE], seconds[gather_name(by)]
+    for by, pieces in PAIRS:
+        gather = gather_name(by, pieces)
+        lanes = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather].call, 1, by)
+        of_call = seconds[_BESIDE], seconds[gather]
         lasting = max(effort.beside_s, _LEAST_CALLS * max(of_call))
-        _set_counts(pairs[by], [lasting / alone_s for alone_s in of_call])
+        _set_counts(lanes, [lasting / alone_s for alone_s in of_call])
         for _ in range(_BALANCING):
             side.ranks.start_together()
-            balance(pairs[by], side.play(pairs[by]), side)
+            balance(lanes, side.play(lanes), side)
+        pairs[gemm_beside(by, pieces)] = lanes
     return pairs
 
 
