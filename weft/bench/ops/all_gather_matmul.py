@@ -207,7 +207,8 @@ class _AllGatherMatmul(AnyOperator):
         return [shape.on(options.ranks) for shape in shapes]
 
     def workload(self, preset: Shape, ranks: Ranks, options: BenchOptions) -> GemmVariants:
-        assert isinstance(preset, GatherShape)
+        if not isinstance(preset, GatherShape):
+            return super().workload(preset, ranks, options)
         names, item_bytes = [name for name in options.variants if self.pinned(name)], DTYPES[options.dtype].itemsize
         return super().workload(fitted(preset, ranks, self.name, options.dtype, item_bytes, names), ranks, options)
 
