@@ -21,7 +21,7 @@ import datetime
 import platform
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +31,11 @@ from weft.bench.provenance import provenance
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
 from weft.hw import Machine, file_of, load_machine
 from weft.hw.machine import Quantity
-from weft.plan import machine_and_model, static_pick
+from weft.hw.topology import load_topology
+from weft.plan import static_pick
 from weft.plan.predict import least_us, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
+from weft.sim import model_of
 from weft.sim.losses import communication_us, gemms_us
 from weft.trace.pyplot import pyplot
 
@@ -127,14 +129,18 @@ class Row:
 
 
 def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[Gemm] | None = None) -> list[Record]:
-    """Records of all variants of each GEMM, as the model of `ranks` such machines predicts them. `ValueError` for a machine or
+    """Records of all variants of each GEMM, as the model of `ranks` such machines predicts them, by the machine's file alone. `ValueError` for a machine or
     topology that is not known, or a number of ranks that does not divide a GEMM."""
-    machine, model, notes = machine_and_model(hw, ranks, topology)
+    machine = load_machine(hw)
+    model = model_of(machine, ranks)
+    if topology is not None:
+        model = replace(model, wiring=load_topology(topology, machine))
+    model.wiring.of(ranks)  # which it may not be made for
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
     code, found = provenance(), list[Record]()
     common = {
         "op": "all_gather_matmul", "mode": "queued", "device": "simulated", "dtype": "bf16", "ranks": ranks,
-        "machine": machine.name, "topology": topology or machine.topology, "notes": notes, "assumed": _assumed(machine),
+        "machine": machine.name, "topology": topology or machine.topology, "assumed": _assumed(machine),
         "baseline": SERIAL, "run": uuid.uuid4().hex[:12], "commit": code.commit, "source": code.source,
         "versions": {"weft": weft.__version__, "python": platform.python_version()},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -382,7 +388,7 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, ncol=5, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+        axis.legend(fontsize=8, ncol=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     return written
 
 
