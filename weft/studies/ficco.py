@@ -129,8 +129,8 @@ class Row:
 
 
 def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[Gemm] | None = None) -> list[Record]:
-    """Records of all variants of each GEMM, as the model of `ranks` such machines predicts them, by the machine's file alone. `ValueError` for a machine or
-    topology that is not known, or a number of ranks that does not divide a GEMM."""
+    """Records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file alone.
+    `ValueError` for a machine or topology that is not known, or a number of ranks that does not divide a GEMM."""
     machine = load_machine(hw)
     model = model_of(machine, ranks)
     if topology is not None:
