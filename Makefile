@@ -70,7 +70,7 @@ lint: setup  ## Style, types, layers
 
 bench-cpu: setup  ## Measure all presets on 2 CPU processes into benchmarks/results/ and bring the documents' tables up to date
 	$(BIN)/weft bench embedding_all_to_all --device cpu --ranks 2 --json benchmarks/results/cpu-2-ranks.jsonl
-	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
+	$(BIN)/python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
 gpu-check:  ## On a machine with GPUs, torch and Triton (no .venv, no network): build, test, measure into OUT=folder
 	PYTHON=$(PYTHON) bash benchmarks/gpu_check.sh $(OUT)
@@ -83,7 +83,7 @@ wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 
 docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables and factors from the records
 	$(BIN)/python docs/generate.py
-	$(BIN)/python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
+	$(BIN)/python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
 release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
 	$(INSTALL) cibuildwheel build

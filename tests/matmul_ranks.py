@@ -276,6 +276,37 @@ def serial_after_a_failure(group: dist.ProcessGroup) -> list[str]:
     return [*found, call(3, "serial")]
 
 
+def by_heuristic(group: dist.ProcessGroup) -> tuple[list[tuple[str, str]], list[str]]:
+    """(schedules that calls ran: pinned so, and inside `use`), and what was warned of: M > K, M < K, and what it cannot do."""
+    from weft.operator import calls, choosing
+
+    rank, world, found = group.rank(), group.size(), []
+    quiet = os.environ.pop("WEFT_QUIET", "0")
+    choosing._said.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for m, k, options in (
+            (24, 16, {}),
+            (4, 96, {}),
+            (4, 96, {"return_A": True}),
+            (3, 12, {"rows": range(3, 3 + world)}),
+        ):
+            sizes, names = options.get("rows"), []
+            for call, given in enumerate(("heuristic", None)):
+                shards = shards_of(world, (m, k), 0, sizes and list(sizes), torch.float32, call)
+                B = data(rank, (k, 5 + call), torch.float32, 50 + call)
+                with weft.plan.use("heuristic" if given is None else "serial"):
+                    _, (y,) = weft.all_gather_matmul(
+                        shards[rank], [B], 0, group, **{"return_A": False, **options}, schedule=given
+                    )
+                whole = torch.cat(shards)
+                close(y, whole.double() @ B.double(), whole @ B)
+                names.append(calls._tables["all_gather_matmul"].known(group)[-1].taken[0])
+            found.append(tuple(names))
+    os.environ["WEFT_QUIET"] = quiet
+    return found, [text for w in caught if "heuristic" in (text := str(w.message))]
+
+
 def serial_steps(group: dist.ProcessGroup) -> list[str]:
     """A timeline of the library's calls on rank 0 alone."""
     x, Bs = data(group.rank(), (6, 16), torch.float32, 1), [data(0, (16, n), torch.float32, n) for n in (8, 4)]

@@ -72,6 +72,20 @@ def test_the_first_call_of_a_shape_measures_its_gemms(pool: Pool) -> None:
         assert found["model"] == found["known"]
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pool: Pool, world: int) -> None:
+    for found, warned in pool.run(ranks.by_heuristic, ranks=world, timeout_s=100):
+        rows = "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"
+        columns = "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]"
+        assert found[:2] == [(rows, rows), (columns, columns)]
+        assert all(name.startswith(("serial", "gather", "shard")) for names in found[2:] for name in names)
+        wanted, uneven = warned  # once each, though called twice
+        assert (
+            f"FiCCO's heuristic is not followed, it picks {columns}, which cannot do this: the gathered input" in wanted
+        )
+        assert f"{tuple(range(3, 3 + world))} rows have no common chunks" in uneven
+
+
 def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
     expected = {
         "one dimension": "at least two dimensions",

@@ -52,6 +52,12 @@ def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
+def test_ficcos_gemms_are_shapes_of_all_gather_matmul() -> None:
+    assert plan._shape("g2", 8) == plan._shape("131072,2048,16384", 8)
+    told = runner.invoke(app, ["plan", "matmul_reduce_scatter", "--shape", "g2"])  # whose N is not shared
+    assert "--shape 'g2' must be three whole numbers" in str(told.exception)
+
+
 def test_embeddings(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     arguments = [

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
+from weft.bench.table_1 import Gemm
 from weft.launch import Pool
 from weft.studies.inefficiency_measure import (
     BASELINES,
     TRANSPORTS,
     CpuSide,
     Effort,
-    Gemm,
     Lane,
     Matrices,
     balance,
@@ -199,4 +199,5 @@ def test_a_run_records_prints_and_draws(pool: Pool, tmp_path: Path) -> None:
         assert row["loss"] == pytest.approx(row["p50_ms"] / base["p50_ms"]) == pytest.approx(1 / row["speedup"])
         assert row["roofline_ratio"] == pytest.approx(row["p50_ms"] / row["roofline_ms"])
         assert (row["overlap"] is not None) == ("beside" in row["variant"])
-        assert row["paper"]["m"] / row["m"] == row["paper"]["n"] / row["n"] == 256
+        assert row["paper"]["m"] / row["m"] == row["paper"]["n"] / row["n"] / row["n_over"] == 256
+        assert row["n_over"] == 2

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.core.options import BenchOptions
+from weft.bench.table_1 import PAPERS_RANKS, SYNTHETIC, TABLE_1, Gemm, find_gemms
 from weft.studies.inefficiency import (
     OPERATOR,
     PAPER_MEANS,
@@ -30,11 +31,9 @@ from weft.studies.inefficiency import (
 from weft.studies.inefficiency_measure import (
     BASELINES,
     CUTS,
-    TABLE_1,
+    PAIRS,
     TRANSPORTS,
-    Gemm,
     cut_name,
-    find_gemms,
     fit,
     gather_beside,
     gather_name,
@@ -65,14 +64,27 @@ def test_table_1_and_its_names() -> None:
         find_gemms(["g17"])
 
 
+def test_synthetic_gemms_are_of_table_1s_ranges_and_stay_as_they_are() -> None:
+    assert len({gemm.name for gemm in SYNTHETIC}) == 16
+    for what in ("m", "n", "k", "op_to_byte", "traffic"):
+        of, known = ([getattr(g.sharded(PAPERS_RANKS), what) for g in gemms] for gemms in (SYNTHETIC, TABLE_1))
+        assert min(known) <= min(of) < max(of) <= max(known), what
+    assert all(gemm.m % 4096 == gemm.n % 1024 == gemm.k % 1024 == 0 for gemm in SYNTHETIC)
+    assert [str(gemm) for gemm in SYNTHETIC[:2]] == [
+        "708608 x 57344 x 23552",
+        "512000 x 17408 x 29696",
+    ]  # as in records
+
+
 @given(
     st.sampled_from(TABLE_1),
+    st.sampled_from([1, 2, 3, 8]),
     st.sampled_from([Fraction(1), Fraction(1, 8), Fraction(1, 32), Fraction(1, 100)]),
     st.floats(1e7, 1e15),
     st.floats(1e6, 1e12),
 )
-def test_what_fits_keeps_its_character(gemm: Gemm, scale: Fraction, ops: float, nbytes: float) -> None:
-    fitted = fit(gemm, scale=scale, most_ops=ops, most_bytes=nbytes)
+def test_what_fits_keeps_its_character(gemm: Gemm, ranks: int, scale: Fraction, ops: float, nbytes: float) -> None:
+    fitted = fit(gemm, ranks=ranks, scale=scale, most_ops=ops, most_bytes=nbytes)
     run = fitted.run
     assert run.ops <= ops
     assert run.run_bytes <= nbytes
@@ -80,18 +92,19 @@ def test_what_fits_keeps_its_character(gemm: Gemm, scale: Fraction, ops: float, 
     assert run.k % 64 == 0
     assert run.m == run.k == 64 or (run.m <= run.k) == (gemm.m < gemm.k) or run.m == run.k
     assert fitted.all_by >= 1 / scale
+    assert run.n <= max(8, gemm.n / ranks)
 
 
 def test_a_gemm_that_nothing_makes_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="g5 does not fit even as 64 x 32 x 64: 45056 bytes, and 1e"):
-        fit(TABLE_1[4], scale=Fraction(1), most_ops=1e15, most_bytes=1e4)
+    with pytest.raises(ValueError, match="g5 does not fit even as 64 x 16 x 64: 38912 bytes, and 1e"):
+        fit(TABLE_1[4], ranks=2, scale=Fraction(1), most_ops=1e15, most_bytes=1e4)
 
 
 def test_a_gemm_that_fits_is_the_papers() -> None:
-    fitted = fit(TABLE_1[1], scale=Fraction(1), most_ops=1e15, most_bytes=1e12)
-    assert (str(fitted.run), str(fitted)) == ("131072 x 16384 x 16384", "as in the paper")
-    fitted = fit(TABLE_1[7], scale=Fraction(1), most_ops=1.25e13, most_bytes=1e12)
-    assert (str(fitted.run), str(fitted)) == ("16384 x 28672 x 8192", "M/16")
+    fitted = fit(TABLE_1[1], ranks=8, scale=Fraction(1), most_ops=1e15, most_bytes=1e12)
+    assert (str(fitted.run), str(fitted)) == ("131072 x 2048 x 16384", "N/8")
+    fitted = fit(TABLE_1[7], ranks=2, scale=Fraction(1), most_ops=1.25e13, most_bytes=1e12)
+    assert (str(fitted.run), str(fitted)) == ("32768 x 14336 x 8192", "N/2, M/8")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,7 @@ def _row(gemm: Gemm, loss: Callable[[str], float]) -> Row:
     ms = {"whole": 8.0} | {gather_name(by, 1): 2.0 for by in TRANSPORTS}
     for name in [cut_name(*cut) for cut in CUTS] + [gather_name(by) for by in TRANSPORTS]:
         ms[name] = ms[BASELINES[name]] * loss(name)
-    for name in [f(by) for f in (gemm_beside, gather_beside) for by in TRANSPORTS]:
+    for name in [f(*pair) for f in (gemm_beside, gather_beside) for pair in PAIRS]:
         ms[name] = ms[BASELINES[name]] * loss(name)
     overlap = {name: 0.9 for name in ms if "beside" in name}
     return Row(gemm, "M/2", gemm.m * gemm.k * BF16, ms, overlap)
@@ -199,9 +212,9 @@ def test_tables_have_every_loss_and_the_papers_means() -> None:
         assert [cells[0] for cells in table.cells[:3]] == ["g1", "g2", "mean"]
     mean = math.sqrt(rows[0].loss("rows-8") * rows[1].loss("rows-8"))
     assert cut.cells[2][6] == f"{mean:.2f}"
-    assert len(PAPER_MEANS) == 3
+    assert len(PAPER_MEANS) == 5
     assert "1.10" in moved.cells[3]
-    assert {"1.11", "1.12"} <= set(beside.cells[3])
+    assert {"1.11", "1.12", "1.07", "1.03"} <= set(beside.cells[3])
 
 
 def test_rows_are_of_the_last_run() -> None:

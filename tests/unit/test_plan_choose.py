@@ -21,6 +21,7 @@ from weft.schedule import (
     Schedule,
     builder,
     candidates,
+    described,
     unregister,
 )
 from weft.schedule.gather import gather
@@ -366,6 +367,28 @@ def test_autotune_pins_nothing() -> None:
         assert plan.choose(LARGE, H200) is first
     with plan.use("serial"):
         assert plan.choose(LARGE, H200, pinned=plan.AUTOTUNE) is first
+
+
+def test_the_heuristics_pick_is_taken_if_it_can_run() -> None:
+    long, wanted = AllGatherMatmul.even(2048, 4096, 8192, 2), replace(LARGE, return_gathered=True)
+    with plan.use("heuristic"):
+        assert plan.choose(LARGE, H200).candidate.name == plan.static_pick(LARGE, load_machine("h200"))
+        assert plan.choose(long, H200).candidate.name == "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]"
+        instead = plan.choose(wanted, H200)
+    assert instead is plan.choose(wanted, H200)
+
+
+def test_why_the_heuristic_is_not_followed_is_said() -> None:
+    uneven, odd = AllGatherMatmul(2, (64, 32), (8,), 8, "bf16"), AllGatherMatmul.even(2, 8, 1, 2)
+    assert plan.pick_here(LARGE, "no machine of this name") == (plan.static_pick(LARGE, load_machine("mi300x")), "")
+    for problem, why in (
+        (uneven, "cannot do this: shards of (64, 32) rows have no common chunks"),
+        (odd, "a shard: 1 cannot be cut into 2 pieces"),
+        (described("matmul_reduce_scatter", m=8, n=8, k=8, ranks=2), "it says nothing of matmul_reduce_scatter"),
+    ):
+        picked, said = plan.pick_here(problem, "NVIDIA H200")
+        assert picked is None
+        assert why in said
 
 
 def test_a_second_choice_builds_and_simulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Presets say what their sources say, shrink as promised, and draw the inputs they claim to."""
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from weft.bench.ops import ficco_shapes
 from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import (
     PRESETS,
@@ -19,7 +21,9 @@ from weft.bench.ops.embedding_presets import (
     fitting_scale,
     jagged_input,
 )
-from weft.bench.ops.gemms import CPU_GROUP, Shape, find_shapes, shapes_file
+from weft.bench.ops.ficco_shapes import GatherShape, fitted
+from weft.bench.ops.gemms import CPU_GROUP, Shape, find_shapes, memory_of_schedules, shapes_file
+from weft.bench.table_1 import TABLE_1
 
 CPU = torch.device("cpu")
 META_2021_INDICES, META_2021_DISTINCT, META_2021_HOT_SHARE = 468_084_223, 61_644_628, 0.255
@@ -263,3 +267,58 @@ def test_a_router_draws_different_experts_in_proportion_to_their_popularity(skew
     most = MoeShape(500, 1, 1, experts=4, top_k=3, skew=5.0).splits(1, 0)[0]
     assert most[0] == 500, "nobody gets a token twice"
     assert most.sum() == 1500
+
+
+def named(preset: str, ranks: int) -> list[GatherShape]:
+    found = find_shapes(GatherShape, shapes_file("all_gather_matmul"), preset, "cuda")
+    return [shape.on(ranks) for shape in found]
+
+
+def test_ficcos_gemms_have_n_over_the_ranks() -> None:
+    (g1, typed) = named("g1-m4, 64x64x64", 2)
+    assert (g1.name, g1.m, g1.n, g1.k, g1.over) == ("g1-m4", 4096, 8192, 131072, 4)
+    assert g1.about == "FiCCO's g1, 16384 x 16384 x 131072: N / 2, M / 4"
+    assert (typed.name, typed.n, typed.gemm) == ("64x64x64", 64, "")
+    assert [shape.name for shape in named("table-1,synthetic", 8)] == [f"{of}{i}" for of in "gs" for i in range(1, 17)]
+    assert {shape.n * 8 for shape in named("table-1", 8)} == {gemm.n for gemm in TABLE_1}
+    for wrong, why in (
+        ("g1-m3", "M=16384 of g1 is no multiple of 3"),
+        ("g17", "no preset 'g17'"),
+        ("g1-m0", "no preset"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            named(wrong, 2)
+    with pytest.raises(ValueError, match="preset g1: M=16384 must be divisible by ranks=3"):
+        named("g1", 3)
+
+
+class OneRank:
+    """All ranks are alike."""
+
+    world_size = 2
+
+    def most(self, value: float) -> float:
+        return value
+
+
+@pytest.mark.parametrize("variants", [[], ["ficco_1d"]])
+def test_m_is_halved_until_inputs_results_and_schedules_fit(
+    variants: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(preset: str, free: float) -> GatherShape:
+        monkeypatch.setattr(ficco_shapes, "free_bytes", lambda ranks: free)
+        return fitted(*named(preset, 2), OneRank(), "all_gather_matmul", "bf16", 2, variants)  # type: ignore[arg-type]
+
+    whole, half = fit("g2", 1e15), fit("g2", 4e10)
+    assert (whole.name, whole.m, whole.over) == ("g2", 131072, 1)
+    assert half.over > 1
+    assert (half.name, half.m * half.over, half.n, half.k) == (f"g2-m{half.over}", 131072, 8192, 16384)
+    assert f"M / {half.over}" in half.about
+    twice = replace(half, m=2 * half.m).on(2)
+    schedules = [
+        memory_of_schedules(shape.problems("all_gather_matmul", 2, "bf16"), variants) for shape in (half, twice)
+    ]
+    assert max(half.bytes(2, 2), schedules[0]) <= 2e10 < max(twice.bytes(2, 2), schedules[1])
+    assert fit("g2-m2", 1e9).name == "g2-m2"  # M is given
+    assert fit("512x512x512", 1.0).name == "512x512x512"
+    assert fit("g2", 1.0).m % 4 == 0

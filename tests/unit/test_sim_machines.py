@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from sim_toys import all_schedules, gpu
 
+from weft.bench.table_1 import find_gemms
 from weft.hw import load_machine
 from weft.schedule import AllGatherMatmul, Schedule
 from weft.schedule.steps import Lane
@@ -56,18 +57,12 @@ def test_overlap_beats_serial_on_h200_as_measured() -> None:
             assert predicted[0] / predicted[1] == pytest.approx(serial / shard, rel=0.09)
 
 
-# "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I: M, N, K, N sharded by eight.
-COMMUNICATION_HEAVY = {
-    "g1": (16384, 16384, 131072), "g5": (8192, 8192, 262144), "g6": (262144, 8192, 8192), "g11": (1048576, 10240, 8192),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMMUNICATION_HEAVY)
+@pytest.mark.parametrize("name", ["g1", "g5", "g6", "g11"])  # of table I those with the most communication
 def test_on_a_mesh_shards_go_over_one_link_of_seven_and_ficco_uses_all(name: str) -> None:
     """The paper, VI-B and VI-C: shard overlap communicates 7 times slower and is down to 3.9 times slower than serial;
     FiCCO is up to 1.6 or 1.7 times faster, and no more than the ideal."""
-    m, n, k = COMMUNICATION_HEAVY[name]
-    problem, model = AllGatherMatmul.even(m, n // 8, k, 8), gpu("mi300x", 8)
+    gemm = find_gemms([name])[0].sharded(8)
+    problem, model = AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, 8), gpu("mi300x", 8)
     schedules = all_schedules(problem)
     serial = simulate(schedules["serial"], model).end_us
     shard = simulate(_one_peer_at_a_time(schedules[SHARD]), model)

@@ -31,12 +31,14 @@ _EXAMPLES = """examples:
   weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
   weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
   weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
+  weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """
 _PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or grid-...
 all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on each rank;
-with -symmetric behind either, on GPUs, inputs lie in symmetric memory. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b,
+with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, N
+over the ranks, M halved until it fits, or as in g1-m4 a quarter. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b,
 cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the paper's
 GEMMs. Default: all that suit the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these

@@ -1,11 +1,12 @@
 """Recorded results as Markdown, so that no number in a document is typed by hand.
 
-    python -m weft.bench.report README.md docs/*.md benchmarks/results/*.jsonl
+    python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
 rewrites documents in place. NAME is a results file's name without ".jsonl".
 
 - `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the
   operator knows its columns. A block stays empty until its results are recorded.
+- `<!-- study:STUDY NAME -->` to `<!-- /study -->`: what the study (`weft.studies`) makes of them. It stays empty likewise.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: how many times as fast a variant is, in the geometric mean
   over configurations.
 
@@ -15,6 +16,7 @@ A later run of a configuration in a mode replaces an earlier one; its arms are n
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,10 @@ _GAIN = re.compile(
     r"(?P<open><!-- gain:(?P<name>[\w.-]+) (?P<mode>\w+) (?P<dtype>\w+) (?P<variant>[^/ ]+)/(?P<baseline>\S+) -->)"
     r"[^<]*<!-- /gain -->"
 )
-_MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(<!-- (?:results:|study:(?P<study>\w+) )(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /(?:results|study) -->)",
+    re.DOTALL,
+)
 
 
 TOO_SHORT_MS = 1.0
@@ -105,7 +110,9 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
     def block(found: re.Match[str]) -> str:
         if found["name"] not in results and not found["body"].strip():
             return found[0]
-        return f"{found[1]}{markdown(given(found['name']))}{found[4]}"
+        study = importlib.import_module(f"weft.studies.{found['study']}") if found["study"] else None
+        shown = markdown if study is None else study.markdown
+        return f"{found[1]}{shown(given(found['name']))}{found[5]}"
 
     def factor(found: re.Match[str]) -> str:
         which = (found["mode"], found["dtype"], found["variant"], found["baseline"])

@@ -1,4 +1,4 @@
-"""The command line: `weft demo`, `weft bench`, `weft plan`, `weft doctor`.
+"""The command line: `weft demo`, `weft bench`, `weft plan`, `weft reproduce`, `weft doctor`.
 
 It needs the packages of the extra `weft[cli]`, which the library does not. `weft --help` answers at once: torch loads when needed.
 """

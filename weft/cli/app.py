@@ -11,6 +11,7 @@ import typer
 import weft
 from weft.cli.paths import check_writable
 from weft.cli.plan import plan
+from weft.cli.reproduce import reproduce
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 
 app.add_typer(plan, name="plan")
+app.add_typer(reproduce, name="reproduce")
 
 
 def main() -> None:

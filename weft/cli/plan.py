@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from weft.bench.table_1 import SYNTHETIC, TABLE_1
 from weft.cli.paths import check_writable
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ _OPERATORS = {
 
     weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --topology ring
 
+    weft plan all_gather_matmul --shape g5 --hw mi300x --ranks 8
+
     weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json""",
     "matmul_reduce_scatter": f"""Plan y = reduce_scatter(x @ w): M rows of K columns and [K, N] on each rank, and of the sum
 M / ranks rows to each.
@@ -88,7 +91,8 @@ def _add(op: str, about: str) -> None:
             typer.Option(
                 metavar="M,N,K",
                 help="M: gathered or scattered rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
-                "of a table. K: what is summed over.",
+                "of a table. K: what is summed over. all_gather_matmul: also g1 to g16 and s1 to s16, FiCCO's GEMMs with N "
+                "over the ranks.",
             ),
         ],
         ranks: Annotated[
@@ -148,7 +152,7 @@ def _add(op: str, about: str) -> None:
         from weft.bench.core.console import progress
         from weft.plan import explanation
 
-        m, n, k = _shape(shape)
+        m, n, k = _shape(shape, ranks if op == "all_gather_matmul" else None)
         if op == _EMBEDDING and ranks > _MOST_UNEVEN_RANKS:
             raise ValueError(
                 f"--ranks {ranks}: ranks have tables of their own, and more than {_MOST_UNEVEN_RANKS} take too long"
@@ -310,7 +314,11 @@ def _at_commas(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
+    """ranks: where one of FiCCO's GEMMs may be named, whose N they share."""
+    for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
+        if gemm.name == text:
+            return gemm.m, gemm.sharded(ranks or 1).n, gemm.k
     sizes = re.fullmatch(r"(\d+)[,x](\d+)[,x](\d+)", text.replace(" ", ""))
     if sizes is None:
         raise ValueError(

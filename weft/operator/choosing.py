@@ -1,4 +1,5 @@
-"""Which schedule a call takes: pinned, planned on a known machine, or measured: on an unknown one, or on demand ("autotune").
+"""Which schedule a call takes: pinned, by FiCCO's heuristic ("heuristic"), planned on a known machine, or measured: on an unknown
+one, or on demand ("autotune").
 
 On a known GPU the choice rests on the machine's model. The first call with weights of a shape times their GEMMs
 (`weft.plan.gemms`), some 60 ms of device time; another number of rows costs milliseconds then (`weft.plan.nearby`). On demand whole
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft import plan
+from weft import env, plan
 from weft.caller import warn
 from weft.errors import ScheduleError
 from weft.hw import file_of, load_machine
@@ -54,15 +55,15 @@ call differs by a tenth from run to run."""
 
 
 def check_name(name: str, p: Problem) -> None:
-    """`ValueError` if there is no such schedule, or it cannot do `p`. "autotune" names none, and always goes."""
-    if name != plan.AUTOTUNE:
+    """`ValueError` if there is no such schedule, or it cannot do `p`. "autotune" and "heuristic" name none, and always go."""
+    if plan.names_schedule(name):
         named(p, name).build()
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
     """What all ranks must say alike: the pinned schedule, or else, if somebody has registered builders, among which to choose."""
     said = f"schedule {name or 'chosen'}"
-    if name not in (None, plan.AUTOTUNE):
+    if plan.names_schedule(name):
         return said
     others = [candidate.name for candidate in plan.candidates_from_outside(p)]
     return f"{said}, with builders that this rank has registered beside weft's: {', '.join(others)}" if others else said
@@ -107,12 +108,14 @@ def choose(
 ) -> Chosen:
     """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up.
 
-    pinned: a schedule's name, or "autotune".
+    pinned: a schedule's name, "autotune" or "heuristic".
     serial: does it as the operator would by the library, where that is not an executor's work.
     remembered: whether a rank remembers times of this very problem.
 
     `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` is to run that `verify` finds faults of.
     """
+    if pinned == plan.HEURISTIC:
+        pinned = _by_heuristic(p, domain, deadline_s)
     if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
     elif pinned is None and domain.device.type == "cuda" and not p.tried_on_gpus:
@@ -133,6 +136,21 @@ def choose(
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
     return chosen
+
+
+_said: set[str] = set()
+
+
+def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str | None:
+    """What FiCCO's heuristic picks; None: nothing that can run, which is said once for each operator and reason. Collective: ranks
+    may know different machine files, so the first rank's pick is everybody's."""
+    mine = plan.pick_here(p, device_name(domain.device))
+    picked, why = domain.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
+    text = f'schedule="heuristic", {p.name}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
+    if picked is None and text not in _said and not env.quiet():
+        _said.add(text)
+        warn(text)
+    return picked
 
 
 def _schedules(p: Problem, names: Names, domain: Domain) -> dict[str, Schedule]:

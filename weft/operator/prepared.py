@@ -239,7 +239,7 @@ class Prepared:
             domain, op, p = self.domain, self.op, self.p
             assert domain is not None
             typical = call
-            if self.pinned in (None, plan.AUTOTUNE):
+            if not plan.names_schedule(self.pinned):
                 typical = op.to_choose_with(p, domain.rank, call)
             if typical is not call:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}

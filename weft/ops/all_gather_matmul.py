@@ -55,6 +55,7 @@ def all_gather_matmul(
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "shard[chunks=1,send=in_turn,by=dma]", ...);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+        "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
         serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks

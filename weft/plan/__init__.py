@@ -3,6 +3,7 @@
     weft.plan.choose(problem, model)                                    the choice, remembered
     with weft.plan.use("shard[chunks=2,send=in_turn,by=dma]"): ...           pinned
     with weft.plan.use("autotune"): ...                                 measured at the first call of a shape, remembered
+    with weft.plan.use("heuristic"): ...                                what FiCCO's static heuristic picks
     print(weft.plan.explain("all_gather_matmul", M=16384, N=8192, K=4096, ranks=2))
 
 A choice is a function of shape, model, registered builders, and remembered times if it is given any.
@@ -12,13 +13,14 @@ from weft.plan.autotune import autotune, candidates_from_outside, from_outside, 
 from weft.plan.calibration import Calibration, Measure, calibrate, calibrated
 from weft.plan.choose import Choice, NoOverlapWarning, choose
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
-from weft.plan.heuristic import static_pick
+from weft.plan.heuristic import pick_here, static_pick
 from weft.plan.nearby import names_near, octave, octave_of, typical
-from weft.plan.pin import AUTOTUNE, pinned, use
+from weft.plan.pin import AUTOTUNE, HEURISTIC, names_schedule, pinned, use
 from weft.plan.predict import MODES, Mode, Row
 
 __all__ = [
-    "AUTOTUNE", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row", "autotune",
-    "calibrate", "calibrated", "candidates_from_outside", "choose", "explain", "explanation", "from_outside", "known_times",
-    "machine_and_model", "names_near", "octave", "octave_of", "pinned", "promising", "static_pick", "typical", "use",
+    "AUTOTUNE", "HEURISTIC", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row",
+    "autotune", "calibrate", "calibrated", "candidates_from_outside", "choose", "explain", "explanation", "from_outside",
+    "known_times", "machine_and_model", "names_near", "names_schedule", "octave", "octave_of", "pick_here", "pinned", "promising",
+    "static_pick", "typical", "use",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from weft import env
 from weft.caller import warn
 from weft.plan import pin
+from weft.plan.heuristic import pick_here
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, named
 from weft.sim import Model
@@ -72,7 +73,8 @@ def choose(
 ) -> Choice:
     """How to do `problem` on `model`; remembered for this very model.
 
-    pinned: take the candidate of this name; by default the one that `weft.plan.use` names. "autotune" names none.
+    pinned: take the candidate of this name; by default the one that `weft.plan.use` names. "heuristic" names what FiCCO's
+        heuristic picks for the model's machine, if that can do this; "autotune" names none.
     measured: microseconds by candidate, serial among them: then the choice is between these.
     among: names of the candidates that are looked at; by default all.
 
@@ -80,6 +82,8 @@ def choose(
     name that is not known; `NotApplicableError`, which is one too, if the pinned one cannot do this.
     """
     pinned = pinned or pin.pinned()
+    if pinned == pin.HEURISTIC:
+        pinned, _ = pick_here(problem, model.name)
     pinned = None if pinned == pin.AUTOTUNE else pinned
     times = tuple(measured.items()) if measured else ()
     key = (problem, id(model), mode, pinned, times, among, builders_of(type(problem)))

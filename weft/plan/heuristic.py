@@ -9,6 +9,8 @@
 ratio times memory bandwidth, the peak rate. One is FLOP and the other FLOP/s, and the time between them is not given: here
 it is `heuristic.threshold` in the machine file, so that the question is how long the GEMM takes at the peak rate.
 
+`schedule="heuristic"` runs the pick (`pick_here`). Where there is none, or it cannot do the problem, the choice is the usual one.
+
 M is the gathered rows. N is what the caller gives, the columns that one GPU computes: of a weight sharded over W of them, N / W.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C and figure 12(a).
@@ -16,11 +18,16 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from weft.hw import Machine
-from weft.schedule import AllGatherMatmul, Problem
+from functools import lru_cache
+
+from weft.hw import Machine, file_of, load_machine
+from weft.schedule import AllGatherMatmul, NotApplicableError, Problem, named
 
 _ABOVE = 5.0
 """Times the threshold: where hetero-unfused-1D begins."""
+
+_PAPERS = "mi300x"
+"""The paper's machine, whose threshold holds where there is no machine file, as on CPUs."""
 
 
 def static_pick(problem: Problem, machine: Machine) -> str | None:
@@ -34,6 +41,23 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
     if problem.flops < threshold:
         return _ficco("1d", "uniform", "fused")
     return _ficco("1d", "hetero", "unfused" if problem.flops > _ABOVE * threshold else "fused")
+
+
+def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
+    """(the pick for the machine of this name, "") if it can do `problem`; else (None, why there is none)."""
+    pick = static_pick(problem, _machine(machine_name))
+    if pick is None:
+        return None, f"it says nothing of {problem.name}"
+    try:
+        named(problem, pick).build()
+    except NotApplicableError as error:
+        return None, f"it picks {pick}, which cannot do this: {error}"
+    return pick, ""
+
+
+@lru_cache(maxsize=8)
+def _machine(name: str) -> Machine:
+    return load_machine(file_of(name) or _PAPERS)
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:

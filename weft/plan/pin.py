@@ -4,8 +4,8 @@
         _, (y,) = weft.all_gather_matmul(x_shard, [w], 0, group)
 
 Holds in this thread (or task) until the block ends; autograd's backward runs in threads of its own. All ranks must pin the
-same. Names are those that `weft.plan.explain` lists, and those with other numbers (`weft.schedule.named`); or "autotune": none is
-pinned, and what is promising is measured.
+same. Names are those that `weft.plan.explain` lists, and those with other numbers (`weft.schedule.named`); or a rule that names
+one: "autotune", what is measured to be the fastest, or "heuristic", what FiCCO's static heuristic picks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from contextvars import ContextVar
 AUTOTUNE = "autotune"
 """In place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and remember."""
 
+HEURISTIC = "heuristic"
+"""In place of a schedule's name: the one that FiCCO's static heuristic picks from the shape (`weft.plan.heuristic`)."""
+
 _pinned: ContextVar[str | None] = ContextVar("weft.plan.pinned", default=None)
 
 
 @contextmanager
 def use(schedule: str | None) -> Iterator[None]:
-    """Take `schedule` wherever a schedule is chosen, or with "autotune" the one that is measured to be the fastest; None: none is
-    pinned. `ValueError` at the operator, if it has none of that name. Embeddings hear of "autotune" alone: their way is pinned by
-    `transport=`."""
+    """Take `schedule` wherever a schedule is chosen, with "autotune" the one that is measured to be the fastest, with "heuristic"
+    the one that FiCCO's heuristic picks; None: none is pinned. `ValueError` at the operator, if it has none of that name. Where
+    the heuristic picks nothing that can run, a warning says why, and the choice is the usual one. Embeddings hear of "autotune"
+    alone: their way is pinned by `transport=`."""
     token = _pinned.set(schedule)
     try:
         yield
@@ -37,3 +41,8 @@ def pinned(given: object = None) -> str | None:
     as one: it names no schedule, and is refused as other wrong names are."""
     name = _pinned.get() if given is None else given
     return name if name is None or isinstance(name, str) else repr(name)
+
+
+def names_schedule(pinned: str | None) -> bool:
+    """Whether this is a schedule's name, and neither None nor a rule that finds one."""
+    return pinned not in (None, AUTOTUNE, HEURISTIC)

@@ -7,7 +7,9 @@ on a full mesh all links are busy, and computes on the chunks of that step. Thre
     uniform | hetero  a step holds the own chunk too, or the own shard is computed whole, first, while nothing has come
     fused | unfused   one GEMM a step over the chunks of all ranks, or one for each
 
-Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered.
+Chunks are received where the GEMM of their step reads them, so only the own chunk of a uniform fused step is gathered. The
+paper gathers all chunks of such a step, beside communication and GEMMs, and gives uniform schedules a higher contention loss for
+it (V-B): that loss is not here.
 Rows that a fused GEMM computes are neighbours in y only in uniform 2D; elsewhere they are scattered from scratch memory.
 Each step of a 2D schedule rounds y to its dtype: with 16 bits, more steps cost accuracy. Scaled GEMMs have 1D schedules only.
 

@@ -1,10 +1,10 @@
 """What a GEMM and an all-gather lose by being cut up, and what they lose beside each other: the FiCCO paper's characterisation
 on the machine at hand.
 
-For each GEMM of its table I, made smaller where need be: the library's GEMM against its pieces, an all-gather of its A
-against its pieces, and both at once, the all-gather by copy engines, by a copying kernel and by the library
-(`weft.studies.inefficiency_measure`). From records, a `Row` for each GEMM, come tables, pictures after figures 7 to 10, and whether
-the observations of the paper held.
+For each GEMM of its table I, N divided by the ranks (`weft.bench.table_1`), made smaller where need be: the library's GEMM
+against its pieces, an all-gather of its A against its pieces, and both at once, the all-gather by copy engines, by a copying
+kernel and by the library (`weft.studies.inefficiency_measure`). From records, a `Row` for each GEMM, come tables, pictures after
+figures 7 to 10, and whether the observations of the paper held.
 
 A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign and so
 clear a one would come up by chance, values put to GEMMs at random, in at most 5% of cases. A claim about each GEMM
@@ -36,6 +36,7 @@ from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number
+from weft.bench.table_1 import Gemm, find_gemms
 from weft.studies.inefficiency_measure import (
     BASELINES,
     CUTS,
@@ -45,9 +46,7 @@ from weft.studies.inefficiency_measure import (
     Effort,
     Fitted,
     Found,
-    Gemm,
     cut_name,
-    find_gemms,
     fit,
     gather_beside,
     gather_name,
@@ -60,6 +59,7 @@ from weft.words import counted
 # The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up; the text does not say by which transport, and FiCCO's is
 # DMA), IV-D1 (GEMM beside it), IV-D2 (it beside a GEMM).
 PAPER_MEANS = {gather_name("dma"): 1.10, gemm_beside("dma"): 1.11, gather_beside("dma"): 1.12}
+PAPER_MEANS |= {gemm_beside("dma", 1): 1.07, gather_beside("dma", 1): 1.03}  # of shard-based overlap: IV-D1, IV-D2
 
 _SCALE = {"cuda": Fraction(1), "cpu": Fraction(1, 32)}
 _MOST_OPS = {"cuda": 1.25e13, "cpu": 1.1e9}  # of a GEMM: 17 ms at 750 TFLOP/s, 18 ms at 60 GFLOP/s
@@ -134,12 +134,17 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     gathers = [_losses(f"{by}\nin {PIECES}", gather_name(by)) for by in TRANSPORTS]
     beside = [_losses(f"GEMM,\n{by}", gemm_beside(by)) for by in TRANSPORTS]
     beside += [_losses(f"gather,\n{by}", gather_beside(by)) for by in TRANSPORTS]
+    beside += [
+        _losses("GEMM,\nwhole shards", gemm_beside("dma", 1)),
+        _losses("whole shards,\nGEMM", gather_beside("dma", 1)),
+    ]
     beside += [(f"overlap,\n{by}", partial(_overlap, gemm_beside(by)), None) for by in TRANSPORTS]
     made = [
         _table("GEMM cut into 8 and 64, over the whole (figure 7)", [name, *whole, *cuts], rows),
         _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", [name, *moved, *gathers], rows),
         _table(
-            f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9)", [name, *beside], rows
+            f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9), and whole shards by dma",
+            [name, *beside], rows,
         ),
     ]  # fmt: skip
     return [table for table in made if len(table.cells) > len(rows)]
@@ -371,6 +376,7 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
     described = {
         "mode": "queued", "m": gemm.m, "n": gemm.n, "k": gemm.k,
         "paper": {k: v for k, v in asdict(fitted.paper).items() if k not in ("name", "item_bytes")}, "scaled": str(fitted),
+        "n_over": fitted.ranks,
         "item_bytes": gemm.item_bytes, "op_to_byte": gemm.op_to_byte, "traffic_bytes": gemm.traffic,
         "gathered_bytes": found.gathered_bytes,
     }  # fmt: skip
@@ -411,6 +417,7 @@ class _Inefficiency(Operator[Gemm]):
         device, dtype = ranks.device.type, DTYPES[options.dtype]
         fitted = fit(
             replace(preset, item_bytes=dtype.itemsize),
+            ranks=ranks.world_size,
             scale=_SCALE[device] if options.scale is None else Fraction(options.scale).limit_denominator(1 << 16),
             most_ops=_MOST_OPS[device] / (8 if options.quick else 1),
             most_bytes=_MEMORY_SHARE * -ranks.most(-free_bytes(ranks)),
@@ -439,7 +446,11 @@ class _Inefficiency(Operator[Gemm]):
                 print(f"drawn: {path}")
 
     def table(self, rows: Sequence[Record]) -> str:
+        whole = sorted({r["config"] for r in rows if "n_over" not in r}, key=lambda name: int(name[1:]))
         parts, measured = [], rows_of(rows)
+        if whole:
+            which = "all" if len(whole) == len(measured) else ", ".join(whole)
+            parts.append(f"Recorded with table I's N whole, not divided by the ranks as it is now: {which}.")
         for table in tables(measured):
             parts += [table.title, markdown_table([column.replace("\n", " ") for column in table.columns], table.cells)]
         return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +31,7 @@ import torch.distributed as dist
 from weft import _core
 from weft.bench.core.harness import Ranks, Timing, summarise
 from weft.bench.core.measure import Step
+from weft.bench.table_1 import Gemm
 from weft.runtime.collectives import all_gather_single
 from weft.symm import SymmetricBuffer
 from weft.words import counted
@@ -42,73 +41,24 @@ _MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """C [m, n] = A [m, k] @ B [k, n]. A is what is gathered."""
-
-    name: str
-    parallelism: str
-    model: str
-    m: int
-    n: int
-    k: int
-    item_bytes: int = 2
-
-    @property
-    def ops(self) -> int:
-        return 2 * self.m * self.n * self.k
-
-    @property
-    def traffic(self) -> int:
-        return self.item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
-
-    @property
-    def op_to_byte(self) -> float:
-        return self.ops / self.traffic
-
-    @property
-    def run_bytes(self) -> int:
-        """Memory of a rank that measures it: A, B, two results, and A gathered twice, by copies and by the library, from a
-        shard that is less than A."""
-        return self.traffic + self.item_bytes * (3 * self.m * self.k + self.m * self.n)
-
-    def piece(self, rows: int = 1, columns: int = 1) -> Gemm:
-        """One of its pieces when A is cut into so many blocks of rows and of columns."""
-        return replace(self, m=self.m // rows, k=self.k // columns)
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
-
-
-TABLE_1 = tuple(
-    Gemm(name, **of) for name, of in tomllib.loads(files("weft.studies").joinpath("table_1.toml").read_text()).items()
-)
-
-
-def find_gemms(names: Sequence[str]) -> tuple[Gemm, ...]:
-    """Those of table I, in its order; none named: all. Raises ValueError for a name that is not there."""
-    for name in names:
-        if name not in {gemm.name for gemm in TABLE_1}:
-            raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
-    return tuple(gemm for gemm in TABLE_1 if gemm.name in names or not names)
-
-
-@dataclass(frozen=True)
 class Fitted:
-    """A GEMM of the paper as it is run: M, N and K over `all_by`, then the larger of M and K over `large_by`."""
+    """A GEMM of the paper as it is run: N over `ranks`, M, N and K over `all_by`, then the larger of M and K over `large_by`."""
 
     paper: Gemm
     run: Gemm
+    ranks: int
     all_by: Fraction
     large_by: int
 
     def __str__(self) -> str:
         large = "M" if self.paper.m > self.paper.k else "K"
-        said = [f"all/{self.all_by}"] * (self.all_by != 1) + [f"{large}/{self.large_by}"] * (self.large_by != 1)
-        return ", ".join(said) or "as in the paper"
+        said = [f"N/{self.ranks}"] + [f"all/{self.all_by}"] * (self.all_by != 1)
+        return ", ".join(said + [f"{large}/{self.large_by}"] * (self.large_by != 1))
 
 
-def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
-    """`gemm` with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and `most_bytes`.
+def fit(gemm: Gemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
+    """What one of `ranks` computes of `gemm`, with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and
+    `most_bytes`.
 
     Bytes are those of a run (`Gemm.run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
     which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
@@ -116,10 +66,10 @@ def fit(gemm: Gemm, *, scale: Fraction, most_ops: float, most_bytes: float) -> F
     """
     all_by, large_by = 1 / scale, 1
     while True:
-        sizes = {"m": gemm.m / all_by, "n": gemm.n / all_by, "k": gemm.k / all_by}
+        sizes: dict[str, Any] = {"m": gemm.m / all_by, "n": gemm.n / ranks / all_by, "k": gemm.k / all_by}
         sizes["m" if gemm.m > gemm.k else "k"] /= large_by
         whole: dict[str, Any] = {name: max(of, int(sizes[name]) // of * of) for name, of in _MULTIPLES.items()}
-        fitted = Fitted(gemm, replace(gemm, **whole), all_by, large_by)
+        fitted = Fitted(gemm, replace(gemm, **whole), ranks, all_by, large_by)
         if fitted.run.ops <= most_ops and fitted.run.run_bytes <= most_bytes:
             return fitted
         smaller, larger = sorted((fitted.run.m, fitted.run.k))
@@ -341,21 +291,23 @@ def gather_name(by: By, pieces: int = PIECES) -> str:
     return f"gather-{by}-{pieces}"
 
 
-def gemm_beside(by: By) -> str:
-    return f"{_BESIDE} beside {gather_name(by)}"
+def gemm_beside(by: By, pieces: int = PIECES) -> str:
+    return f"{_BESIDE} beside {gather_name(by, pieces)}"
 
 
-def gather_beside(by: By) -> str:
-    return f"{gather_name(by)} beside {_BESIDE}"
+def gather_beside(by: By, pieces: int = PIECES) -> str:
+    return f"{gather_name(by, pieces)} beside {_BESIDE}"
 
 
 _BESIDE = cut_name("rows", PIECES)  # the GEMM that runs beside an all-gather
+PAIRS: tuple[tuple[By, int], ...] = (*((by, PIECES) for by in TRANSPORTS), ("dma", 1))
+"""All-gathers beside that GEMM: FiCCO's, in pieces; and whole shards by copy engines, as shard-based overlap has them (IV-D)."""
 # What a variant's loss is relative to. The others, the whole GEMM and the all-gathers in one piece, have none.
 BASELINES = (
     {cut_name(*cut): WHOLE for cut in CUTS}
     | {gather_name(by): gather_name(by, 1) for by in TRANSPORTS}
-    | {gemm_beside(by): _BESIDE for by in TRANSPORTS}
-    | {gather_beside(by): gather_name(by) for by in TRANSPORTS}
+    | {gemm_beside(*pair): _BESIDE for pair in PAIRS}
+    | {gather_beside(*pair): gather_name(*pair) for pair in PAIRS}
 )
 
 
@@ -401,28 +353,31 @@ def measure(gemm: Gemm, dtype: torch.dtype, ranks: Ranks, effort: Effort, step: 
     values = {name: 1e3 * np.array(ranks.gather(mine)) for name, mine in found.items()}  # [rank, repetitions x values]
     timings = {name: summarise(values[name].T.tolist(), lane.count) for name, lane in alone.items()}
     overlap = {}
-    for by in TRANSPORTS:
-        share = float(np.median(values[by][:, 2::3], axis=1).min()) / 1e3
-        for i, name in enumerate((gemm_beside(by), gather_beside(by))):
-            timings[name] = summarise(values[by][:, i::3].T.tolist(), pairs[by][i].count)
+    for pair in PAIRS:
+        both = gemm_beside(*pair)
+        share = float(np.median(values[both][:, 2::3], axis=1).min()) / 1e3
+        for i, name in enumerate((both, gather_beside(*pair))):
+            timings[name] = summarise(values[both][:, i::3].T.tolist(), pairs[both][i].count)
             overlap[name] = share
     return Found(timings, overlap, errors, nbytes * ranks.world_size)
 
 
 def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, tuple[Lane, Lane]]:
-    """Give lanes that run alone their counts, and make those that run beside each other, by transport. Collective."""
+    """Give lanes that run alone their counts, and make those that run beside each other, by the GEMM's variant. Collective."""
     seconds = {name: _seconds(lane, side) for name, lane in alone.items()}
     for name, lane in alone.items():
         lane.count = min(math.ceil(effort.alone_s / seconds[name]), _MOST_CALLS)
     pairs: dict[str, tuple[Lane, Lane]] = {}
-    for by in TRANSPORTS:
-        pairs[by] = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather_name(by)].call, 1, by)
-        of_call = seconds[_BESIDE], seconds[gather_name(by)]
+    for by, pieces in PAIRS:
+        gather = gather_name(by, pieces)
+        lanes = Lane(alone[_BESIDE].call, 1, "gemm"), Lane(alone[gather].call, 1, by)
+        of_call = seconds[_BESIDE], seconds[gather]
         lasting = max(effort.beside_s, _LEAST_CALLS * max(of_call))
-        _set_counts(pairs[by], [lasting / alone_s for alone_s in of_call])
+        _set_counts(lanes, [lasting / alone_s for alone_s in of_call])
         for _ in range(_BALANCING):
             side.ranks.start_together()
-            balance(pairs[by], side.play(pairs[by]), side)
+            balance(lanes, side.play(lanes), side)
+        pairs[gemm_beside(by, pieces)] = lanes
     return pairs
 
 

@@ -10,6 +10,8 @@ are bf16. Variants:
     a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
               beginning of a name means all that begin so, "all" every one
 
+Presets are shapes; those of FiCCO's GEMMs have N over the ranks, and M halved until they fit (`weft.bench.ops.ficco_shapes`).
+
 Beside them run the two halves of an ideal overlap: the GEMM alone on gathered rows, and the shard's copies to the peers alone
 (copy engines on GPUs, memcpy into shared memory on CPUs). For information also the library's all-gather alone.
 """
@@ -24,12 +26,13 @@ import torch
 
 from weft.bench.core import remarks
 from weft.bench.core.harness import Call, Ranks
-from weft.bench.core.options import BenchOptions
+from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.remarks import MULTICAST_M
 from weft.bench.core.tables import Record, geomean, times
-from weft.bench.ops.any_operator import Arm
+from weft.bench.ops.any_operator import Arm, GemmVariants
 from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
-from weft.bench.ops.gemms import BASELINE, WEFT, gemm_limit
+from weft.bench.ops.ficco_shapes import GatherShape, fitted
+from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, shapes_file
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -171,7 +174,17 @@ def roundings(schedule: Schedule) -> int:
 
 class _AllGatherMatmul(TorchOperator):
     fp8 = True
-    variants = GatherVariants
+    variants, shape = GatherVariants, GatherShape
+
+    def presets(self, options: BenchOptions) -> Sequence[Shape]:
+        shapes = find_shapes(GatherShape, shapes_file(self.name), options.preset, options.device)
+        return [shape.on(options.ranks) for shape in shapes]
+
+    def workload(self, preset: Shape, ranks: Ranks, options: BenchOptions) -> GemmVariants:
+        if not isinstance(preset, GatherShape):
+            return super().workload(preset, ranks, options)
+        names, item_bytes = [name for name in options.variants if self.pinned(name)], DTYPES[options.dtype].itemsize
+        return super().workload(fitted(preset, ranks, self.name, options.dtype, item_bytes, names), ranks, options)
 
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):

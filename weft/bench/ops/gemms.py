@@ -29,7 +29,8 @@ Problems = Sequence[tuple[Any, str]]
 """Descriptions of the calls of a shape, each with the suffix of the variants that make it."""
 
 _SYMMETRIC = "-symmetric"
-_MEMORY_SHARE = 0.5  # of what is free, for the schedules of one run: each keeps its buffers
+MEMORY_SHARE = 0.5
+"""Of what is free, for the schedules of one run: each keeps its buffers."""
 
 
 @dataclass(frozen=True)
@@ -139,21 +140,34 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
     """(those whose variant begins like one of `names`, as far as they can be and there is memory; notes on the others); of equal
     schedules under several names the first. Collective."""
-    found: dict[tuple[Schedule, str], Pinned] = {}
-    for suffix, variant, candidate in _beginning(problems, names):
-        with contextlib.suppress(NotApplicableError):
-            schedule = candidate.build()
-            found.setdefault((schedule, suffix), Pinned(variant, candidate, schedule))
-    free, kept, left_out = _MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), [], []
-    for one in found.values():
-        buffers = [b for b in one.schedule.buffers_of_rank(0) if b.role in ("symmetric", "scratch")]
-        free -= sum(int(b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in buffers)
+    free, kept, left_out = MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), [], []
+    for one in _distinct(problems, names):
+        free -= _memory(one.schedule)
         if free < 0:
             left_out.append(one.variant)
         else:
             kept.append(one)
     notes = [f"not measured, no memory: {', '.join(left_out)}"] if left_out else []
     return kept, notes + cannot(names, problems)
+
+
+def memory_of_schedules(problems: Problems, names: Sequence[str]) -> int:
+    """Bytes of a rank for all schedules whose variant begins like one of `names`."""
+    return sum(_memory(one.schedule) for one in _distinct(problems, names))
+
+
+def _distinct(problems: Problems, names: Sequence[str]) -> list[Pinned]:
+    found: dict[tuple[Schedule, str], Pinned] = {}
+    for suffix, variant, candidate in _beginning(problems, names):
+        with contextlib.suppress(NotApplicableError):
+            schedule = candidate.build()
+            found.setdefault((schedule, suffix), Pinned(variant, candidate, schedule))
+    return list(found.values())
+
+
+def _memory(schedule: Schedule) -> int:
+    buffers = [b for b in schedule.buffers_of_rank(0) if b.role in ("symmetric", "scratch")]
+    return sum(int(b.rows) * b.cols * ITEM_BYTES[b.dtype] for b in buffers)
 
 
 def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequence[str]) -> None:

@@ -1,0 +1,93 @@
+"""FiCCO's GEMMs (`weft.bench.table_1`) as shapes of all_gather_matmul: by what one types, and made smaller until they fit.
+
+    g1 ... g16, s1 ... s16      one of table I, or of the synthetic ones: N over the ranks, M halved until it fits
+    g1-m4                       with a quarter of M, on every machine the same
+    table-1, synthetic          all sixteen; table-1-m16 with a sixteenth of M
+
+A rank holds the gathered input several times, results in float64, and what each schedule that is measured keeps. So what fits
+depends on the variants too. Only M is made smaller: it is what batch and sequence decide, while N and K are the model's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from weft.bench.core.harness import Ranks
+from weft.bench.core.run import free_bytes
+from weft.bench.ops.gemms import MEMORY_SHARE, Shape, memory_of_schedules
+from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
+
+_GROUPS = {"table-1": TABLE_1, "synthetic": SYNTHETIC}
+_GEMMS = {gemm.name: (gemm,) for gemms in _GROUPS.values() for gemm in gemms}
+_NAME = re.compile(r"(table-1|synthetic|[gs][1-9]\d?)(?:-m([1-9]\d{0,5}))?")
+
+
+@dataclass(frozen=True)
+class GatherShape(Shape):
+    """gemm: its name in the paper's table; "": a shape of our own. over: what M is divided by; 0: by as little as fits."""
+
+    gemm: str = ""
+    over: int = 1
+
+    written: ClassVar[str] = (
+        f"{Shape.written}; or of FiCCO's GEMMs g1 to g16, s1 to s16, table-1 or synthetic, with -m4 behind for a quarter of M"
+    )
+
+    @property
+    def name(self) -> str:
+        if not self.gemm:
+            return super().name
+        return f"{self.gemm}-m{self.over}" if self.over > 1 else self.gemm
+
+    @classmethod
+    def named(cls, name: str, groups: Mapping[str, Any]) -> list[Self]:
+        """Of the paper's GEMMs N is the layer's (`on`)."""
+        match = _NAME.fullmatch(name)
+        gemms: Sequence[Gemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
+        if not match or not gemms:
+            return super().named(name, groups)
+        over = int(match[2] or 0)
+        for gemm in gemms:
+            if gemm.m % max(1, over):
+                raise ValueError(
+                    f"preset {name!r}: M={gemm.m} of {gemm.name} is no multiple of {over}: take a power of two"
+                )
+        return [cls(g.m // max(1, over), g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
+
+    def on(self, ranks: int) -> Self:
+        """As one of so many ranks computes it: N over the ranks."""
+        if not self.gemm:
+            return self
+        (gemm,) = _GEMMS[self.gemm]
+        if self.m % ranks:
+            raise ValueError(f"preset {self.name}: M={self.m} must be divisible by ranks={ranks}")
+        said = f"FiCCO's {self.gemm}, {gemm}: N / {ranks}" + (f", M / {self.over}" if self.over > 1 else "")
+        return replace(self, n=gemm.sharded(ranks).n, sources=(said,))
+
+    def halved(self, ranks: int) -> Self:
+        return replace(self, m=self.m // 2, over=2 * max(1, self.over)).on(ranks)
+
+    def bytes(self, ranks: int, item_bytes: int) -> float:
+        """Of the paper's GEMMs, which may fill a GPU, nearer to what a run takes: the input gathered, to be compared, in a
+        buffer, and two sets of shards; the weight as drawn, in its dtype and in float64; two results, also in float64."""
+        if not self.gemm:
+            return super().bytes(ranks, item_bytes)
+        m, n, k = self.m, self.n, self.k
+        return 5 * m * k * item_bytes + (8 + item_bytes + 16) * k * n + 2 * (8 + item_bytes) * m * n
+
+
+def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
+    """One of the paper's with M halved until inputs and results take at most half of what is free, and the schedules that
+    `names` begin a half too. Any other shape, one whose M is given, or whose M cannot be halved, as it is. Collective."""
+    if not shape.gemm or shape.over:
+        return shape
+    most, world = MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), ranks.world_size
+    shape = replace(shape, over=1)
+    while max(shape.bytes(world, item_bytes), memory_of_schedules(shape.problems(op, world, dtype), names)) > most:
+        if shape.m % (2 * world * world):  # a shard is cut into as many pieces as there are ranks
+            break
+        shape = shape.halved(world)
+    return shape
