@@ -17,26 +17,19 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-import datetime
-import platform
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import weft
-from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, share
-from weft.bench.provenance import provenance
+from weft.bench.core.tables import Record, geomean, milliseconds, number, share
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
-from weft.hw import Machine, file_of, load_machine
-from weft.hw.machine import Quantity
-from weft.hw.topology import load_topology
+from weft.hw import file_of, load_machine
 from weft.plan import static_pick
 from weft.plan.predict import least_us, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
-from weft.sim import model_of
 from weft.sim.losses import communication_us, gemms_us
+from weft.studies.pages import Table, block, head, model_for, where
 from weft.trace.pyplot import pyplot
 
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
@@ -132,19 +125,9 @@ def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[
     """Records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file alone.
     `ValueError` for a machine or topology that is not known, or a number of ranks that does not divide a GEMM."""
     machine = load_machine(hw)
-    model = model_of(machine, ranks)
-    if topology is not None:
-        model = replace(model, wiring=load_topology(topology, machine))
-    model.wiring.of(ranks)  # which it may not be made for
+    model, found = model_for(machine, ranks, topology), list[Record]()
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
-    code, found = provenance(), list[Record]()
-    common = {
-        "op": "all_gather_matmul", "mode": "queued", "device": "simulated", "dtype": "bf16", "ranks": ranks,
-        "machine": machine.name, "topology": topology or machine.topology, "assumed": _assumed(machine),
-        "baseline": SERIAL, "run": uuid.uuid4().hex[:12], "commit": code.commit, "source": code.source,
-        "versions": {"weft": weft.__version__, "python": platform.python_version()},
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }  # fmt: skip
+    common = head("all_gather_matmul", machine, ranks, topology)
     for gemm in gemms or (*TABLE_1, *SYNTHETIC):
         if gemm.m % (ranks * ranks):
             raise ValueError(
@@ -165,12 +148,6 @@ def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[
                 continue
             found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms})
     return found
-
-
-def _assumed(machine: Machine) -> list[int]:
-    """How many of a machine file's numbers are assumed, and how many it has."""
-    quantities: list[Quantity] = [machine[key] for key in machine]
-    return [sum(one.source == "assumed" for one in quantities), len(quantities)]
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
@@ -199,12 +176,6 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 def _gemm_of(config: str) -> Gemm | None:
     """Whose name begins a configuration's ("g1-m4")."""
     return next((gemm for gemm in (*TABLE_1, *SYNTHETIC) if gemm.name == config.partition("-")[0]), None)
-
-
-class Table(NamedTuple):
-    title: str
-    columns: tuple[str, ...]
-    cells: list[tuple[str, ...]]
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -320,18 +291,8 @@ def _short(name: str | None) -> str:
 
 def notes(records: Sequence[Record]) -> list[str]:
     """What the numbers rest on, in sentences."""
-    last = records[-1]
-    where = f"{last['ranks']} x {last['machine']}" if last["device"] == "simulated" else f"{last['machine']}"
-    at = f"commit {last['commit']}, {last['date'][:10]}"
-    if last["device"] != "simulated":
-        return [
-            f"Measured on {where}, {last['ranks']} ranks, {last['dtype']}, queued; {at}. {_smaller(records)}".strip()
-        ]
-    assumed, known = last["assumed"]
-    return [
-        f"Simulated: {where}, linked as a {last['topology']}, {last['dtype']}, queued; {at}. Nothing was measured for this. Of the "
-        f"{known} numbers in the machine's file {assumed} are assumed."
-    ]
+    said = where(records[-1])
+    return [said if records[-1]["device"] == "simulated" else f"{said} {_smaller(records)}".strip()]
 
 
 def which_win(rows: Sequence[Row]) -> str:
@@ -354,11 +315,7 @@ def _smaller(records: Sequence[Record]) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """A page's block: what ran where, and the tables."""
     rows = rows_of(records)
-    parts = notes([r for r in records if _gemm_of(r["config"])])
-    for table in tables(rows):
-        parts += [f"**{table.title}**", markdown_table(table.columns, table.cells)]
-    parts.append(which_win(rows))
-    return "\n\n".join(parts) + "\n"
+    return block(notes([r for r in records if _gemm_of(r["config"])]), tables(rows), [which_win(rows)])
 
 
 # --- pictures ---
