@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,9 +49,50 @@ def ficco(
 
         weft reproduce ficco --records ficco.jsonl --pictures ficco
     """
+    from weft.studies import ficco as study
+
+    _reproduce(study, lambda: study.simulated(machine, ranks, topology), records, json, pictures)
+
+
+@reproduce.command()
+def t3(
+    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those.")] = "h200",
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="How they are linked. Default: as the machine file says."),
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False,
+            help="Show these records, of `weft bench` or of --json, and simulate nothing.",
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Append a JSON object for each sub-layer and variant.")] = None,
+    pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figure 16 here.")] = None,
+) -> None:  # fmt: skip
+    """T3's sub-layers (figures 15, 16 and 18): GEMM, reduce-scatter and all-gather of its Transformers, as software overlaps them.
+
+    Simulated for the paper's 8, 16 and 32 ranks on a machine file. To measure, on a machine with GPUs:
+
+        weft bench matmul_reduce_scatter --preset t3 --mode queued --json t3.jsonl
+
+        weft reproduce t3 --records t3.jsonl --pictures t3
+    """
+    from weft.studies import t3 as study
+
+    _reproduce(study, lambda: study.simulated(machine, topology), records, json, pictures)
+
+
+def _reproduce(
+    study: Any,
+    simulated: Callable[[], list[dict[str, Any]]],
+    records: Path | None,
+    json: Path | None,
+    pictures: Path | None,
+) -> None:
     from weft.bench.core import records as files
     from weft.bench.core.console import print_table
-    from weft.studies import ficco as study
 
     if json is not None:
         if records is not None:
@@ -58,12 +100,11 @@ def ficco(
                 "--json with --records: nothing is simulated, so there is nothing new to write; leave one out"
             )
         check_writable("--json", json)
-    found = study.simulated(machine, ranks, topology) if records is None else files.read([records])
-    rows = study.rows_of(found)
+    found = simulated() if records is None else files.read([records])
+    rows, said = study.rows_of(found), study.notes(found)
     for table in study.tables(rows):
         print_table(table.title, table.columns, table.cells)
-    said = study.notes(found)
-    print("\n".join(["", study.which_win(rows), *said]))
+    print("\n".join(["", *study.conclusions(rows), *said]))
     if json is not None:
         files.append(json, found)
     if pictures is not None:

@@ -295,16 +295,16 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [said if records[-1]["device"] == "simulated" else f"{said} {_smaller(records)}".strip()]
 
 
-def which_win(rows: Sequence[Row]) -> str:
+def conclusions(rows: Sequence[Row]) -> list[str]:
     """What the paper's choice of four schedules leaves out, in a sentence."""
     best = [name for row in rows if (name := row.best(EIGHT))]
     others, hetero = (sum(test) for test in (
         [name not in STUDIED.values() for name in best], ["start=hetero" in name for name in best],
     ))  # fmt: skip
-    return (
+    return [
         f"Of {len(best)} GEMMs {others} have their fastest schedule among the four that the paper leaves out, and {hetero} among "
         f"those with a hetero start."
-    )
+    ]
 
 
 def _smaller(records: Sequence[Record]) -> str:
@@ -315,7 +315,7 @@ def _smaller(records: Sequence[Record]) -> str:
 def markdown(records: Sequence[Record]) -> str:
     """A page's block: what ran where, and the tables."""
     rows = rows_of(records)
-    return block(notes([r for r in records if _gemm_of(r["config"])]), tables(rows), [which_win(rows)])
+    return block(notes([r for r in records if _gemm_of(r["config"])]), tables(rows), conclusions(rows))
 
 
 # --- pictures ---
