@@ -1,4 +1,4 @@
-"""T3's sub-layers: sizes by the paper, tables by hand, simulated records against the model, memory by hand, the command and the page."""
+"""T3's sub-layers: sizes by the paper, tables and memory by hand, simulated records against the model, the command, the page."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def test_bytes_through_memory_by_hand() -> None:
 
 def test_the_command_shows_draws_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(t3, "NETWORKS", (SMALL,))
-    monkeypatch.setattr(t3.simulated, "__defaults__", (None, (SMALL,)))
     shown = CliRunner().invoke(
         app, ["reproduce", "t3", "--json", str(tmp_path / "t3.jsonl"), "--pictures", str(tmp_path)]
     )

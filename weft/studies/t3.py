@@ -63,8 +63,8 @@ NETWORKS = (
 
 PAPER = (
     "The paper's, simulated hardware: T3 is 20% faster than serial in the geometric mean and 39% at most, T3-MCA 30% and 47%, an "
-    "ideal overlap 35% and 50% (6.1); on the large networks T3-MCA 29% and 35% (6.4). Through memory goes 22% less in the mean, 36% "
-    "at most, the all-gather counted in (6.2)."
+    "ideal overlap 35% and 50% (6.1); on the large networks T3-MCA 29% and 35% (6.4). Through memory goes 22% less in the mean, "
+    "36% at most, the all-gather counted in (6.2)."
 )
 """What its text says; figures 15 to 20 are pictures, whose numbers are not in it."""
 
@@ -117,12 +117,12 @@ def problems(network: Network, ranks: int) -> Iterator[tuple[str, MatmulReduceSc
 def simulated(
     hw: str,
     topology: str | None = None,
-    networks: Sequence[Network] = NETWORKS,
+    networks: Sequence[Network] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Record]:
     """Records of serial and of the planner's choice for each sub-layer. `ValueError` for an unknown machine or topology."""
     machine, found = load_machine(hw), list[Record]()
-    for network in networks:
+    for network in networks or NETWORKS:
         for ranks in network.ranks:
             model, common = model_for(machine, ranks, topology), head(OP, machine, ranks, topology)
             for layer, p in problems(network, ranks):
