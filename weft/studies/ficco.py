@@ -25,7 +25,7 @@ from typing import Any
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
 from weft.hw import file_of, load_machine
-from weft.plan import static_pick
+from weft.plan import AUTOTUNE, static_pick
 from weft.plan.predict import least_us, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.sim.losses import communication_us, gemms_us
@@ -68,6 +68,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "FiCCO by the library": (*_all_of("1d", "collective"), *_all_of("2d", "collective")),
     "FiCCO by a kernel": (*_all_of("1d", "kernel"), *_all_of("2d", "kernel")),
     "weft's choice": (WEFT,),
+    "weft, autotuned": (AUTOTUNE,),
 }
 """Kinds of overlap, and the variants of which each GEMM has the fastest (figure 14)."""
 
