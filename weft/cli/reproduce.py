@@ -45,7 +45,7 @@ def ficco(
 
     Simulated on a machine file, many of whose numbers are assumed. To measure, on a machine with GPUs:
 
-        weft bench all_gather_matmul --preset table-1,synthetic --variants weft,asynctp,autotune,all --json ficco.jsonl
+        weft bench all_gather_matmul --preset table-1,synthetic --variants weft,asynctp,all --mode queued --json ficco.jsonl
 
         weft reproduce ficco --records ficco.jsonl --pictures ficco
     """
