@@ -309,8 +309,13 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 
 def _smaller(records: Sequence[Record]) -> str:
-    made = {r["config"] for r in records if "-m" in r["config"]}
-    return f"M is a part of the paper's for {len(made)} GEMMs: of g1-m4 a quarter." if made else ""
+    """Where M was halved, and where that has put a GEMM into the heuristic's other half."""
+    made = {r["config"]: r for r in records if "-m" in r["config"]}
+    if not made:
+        return ""
+    turned = [name for name, r in made.items() if (gemm := _gemm_of(name)) and gemm.m > gemm.k and r["m"] <= r["k"]]
+    but = f" Of {', '.join(turned)} it is not above K any more, as the paper's is." if turned else ""
+    return f"M is a part of the paper's for {len(made)} GEMMs: of g1-m4 a quarter.{but}"
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -74,7 +74,7 @@ class GatherVariants(TorchVariants):
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
     def reference(self, which: int) -> torch.Tensor:
-        w, x = self.w.double() * self.w_scale.double(), self.whole(which)
+        w, x = self.w.double().mul_(self.w_scale.double()), self.whole(which)
         y = torch.empty(self.config.m, self.config.n, dtype=torch.float64, device=self.ranks.device)
         for part, rows in zip(x.split(_BLOCK), y.split(_BLOCK), strict=True):
             torch.mm(part.double(), w, out=rows)
