@@ -44,6 +44,15 @@ def test_weights_may_lie_otherwise_on_each_rank_and_in_each_call(pair: Pool, sch
     pair.run(ranks.layouts, schedule, timeout_s=60)
 
 
+def test_the_heuristics_schedule_runs_or_a_warning_says_why_not(pair: Pool) -> None:
+    for found, warned in pair.run(ranks.by_heuristic, timeout_s=60):
+        assert [names[0].split(",steps")[0] for names in found[:2]] == [
+            "ficco_1d[start=uniform,gemms=fused", "ficco_2d[start=uniform,gemms=fused",
+        ]  # fmt: skip
+        assert all(first == again for first, again in found)
+        assert len(warned) == 2
+
+
 def test_layouts_that_cost_a_copy_are_warned_about_once(pair: Pool) -> None:
     for told in pair.run(ranks.copies, timeout_s=60):
         assert sum("A_shard is copied at every call" in text for text in told) == 1

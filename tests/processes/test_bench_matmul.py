@@ -179,6 +179,22 @@ def _scaled(group: dist.ProcessGroup) -> list[dict]:
     return found.records
 
 
+def _ruled(group: dist.ProcessGroup, preset: str) -> list[dict]:
+    ranks, options = _ranks(group), _options(variants=("autotune", "heuristic"), preset=preset, modes=("queued",))
+    (shape,) = OPERATOR.presets(options)
+    found = OPERATOR.measure(shape, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
+    assert not found.wrong
+    return found.records
+
+
+@pytest.mark.parametrize(("preset", "cut"), [("24x10x16", "1d"), ("24x10x32", "2d")])
+def test_the_heuristic_and_autotuning_run_under_their_names(pool: Pool, preset: str, cut: str) -> None:
+    by_variant = {r["variant"]: r for r in pool.run(_ruled, preset, ranks=2)[0]}
+    assert set(by_variant) == {"serial", "autotune", "heuristic"}
+    assert by_variant["heuristic"]["chosen"] == f"ficco_{cut}[start=uniform,gemms=fused,steps=0,by=dma]"
+    assert by_variant["autotune"]["chosen"] is not None
+
+
 def test_fp8_is_the_scaled_operator(pool: Pool) -> None:
     rows = pool.run(_scaled, ranks=2)[0]
     assert {(r["variant"], r["dtype"]) for r in rows} == {(name, "fp8") for name in ("serial", "weft", PUT)}

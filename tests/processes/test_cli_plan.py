@@ -178,7 +178,7 @@ EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h
 def test_experts_have_a_table_too(tmp_path: Path) -> None:
     text = runner.invoke(app, [*EXPERTS, "--experts", "8"]).output
     assert "8192 tokens [4096] of each of 2 ranks @ [4, 4096, 14336]" in text
-    assert "heuristic" not in text
+    assert "heuristic" in text
     for words in ("GEMM DIL", "exposed us", "dispatch[by=dma,rest=each]", "serial", "taken"):
         assert words in text
     file = tmp_path / "graph.json"
@@ -187,7 +187,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     assert data["choice"].startswith("dispatch")
     assert "serial" in data["reason"]
     assert "cannot be captured: the host reads sizes" in data["reason"]
-    assert data["heuristic"] is None
+    assert data["heuristic"] == "ficco_1d[start=uniform,gemms=fused,steps=0,by=kernel]"
     assert all(row["losses"]["ideal_us"] > 0 for row in data["candidates"] if row["predicted_us"])
 
 

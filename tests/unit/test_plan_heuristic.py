@@ -6,9 +6,9 @@ import pytest
 
 from weft.bench.table_1 import PAPERS_RANKS, TABLE_1, Gemm
 from weft.hw import Machine, Quantity, load_machine
-from weft.plan import static_pick
+from weft.plan import pick_here, static_pick
 from weft.plan.heuristic import peak_flops
-from weft.schedule import AllGatherMatmul, candidates
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, candidates, named
 
 MI300X = load_machine("mi300x")
 BY_COLUMNS = {"g1", "g3", "g5", "g7"}
@@ -66,6 +66,20 @@ def test_columns_of_all_weights_count() -> None:
     one, both = AllGatherMatmul(2, (64, 64), (10,), 64, "bf16"), AllGatherMatmul(2, (64, 64), (10, 11), 64, "bf16")
     assert "start=uniform" in static_pick(one, toy)
     assert "start=hetero" in static_pick(both, toy)
+
+
+def test_before_experts_it_goes_by_the_tokens_of_all_ranks() -> None:
+    toy = machine(1.0, 2.0 * 64 * 10 * 64)
+    few, many, bounded = (
+        AllToAllMatmul(2, 2, (rows, rows), n, 64, "bf16", rows, exact)
+        for rows, n, exact in ((64, 9, True), (64, 11, True), (64, 9, False))
+    )
+    assert static_pick(few, toy) == "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"
+    assert static_pick(many, toy) == "ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]"
+    assert static_pick(bounded, toy) == "ficco_1d[start=uniform,gemms=fused,steps=0,by=kernel]"
+    assert static_pick(AllToAllMatmul.even(32, 8, 64, 2, 2), toy) == "ficco_2d[start=uniform,gemms=fused]"
+    assert all(named(few, static_pick(p, toy)).build() for p in (few, many))
+    assert "experts of a rank: 1 cannot be cut into 2 pieces" in pick_here(AllToAllMatmul.even(64, 8, 8, 1, 2), "")[1]
 
 
 def test_other_dtypes_have_the_peak_that_matmuls_say() -> None:

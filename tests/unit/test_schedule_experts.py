@@ -4,6 +4,7 @@ they compute what they should is tested on CPU processes."""
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from slow import mostly
 from test_schedule_candidates import check_order
 
-from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, candidates
+from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, Tiles, candidates, named
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 
@@ -56,6 +57,32 @@ def test_every_candidate_verifies(name: str, exact: bool) -> None:
     assert bool(at_once) == (len(splits) > 2)
     for schedule in found.values():
         check(schedule)
+
+
+def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
+    even = AllToAllMatmul.even(48, 8, 8, 4, 4)
+    assert named(even, "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]").build() == (
+        named(even, "dispatch_by_expert[by=dma,chunks=4,send=at_once]").build()
+    )
+    steps = {}
+    for name in ("hetero,gemms=fused", "hetero,gemms=unfused", "uniform,gemms=unfused"):
+        schedule = named(even, f"ficco_1d[start={name},steps=0,by=dma]").build()
+        compute = next(lane for lane in schedule.lanes if lane.resource == "compute")
+        steps[name] = [step.kernel for step in compute.steps if isinstance(step, Tiles)]
+    launches = {name: [(k.first_source, k.n_sources, k.n_experts) for k in kernels] for name, kernels in steps.items()}
+    assert launches["hetero,gemms=fused"] == [
+        (0, 1, 4),
+        *[(1, 3, 1)] * 4,
+    ]  # the own tokens of all experts, then all others'
+    assert launches["hetero,gemms=unfused"] == [(0, 1, 4), *[(3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4]
+    assert launches["uniform,gemms=unfused"] == [(0, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4
+    for name, why in (
+        ("ficco_2d[start=uniform,gemms=fused]", "the kernel for their GEMMs adds to nothing: take ficco_1d"),
+        ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank: 4 cannot be cut into 5 pieces"),
+        ("ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]", "copy engines take sizes from the host"),
+    ):
+        with pytest.raises(NotApplicableError, match=why):
+            named(replace(even, exact=False) if "host" in why else even, name).build()
 
 
 def any_splits(data: st.DataObject) -> None:

@@ -42,9 +42,9 @@ over the ranks, M halved until it fits, or as in g1-m4 a quarter. all_to_all_mat
 cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the paper's
 GEMMs. Default: all that suit the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these
-with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes), all, or
-how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline, always runs), weft, all, or how names
-begin: dispatch; each also as ...-bounded"""
+with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes),
+autotune, heuristic (FiCCO's), all, or how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline,
+always runs), weft, all, or how names begin: dispatch; each also as ...-bounded"""
 _SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: what fits. inefficiency: shrink
 M, N and K. Default: 1/32 on CPU; what is still too large shrinks on"""
 

@@ -68,6 +68,7 @@ def all_to_all_matmul(
         default: a little above the largest T at the first call of this shape.
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+        "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
         serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
         call the same, once a shape is known.

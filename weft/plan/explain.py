@@ -19,7 +19,7 @@ from weft.plan.calibration import calibrated
 from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import known_here, machine_name
-from weft.plan.predict import AT_LEAST, Mode, Progress, Row
+from weft.plan.predict import AT_LEAST, SAME_AS, Mode, Progress, Row
 from weft.schedule import described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -94,7 +94,7 @@ class Explanation:
         for row in self.choice.rows:
             if row.us is None:
                 kind = "takes too long for certain" if row.why_not.startswith(AT_LEAST) else row.why_not
-                kind = "the same schedule as another" if kind.startswith("the same") else kind
+                kind = f"{SAME_AS}another" if kind.startswith(SAME_AS) else kind
                 by_reason.setdefault(kind, []).append(row)
         for reason, rows in by_reason.items():
             builders = dict.fromkeys(row.candidate.builder for row in rows)
@@ -118,13 +118,18 @@ class Explanation:
         if "serial" in rows and (losses := rows["serial"].losses) is not None:
             lines.append(("serial", f"{losses.exposed_us:.1f} us of communication exposed"))
         if self.heuristic is not None:
-            lines.append(("heuristic", f"{self.heuristic}: {self._of_heuristic(rows.get(self.heuristic))}"))
+            lines.append(("heuristic", f"{self.heuristic}: {self._of_heuristic(rows)}"))
         return lines
 
-    def _of_heuristic(self, row: Row | None) -> str:
-        if row is None or row.us is None:
-            return "not simulated" if row is None else row.why_not
-        return f"{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
+    def _of_heuristic(self, rows: dict[str, Row]) -> str:
+        row = rows.get(self.heuristic or "")
+        if row is None:
+            return "not simulated"
+        same = rows.get(row.why_not.removeprefix(SAME_AS))  # under its other name it was simulated
+        said, row = (f"{row.why_not}, ", same) if same is not None else ("", row)
+        if row.us is None:
+            return said + row.why_not
+        return f"{said}{row.us:.1f} us" + (f", {row.why_not}" if row.why_not else ", the choice")
 
     def as_json(self) -> dict[str, Any]:
         """Everything, in microseconds."""

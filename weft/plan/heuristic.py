@@ -11,7 +11,8 @@ it is `heuristic.threshold` in the machine file, so that the question is how lon
 
 `schedule="heuristic"` runs the pick (`pick_here`). Where there is none, or it cannot do the problem, the choice is the usual one.
 
-M is the gathered rows. N is what the caller gives, the columns that one GPU computes: of a weight sharded over W of them, N / W.
+M is the gathered rows; before experts the tokens of all ranks, each once for each of its experts, of which every rank is taken to
+get as many. N is what the caller gives, the columns that one GPU computes: of a weight sharded over W of them, N / W.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", V-C and figure 12(a).
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from weft.hw import Machine, file_of, load_machine
-from weft.schedule import AllGatherMatmul, NotApplicableError, Problem, named
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Problem, named
 
 _ABOVE = 5.0
 """Times the threshold: where hetero-unfused-1D begins."""
@@ -31,16 +32,21 @@ _PAPERS = "mi300x"
 
 
 def static_pick(problem: Problem, machine: Machine) -> str | None:
-    """The candidate's name, with as many steps as ranks and copies by the copy engine, as the paper has them. None: it says
-    nothing of this operator."""
-    if not isinstance(problem, AllGatherMatmul):
+    """The candidate's name, with as many steps as ranks and copies by the copy engine, as the paper has them; by a kernel where the
+    host may not know sizes. None: it says nothing of this operator. It may be one that cannot do the problem (`pick_here`)."""
+    if isinstance(problem, AllGatherMatmul):
+        m, flops = problem.m, problem.flops
+    elif isinstance(problem, AllToAllMatmul):
+        m = sum(problem.rows)
+        flops = 2.0 * m / problem.world_size * problem.n * problem.k
+    else:
         return None
-    if problem.m <= problem.k:
-        return _ficco("2d", "uniform", "fused")
+    if m <= problem.k:
+        return _ficco("2d", "uniform", "fused", problem)
     threshold = peak_flops(machine, problem.dtype) * machine["heuristic.threshold"].si
-    if problem.flops < threshold:
-        return _ficco("1d", "uniform", "fused")
-    return _ficco("1d", "hetero", "unfused" if problem.flops > _ABOVE * threshold else "fused")
+    if flops < threshold:
+        return _ficco("1d", "uniform", "fused", problem)
+    return _ficco("1d", "hetero", "unfused" if flops > _ABOVE * threshold else "fused", problem)
 
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
@@ -69,5 +75,8 @@ def peak_flops(machine: Machine, dtype: str) -> float:
     return machine["compute.bf16_dense"].si * reached
 
 
-def _ficco(shape: str, start: str, gemms: str) -> str:
-    return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by=dma]"
+def _ficco(shape: str, start: str, gemms: str, problem: Problem) -> str:
+    if isinstance(problem, AllToAllMatmul) and shape == "2d":
+        return f"ficco_2d[start={start},gemms={gemms}]"
+    by = "kernel" if isinstance(problem, AllToAllMatmul) and not problem.exact else "dma"
+    return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"

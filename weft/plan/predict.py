@@ -51,6 +51,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 AT_LEAST = "takes at least"
 """How `Row.why_not` begins for a candidate that was not simulated, because it cannot be the fastest."""
 
+SAME_AS = "the same schedule as "
+"""How it begins for one that was simulated under another name."""
+
 HOPELESS = 2.5
 """Times the fastest prediction: what takes longer for certain is not simulated."""
 
@@ -226,7 +229,7 @@ def _built(
             continue
         like = first.setdefault(_looks(schedule), [])
         if same := next((name for other, name in like if other == schedule), ""):
-            found.append(_Built(Row(candidate, why_not=f"the same schedule as {same}")))
+            found.append(_Built(Row(candidate, why_not=f"{SAME_AS}{same}")))
             continue
         like.append((schedule, candidate.name))
         found.append(_examined(candidate, schedule))

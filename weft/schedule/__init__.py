@@ -1,6 +1,6 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
-from weft.schedule import dispatch, ficco, gather, scatter, serial, shard, slices  # noqa: F401  (registers their builders)
+from weft.schedule import dispatch, ficco, ficco_dispatch, gather, scatter, serial, shard, slices  # noqa: F401  (registers builders)
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value

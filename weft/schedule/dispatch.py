@@ -79,7 +79,7 @@ def dispatch(
     """rest: a launch for the tokens of each other rank when they are there, or one when all are."""
     if rest == "together" and p.world_size == 2:
         raise NotApplicableError("the rest comes from one rank")
-    d, world, experts = _Sending("dispatch", p, by, send), p.world_size, p.experts
+    d, world, experts = Sending("dispatch", p, by, send), p.world_size, p.experts
     d.send(0, experts)
     d.multiply([0], 0, experts)
     for distance in range(1, world):
@@ -95,7 +95,7 @@ def dispatch(
 def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int, send: Send = "in_turn") -> Schedule:
     """chunks: in how many parts the experts are taken. 1: everything arrives, then everything is multiplied at once."""
     pieces = cut(p.experts, chunks, what="experts of a rank")
-    d, world = _Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
+    d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
         d.send(*piece, c)
     for c, piece in enumerate(pieces):
@@ -168,7 +168,7 @@ class _Dispatch(Draft):
         return source * self._all + RANK * self.p.experts
 
 
-class _Sending(_Dispatch):
+class Sending(_Dispatch):
     """Sizes are exchanged on the computing lane, and tokens sent to the inbox of others on one more, or on one for each peer, in
     `chunks` parts with a signal each."""
 

@@ -7,6 +7,7 @@ are bf16. Variants:
     serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
     weft      weft.all_gather_matmul as it chooses
+    autotune, heuristic     as it chooses by measurement, or by FiCCO's heuristic, if they are named
     a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
               beginning of a name means all that begin so, "all" every one
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from weft import plan
 from weft.bench.core import remarks
 from weft.bench.core.harness import Call, Ranks
 from weft.bench.core.options import DTYPES, BenchOptions
@@ -33,13 +35,14 @@ from weft.bench.ops.any_operator import Arm, GemmVariants
 from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
 from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, shapes_file
+from weft.operator.choosing import device_name
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import Compute, Schedule
+from weft.schedule import Compute, Schedule, named
 from weft.symm import SymmetricBuffer
 
 _BLOCK = 4096  # rows of the reference that are computed at a time
@@ -47,6 +50,8 @@ _BLOCK = 4096  # rows of the reference that are computed at a time
 
 class GatherVariants(TorchVariants):
     """Normally distributed x and w, x other for each input set, w scaled so that outputs are about 1."""
+
+    rules = (plan.AUTOTUNE, plan.HEURISTIC)
 
     def draw(self) -> None:
         self.scaled, (n, k) = self.problem.scaled is not None, (self.config.n, self.config.k)
@@ -69,7 +74,7 @@ class GatherVariants(TorchVariants):
         return torch.cat([self._x_shard(which, rank) for rank in range(self.ranks.world_size)])
 
     def reference(self, which: int) -> torch.Tensor:
-        w, x = self.w.double() * self.w_scale.double(), self.whole(which)
+        w, x = self.w.double().mul_(self.w_scale.double()), self.whole(which)
         y = torch.empty(self.config.m, self.config.n, dtype=torch.float64, device=self.ranks.device)
         for part, rows in zip(x.split(_BLOCK), y.split(_BLOCK), strict=True):
             torch.mm(part.double(), w, out=rows)
@@ -77,7 +82,9 @@ class GatherVariants(TorchVariants):
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """FiCCO's 2D schedules round an output at every step."""
-        chosen = [choice.schedule for choice in self.choices.values()] if name == WEFT else []
+        chosen = [choice.schedule for choice in self.choices.values()] if name in (WEFT, *self.rules) else []
+        if name == plan.HEURISTIC and (pick := plan.pick_here(self.problem, device_name(self.ranks.device))[0]):
+            chosen = [named(self.problem, pick).build()]
         of = [self.schedules[name]] if name in self.schedules else chosen
         most = max(map(roundings, of), default=1)
         return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)

@@ -70,6 +70,8 @@ class GemmVariants(Variants):
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
     """Variants that choose: the baselines with which they are compared, their own first."""
+    rules: ClassVar[tuple[str, ...]] = ()
+    """Variants that choose in another way than by default (`weft.plan.use`); they run if they are named."""
     beside: ClassVar[tuple[str, ...]] = ()
     """What runs beside the variants; all records have their times."""
 
@@ -110,7 +112,8 @@ class GemmVariants(Variants):
         for name in self.compared:
             if not wanted or WEFT in wanted or name in wanted:
                 arms[name] = self.weft(name, None)
-        names = [name for name in wanted if name not in (*self.baselines, *self.compared)]
+        arms |= {rule: self.weft(rule, rule) for rule in self.rules if rule in wanted}
+        names = [name for name in wanted if name not in (*self.baselines, *self.compared, *self.rules)]
         pinned, left_out = pinned_schedules(self.problems, names, self.ranks)
         arms |= {one.variant: self.weft(one.variant, one.candidate.name) for one in pinned}
         self.schedules = {one.variant: one.schedule for one in pinned}
@@ -126,8 +129,8 @@ class GemmVariants(Variants):
 
     def taken(self, variant: str, mode: Mode) -> str:
         """Which schedule the operator took for a variant that pins none; serial if it was not called."""
-        calls = prepared_calls(self.spec, self.ranks.group)
-        found = [call.taken for call in calls if call.pinned is None and self.is_mine(call.p, variant)]
+        calls, rule = prepared_calls(self.spec, self.ranks.group), variant if variant in self.rules else None
+        found = [call.taken for call in calls if call.pinned == rule and self.is_mine(call.p, variant)]
         return found[-1][mode == "graph"] if found else "serial"
 
     def twins(self, mode: Mode) -> dict[str, str]:
@@ -141,7 +144,8 @@ class GemmVariants(Variants):
         """added_us: what a single call takes longer than the baseline's. chosen: the schedule, of a variant that chooses."""
         mine, base = found.ms(mode, name), found.ms(mode, self.baseline(mode))
         added_us = 1e3 * (mine - base) if mode == "single" and mine is not None and base is not None else None
-        return {"added_us": added_us, "chosen": self.taken(name, mode) if name in self.compared else None}
+        chooses = name in self.compared or name in self.rules
+        return {"added_us": added_us, "chosen": self.taken(name, mode) if chooses else None}
 
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
         ideal = f"; ideal: the longer of {GEMM} and {COMMUNICATION}" if COMMUNICATION in self.beside else ""
@@ -251,7 +255,7 @@ class GemmOperator(VariantsOperator[S]):
     @property
     def fixed(self) -> tuple[str, ...]:
         """Variants that pin no schedule."""
-        return *self.baselines, *self.variants.compared
+        return *self.baselines, *self.variants.compared, *self.variants.rules
 
     def pinned(self, variant: str) -> bool:
         return variant not in self.fixed

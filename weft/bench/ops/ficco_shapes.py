@@ -25,6 +25,9 @@ _GEMMS = {gemm.name: (gemm,) for gemms in _GROUPS.values() for gemm in gemms}
 _NAME = re.compile(r"(table-1|synthetic|[gs][1-9]\d?)(?:-m([1-9]\d{0,5}))?")
 
 
+_USED = 0.9  # of what is free: libraries take some
+
+
 @dataclass(frozen=True)
 class GatherShape(Shape):
     """gemm: its name in the paper's table; "": a shape of our own. over: what M is divided by; 0: by as little as fits."""
@@ -71,23 +74,26 @@ class GatherShape(Shape):
         return replace(self, m=self.m // 2, over=2 * max(1, self.over)).on(ranks)
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
-        """Of the paper's GEMMs, which may fill a GPU, nearer to what a run takes: the input gathered, to be compared, in a
-        buffer, and two sets of shards; the weight as drawn, in its dtype and in float64; two results, also in float64."""
+        """Of the paper's GEMMs, which may fill a GPU, nearer to what a run takes at most: the input gathered, to be compared with
+        and twice while that is made, in a buffer, and two sets of shards; the weight, also in float64; two results, likewise."""
         if not self.gemm:
             return super().bytes(ranks, item_bytes)
         m, n, k = self.m, self.n, self.k
-        return 5 * m * k * item_bytes + (8 + item_bytes + 16) * k * n + 2 * (8 + item_bytes) * m * n
+        return 6 * m * k * item_bytes + (8 + item_bytes) * (k * n + 2 * m * n)
 
 
 def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: int, names: Sequence[str]) -> GatherShape:
-    """One of the paper's with M halved until inputs and results take at most half of what is free, and the schedules that
-    `names` begin a half too. Any other shape, one whose M is given, or whose M cannot be halved, as it is. Collective."""
+    """One of the paper's with M halved until inputs and results fit, and beside them the schedules that `names` begin, all of
+    them (`pinned_schedules`). Any other shape, or one whose M is given, as it is; and the whole one if no part of it fits, which
+    is refused later. Collective."""
     if not shape.gemm or shape.over:
         return shape
-    most, world = MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), ranks.world_size
-    shape = replace(shape, over=1)
-    while max(shape.bytes(world, item_bytes), memory_of_schedules(shape.problems(op, world, dtype), names)) > most:
-        if shape.m % (2 * world * world):  # a shard is cut into as many pieces as there are ranks
-            break
-        shape = shape.halved(world)
-    return shape
+    free, world = -ranks.most(-free_bytes(ranks)), ranks.world_size
+    whole = part = replace(shape, over=1)
+    while True:
+        left = _USED * free - part.bytes(world, item_bytes)
+        if left > 0 and memory_of_schedules(part.problems(op, world, dtype), names) <= MEMORY_SHARE * left:
+            return part
+        if part.m % (2 * world * world):  # a shard is cut into as many pieces as there are ranks
+            return whole
+        part = part.halved(world)
