@@ -1,0 +1,51 @@
+"""Chunks that every rank makes in symmetric memory, and that all ranks fetch from there into their results: an all-gather behind
+whatever makes them.
+
+Results are ordinary memory, into which peers cannot write. Where a producer would send its chunks, they would land in symmetric
+memory, and be copied once more. So it says that they are there, and everybody copies them to where they belong: each byte once.
+The own ones are the first to be there, and are copied first; then those of the rank behind, so that no two fetch from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from weft.schedule.expr import RANK, Index
+from weft.schedule.operands import peer
+from weft.schedule.schedule import Draft, LaneDraft
+from weft.schedule.steps import Region, Set
+
+Chunk: TypeAlias = tuple[int, int]
+"""(first, count) of rows."""
+Place: TypeAlias = Callable[[Index, Chunk], Region]
+"""Of a chunk of a rank's."""
+
+
+class Fetched:
+    """signals: of each source's chunks, the ranks behind this one and last this one itself."""
+
+    def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
+        self.d, self.count = d, chunks
+        self.peers = [peer(world_size, distance) for distance in range(1, world_size)]
+        self.sources = [peer(world_size, -distance) for distance in range(1, world_size)]
+        self.signals = d.signals("ready", world_size * chunks)
+
+    def told(self, chunk: Index) -> list[Set]:
+        """To everybody, that this rank's chunk is there."""
+        return [Set(self.signals.name, i * self.count + chunk, to) for i, to in enumerate((*self.peers, RANK))]
+
+    def tell(self, lane: LaneDraft, chunk: int) -> None:
+        for step in self.told(chunk):
+            lane.then(step)
+
+    def fetch(
+        self, chunks: Sequence[Chunk], source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = ()
+    ) -> LaneDraft:  # fmt: skip
+        """The lane that does. counts: how often it is told of each chunk, if not once."""
+        lane, own = self.d.lane("from peers", "copy"), len(self.sources)
+        for c, chunk in enumerate(chunks):
+            for i, owner in [(own, RANK), *enumerate(self.sources)]:
+                lane.wait(self.signals, i * self.count + c, counts[c] if counts else 1)
+                lane.copy(source(owner, chunk), target(owner, chunk), by)
+        return lane
