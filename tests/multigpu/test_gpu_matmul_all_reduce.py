@@ -29,8 +29,9 @@ FORWARD = {
 WHOLE, ODD = (2048, 512, 256), (601, 19, 43)
 """M, N, K: tiles that are whole and rows that begin at multiples of 16 bytes, and neither."""
 BUILDERS = [c.name for c in ranks.every(MatmulAllReduce(2, *WHOLE, "bf16"))]
-SOME = ["one_shot[by=kernel]", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]", "two_shot[chunks=1,by=store,add=reduce]",
-        "tracked[chunks=2,to=dma]", "tracked[chunks=1,to=store]"]  # fmt: skip
+SOME = ["one_shot[by=kernel]", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]",
+        "two_shot[chunks=1,by=store,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=2,to=dma]",
+        "tracked[chunks=1,to=store]"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -44,7 +45,7 @@ def test_every_schedule(pair: Pool, sizes: tuple[int, int, int], dtype: torch.dt
     """By the operator, three calls in a row with fresh data and poisoned results, behind stragglers, to the bit again, and with the
     same bits on both."""
     names = pair.run(ranks.every_schedule, *sizes, dtype, 0.01, timeout_s=200)
-    builders = {"serial", "one_shot", "two_shot"} | ({"tracked"} if sizes == WHOLE else set())
+    builders = {"serial", "one_shot", "two_shot", "chunked"} | ({"tracked"} if sizes == WHOLE else set())
     assert {name.split("[")[0] for name in names[0]} == builders
 
 
@@ -68,12 +69,12 @@ def test_gradients(pair: Pool, shape: tuple[int, ...], op: str, wanted: tuple[bo
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("schedule", [None, *SOME[:4]])
+@pytest.mark.parametrize("schedule", [None, *SOME[:5]])
 def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, dtype: torch.dtype) -> None:
     pair.run(ranks.many_sizes, schedule, dtype, timeout_s=60)
 
 
-@pytest.mark.parametrize("schedule", ["serial", *SOME[:4]])
+@pytest.mark.parametrize("schedule", ["serial", *SOME[:5]])
 def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pair: Pool, schedule: str) -> None:
     pair.run(ranks.layouts, schedule, timeout_s=60)
 

@@ -49,7 +49,7 @@ def test_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
     for m in (whole, whole - 1):
         (names, *_) = pool.run(ranks.every_schedule, m, 40, 24, dtype, 0.02, ranks=world, timeout_s=200)
         builders = {name.split("[")[0] for name in names}
-        overlapping = {"one_shot", "two_shot"} | ({"tracked"} if m == whole else set())
+        overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if m == whole else set())
         assert builders == {"serial"} | (overlapping if world > 1 else set())
 
 
@@ -76,7 +76,9 @@ def test_gradients_are_those_of_torchs_all_reduce(pool: Pool) -> None:
     pool.run(ranks.as_torch_has_it, ranks=3, timeout_s=60)
 
 
-@pytest.mark.parametrize("schedule", [None, "one_shot[by=kernel]", "two_shot[chunks=2,by=store,add=gemm]"])
+@pytest.mark.parametrize(
+    "schedule", [None, "one_shot[by=kernel]", "two_shot[chunks=2,by=store,add=gemm]", "chunked[chunks=4,by=dma]"]
+)
 def test_many_sizes_in_a_row(pool: Pool, schedule: str | None) -> None:
     pool.run(ranks.many_sizes, schedule, F32, ranks=2, timeout_s=60)
 

@@ -85,7 +85,7 @@ def check(p: MatmulAllReduce, schedule: Schedule, name: str, runs: int = 3) -> N
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:5]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -> None:
     found = applicable(p)
-    overlapping = {"one_shot", "two_shot"} | ({"tracked"} if p.m % p.world_size == 0 else set())
+    overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if p.m % p.world_size == 0 else set())
     assert {candidate.builder for candidate, _ in found} == {"serial"} | (overlapping if p.world_size > 1 else set())
     for candidate, schedule in found:
         check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)
@@ -96,7 +96,7 @@ def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -
 def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     for m in (150 * world, 30 * world - 1):
         found = applicable(MatmulAllReduce(world, m, 20, 4, "bf16"))
-        assert {candidate.builder for candidate, _ in found} >= {"serial", "one_shot", "two_shot"}
+        assert {candidate.builder for candidate, _ in found} >= {"serial", "one_shot", "two_shot", "chunked"}
         for _, schedule in found:
             verify(schedule)
 
@@ -120,7 +120,9 @@ def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
     assert not all(same(interpret(early, inputs, seed), expected(inputs)) for seed in range(20))
 
 
-@pytest.mark.parametrize("name", ["two_shot[chunks=2,by=dma,add=reduce]", "tracked[chunks=1,to=store]"])
+@pytest.mark.parametrize(
+    "name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=store]"]
+)
 def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
     """There is no other signal that slots are free."""
     p = MatmulAllReduce(3, 18, 2, 3, "fp32")
@@ -139,14 +141,16 @@ def test_all_ranks_add_up_in_the_order_of_ranks(by: str) -> None:
         assert places == [(r, 0) if by == "load" else (rank, 6 * r) for r in range(4)]
 
 
-def test_each_byte_of_a_sum_is_copied_once() -> None:
+@pytest.mark.parametrize("name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]"])
+def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
     """From where its owner has added it up to each rank's result."""
-    schedule = named(MatmulAllReduce(4, 32, 8, 3, "bf16"), "two_shot[chunks=2,by=dma,add=reduce]").build()
+    schedule = named(MatmulAllReduce(4, 32, 8, 3, "bf16"), name).build()
     copied = np.zeros((32, 8), int)
     for lane in schedule.of_rank(1):
         for step in lane.steps:
             if isinstance(step, Copy) and step.dst.buffer == "y":
-                assert (step.src.buffer, step.src.at) == ("sums", step.dst.row // 8)
+                owner = step.dst.row % 16 // 4 if name.startswith("chunked") else step.dst.row // 8
+                assert (step.src.buffer, step.src.at) == ("sums", owner)
                 copied[step.dst.row : step.dst.row + step.dst.rows] += 1
     assert (copied == 1).all()
 
@@ -184,7 +188,7 @@ def test_it_is_planned_by_the_model_and_explained() -> None:
     assert "less than serial's" in text
     assert "errs more" not in text
     large = plan.choose(MatmulAllReduce(4, 16384, 8192, 2048, "bf16"), gpu("h200", 4))
-    assert large.candidate.builder in ("two_shot", "tracked")
+    assert large.candidate.builder in ("two_shot", "chunked")
     assert large.predicted_us < 0.85 * large.row("serial").predicted_us  # type: ignore[operator]
     small = plan.choose(MatmulAllReduce(4, 16, 8192, 2048, "bf16"), gpu("h200", 4), mode="graph")
     assert small.candidate.builder == "one_shot"

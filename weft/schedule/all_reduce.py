@@ -4,7 +4,8 @@
     one_shot   every rank gets the whole products of all others, and adds them all up: one way between ranks, for small M
     two_shot   a direct reduce-scatter, chunk by chunk, and an all-gather: what a rank has added up, the others fetch while it adds
                up more
-    tracked    the same with one kernel for all rows, whose finished tiles send chunks on their way
+    chunked    a GEMM for each chunk of all rows, of which all ranks add up parts, and fetch them, while later ones are computed
+    tracked    as two_shot, with one kernel for all rows, whose finished tiles send chunks on their way
 
 All ranks get the same bits. In one_shot each rank adds up in the order of ranks, its own product rounded like the others; in the
 others a row's owner adds it up (`weft.schedule.partial_products`), and the others copy that
@@ -19,12 +20,13 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.schedule.builders import NotApplicableError, builder
-from weft.schedule.expr import RANK
+from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.fetched import Fetched
+from weft.schedule.operands import cut, starts
 from weft.schedule.partial_products import Add, By, Chunk, PartialProducts, Sums, direct_sums, tracked_sums
 from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.schedule import LaneDraft, Schedule
-from weft.schedule.steps import ITEM_BYTES, Buffer
+from weft.schedule.steps import ITEM_BYTES, Buffer, Region
 
 _MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank: beyond, two_shot sends less by far
 
@@ -110,9 +112,8 @@ class _Gathered(Sums):
 
     def fetch(self, pieces: list[Chunk], by: Literal["dma", "kernel"]) -> Schedule:
         self.fetched.fetch(
-            pieces,
-            lambda owner, chunk: self.o.part(self.to, 0, owner, chunk, at=owner),
-            lambda owner, chunk: self.o.part(self.y, owner, owner, chunk),
+            lambda owner, c: self.o.part(self.to, 0, owner, pieces[c], at=owner),
+            lambda owner, c: self.o.part(self.y, owner, owner, pieces[c]),
             by,
         )
         return self.o.d.schedule()
@@ -125,6 +126,48 @@ def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
     pieces, sums = o.chunks(chunks), _Gathered(o, chunks)
     direct_sums(o, sums, pieces, by=by, add=add)
     return sums.fetch(pieces, "kernel" if by == "kernel" else "dma")
+
+
+@builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
+def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """Of each chunk every rank adds up a part. So GEMMs are of whole chunks, and the first sums can be fetched when one chunk of
+    the product has been computed. A chunk is added up behind the GEMM of the next one, during which it comes."""
+    o, world = PartialProducts.overlapped("chunked", p), p.world_size
+    d, y, peers, pieces = o.d, _result(o), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    parts = [-(-count // world) for _, count in pieces]
+    begins, rows = starts(tuple(parts)), sum(parts)  # of what a rank adds up
+
+    def count(owner: Index, c: int) -> Index:
+        return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)
+
+    def in_whole(buffer: Buffer, owner: Index, c: int) -> Region:
+        return buffer.part(rows=(pieces[c][0] + owner * parts[c], count(owner, c)))
+
+    def of_owner(buffer: Buffer, slot: int, owner: Index, c: int, at: Index = RANK) -> Region:
+        return buffer.part(rows=(slot * rows + begins[c], count(owner, c)), at=at)
+
+    made = d.buffer("made", p.m, p.n, p.dtype, "scratch")
+    box, sums = (d.buffer(name, n * rows, p.n, p.dtype, "symmetric") for name, n in (("box", peers), ("sums", 1)))
+    computed, there = d.signals("computed", chunks), d.signals("there", peers * chunks)
+    compute, sender, fetched = d.lane("compute"), d.lane("to peers", "copy"), Fetched(d, world, chunks)
+
+    def add_up(c: int) -> None:
+        for i in range(peers):
+            compute.wait(there, i * chunks + c)
+        came = [of_owner(box, i, RANK, c) for i in range(peers)]
+        compute.reduce(of_owner(sums, 0, RANK, c), in_whole(made, RANK, c), *came)
+        fetched.tell(compute, c)
+
+    for c, piece in enumerate(pieces):
+        compute.matmul(made.part(rows=piece), o.x.part(rows=piece), o.w.part()).set(computed, c)
+        sender.wait(computed, c)
+        for i, to in enumerate(o.peers):
+            sender.copy(in_whole(made, to, c), of_owner(box, i, to, c, at=to), by).set(there, i * chunks + c, at=to)
+        if c:
+            add_up(c - 1)
+    add_up(chunks - 1)
+    fetched.fetch(lambda owner, c: of_owner(sums, 0, owner, c, at=owner), lambda owner, c: in_whole(y, owner, c), by)
+    return d.schedule()
 
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))

@@ -16,36 +16,34 @@ from weft.schedule.operands import peer
 from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Region, Set
 
-Chunk: TypeAlias = tuple[int, int]
-"""(first, count) of rows."""
-Place: TypeAlias = Callable[[Index, Chunk], Region]
-"""Of a chunk of a rank's."""
+Place: TypeAlias = Callable[[Index, int], Region]
+"""Of a rank's chunk of that number."""
 
 
 class Fetched:
     """signals: of each source's chunks, the ranks behind this one and last this one itself."""
 
     def __init__(self, d: Draft, world_size: int, chunks: int) -> None:
-        self.d, self.count = d, chunks
+        self.d, self.chunks = d, chunks
         self.peers = [peer(world_size, distance) for distance in range(1, world_size)]
         self.sources = [peer(world_size, -distance) for distance in range(1, world_size)]
         self.signals = d.signals("ready", world_size * chunks)
 
     def told(self, chunk: Index) -> list[Set]:
         """To everybody, that this rank's chunk is there."""
-        return [Set(self.signals.name, i * self.count + chunk, to) for i, to in enumerate((*self.peers, RANK))]
+        return [Set(self.signals.name, i * self.chunks + chunk, to) for i, to in enumerate((*self.peers, RANK))]
 
     def tell(self, lane: LaneDraft, chunk: int) -> None:
         for step in self.told(chunk):
             lane.then(step)
 
     def fetch(
-        self, chunks: Sequence[Chunk], source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = ()
+        self, source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = ()
     ) -> LaneDraft:  # fmt: skip
         """The lane that does. counts: how often it is told of each chunk, if not once."""
         lane, own = self.d.lane("from peers", "copy"), len(self.sources)
-        for c, chunk in enumerate(chunks):
+        for c in range(self.chunks):
             for i, owner in [(own, RANK), *enumerate(self.sources)]:
-                lane.wait(self.signals, i * self.count + c, counts[c] if counts else 1)
-                lane.copy(source(owner, chunk), target(owner, chunk), by)
+                lane.wait(self.signals, i * self.chunks + c, counts[c] if counts else 1)
+                lane.copy(source(owner, c), target(owner, c), by)
         return lane

@@ -21,10 +21,10 @@ from typing import Literal
 
 from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Expr, Index
-from weft.schedule.fetched import Chunk, Fetched
+from weft.schedule.fetched import Fetched
 from weft.schedule.kernels import Unpack
 from weft.schedule.operands import cut
-from weft.schedule.partial_products import Tiles
+from weft.schedule.partial_products import Chunk, Tiles
 from weft.schedule.problems.matmul_all_gather import MatmulAllGather
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import Compute, Copy, Region
@@ -83,7 +83,10 @@ class _Sent(_Operands):
 
     def fetch(self, chunks: list[Chunk], by: Literal["dma", "kernel"], counts: Sequence[int] = ()) -> Schedule:
         lane = self.fetched.fetch(
-            chunks, lambda owner, chunk: self.made.part(rows=chunk, at=owner), self.place, by, counts
+            lambda owner, c: self.made.part(rows=chunks[c], at=owner),
+            lambda owner, c: self.place(owner, chunks[c]),
+            by,
+            counts,
         )
         for i, source in enumerate(self.fetched.sources):
             lane.set(self._free, i, at=source)

@@ -54,5 +54,5 @@ class MatmulAllReduce(Problem):
 
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
-            "serial", "one_shot[by=kernel]", "two_shot[chunks=1,by=dma,add=reduce]", "two_shot[chunks=2,by=dma,add=gemm]"
+            "serial", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]", "chunked[chunks=4,by=dma]"
         )  # fmt: skip
