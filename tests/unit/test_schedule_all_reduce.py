@@ -29,6 +29,7 @@ from weft.schedule import (
     NotApplicableError,
     Reduce,
     Schedule,
+    Tiles,
     Wait,
     candidates,
     named,
@@ -124,11 +125,27 @@ def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
     "name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=store]"]
 )
 def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
-    """There is no other signal that slots are free."""
+    """Who sends knows by them that what it sent before has been added up."""
     p = MatmulAllReduce(3, 18, 2, 3, "fp32")
     early = edited(named(p, name).build(), lambda s: None if isinstance(s, Wait) and s.signal == "ready" else s)
     with pytest.raises(ScheduleError, match=r"race on (box|sums)"):
         verify(early)
+
+
+def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_before() -> None:
+    """A run of other sizes has its buffers elsewhere in the same memory."""
+    for _, schedule in applicable(MatmulAllReduce(3, 18, 2, 3, "fp32")):
+        ranks = [schedule.of_rank(rank) for rank in range(3)]
+        setter = {key: r for r, lanes in enumerate(ranks) for lane in lanes for s in lane.steps for key in s.sets()}
+        for rank, lanes in enumerate(ranks):
+            for lane in lanes:
+                heard = set[int]()
+                for step in lane.steps:
+                    if isinstance(step, Wait) and step.signal == "free":
+                        heard.add(setter[rank, step.signal, step.index])
+                    inner = step.tile(0) if isinstance(step, Tiles) else (step,)
+                    written = {a.region.at for s in inner for a in s.accesses() if a.writes} - {rank}
+                    assert written <= heard, (schedule.name, lane.name, str(step))
 
 
 @pytest.mark.parametrize("by", ["dma", "kernel", "load"])

@@ -62,9 +62,9 @@ def matmul_all_reduce(
     Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. Overlapped schedules add up in
     fp32, in an order that the schedule and the number of ranks fix, so that equal calls give equal bits; and all ranks get the same
     bits. A row is added up by one rank, the others copy it; or by each in the order of ranks. Who adds up which rows is the
-    schedule's business: parts of equal size, of which the last ranks' have fewer rows, or none. Results of two schedules differ by what they round. "avg" divides what
-    has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The first call of a shape, and its
-    backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
+    schedule's business: parts of equal size, of which the last ranks' have fewer rows, or none. Results of two schedules differ by
+    what they round. "avg" divides what has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The
+    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
     Memory: the result; symmetric and other memory that is kept, up to two and a half times the size of the result, or with
         few rows as many times as there are ranks and at most 256 MiB.
 

@@ -98,14 +98,19 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
 class _Gathered(Sums):
     """Rows that their owners have added up in symmetric memory, and that everybody fetches from there, chunk by chunk.
 
-    An owner adds up when all peers have sent for this run: they have fetched all of the last one then, and no signal says that
-    either."""
+    An owner adds up when all peers have sent for this run: they have fetched all of the last one then."""
 
     gathered = True
 
     def __init__(self, o: PartialProducts, chunks: int) -> None:
         super().__init__(o, o.parts("sums", 1, "symmetric"))
         self.y, self.fetched = _result(o), Fetched(o.d, o.p.world_size, chunks)
+
+    def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
+        self.fetched.wait_for(lane, number)
+
+    def all_read(self, lane: LaneDraft) -> None:
+        """`fetch` says it."""
 
     def added(self, lane: LaneDraft, chunk: int) -> None:
         self.fetched.tell(lane, chunk)
@@ -150,6 +155,8 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     box, sums = (d.buffer(name, n * rows, p.n, p.dtype, "symmetric") for name, n in (("box", peers), ("sums", 1)))
     computed, there = d.signals("computed", chunks), d.signals("there", peers * chunks)
     compute, sender, fetched = d.lane("compute"), d.lane("to peers", "copy"), Fetched(d, world, chunks)
+    for i in range(peers):
+        fetched.wait_for(sender, i)
 
     def add_up(c: int) -> None:
         for i in range(peers):

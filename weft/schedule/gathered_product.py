@@ -67,7 +67,7 @@ def serial(p: MatmulAllGather) -> Schedule:
 
 
 class _Sent(_Operands):
-    """Of a schedule that overlaps. made: the own product, which everybody fetches; when all have, they say so."""
+    """Of a schedule that overlaps. made: the own product, which everybody fetches."""
 
     def __init__(self, name: str, p: MatmulAllGather, chunks: int) -> None:
         if p.world_size == 1:
@@ -76,20 +76,17 @@ class _Sent(_Operands):
             raise NotApplicableError("there is nothing to multiply")
         super().__init__(name, p)
         self.made = self.d.buffer("made", p.m, p.n, p.dtype, "symmetric")
-        self.fetched, self._free = Fetched(self.d, p.world_size, chunks), self.d.signals("free", p.world_size - 1)
-        self.compute = self.d.lane("compute")
+        self.fetched, self.compute = Fetched(self.d, p.world_size, chunks), self.d.lane("compute")
         for i in range(p.world_size - 1):
-            self.compute.wait(self._free, i, previous=True)
+            self.fetched.wait_for(self.compute, i)
 
     def fetch(self, chunks: list[Chunk], by: Literal["dma", "kernel"], counts: Sequence[int] = ()) -> Schedule:
-        lane = self.fetched.fetch(
+        self.fetched.fetch(
             lambda owner, c: self.made.part(rows=chunks[c], at=owner),
             lambda owner, c: self.place(owner, chunks[c]),
             by,
             counts,
         )
-        for i, source in enumerate(self.fetched.sources):
-            lane.set(self._free, i, at=source)
         return self.d.schedule()
 
 

@@ -82,8 +82,7 @@ class PartialProducts:
 class Sums:
     """Where a schedule has the own rows of the sum: here in its result, and slots may be filled again when they have been read.
 
-    gathered: whether all ranks wait in each run for each other's sums, chunk by chunk. Then who begins the next run knows that all
-    have read what was sent to them, and no signal says so.
+    gathered: whether all ranks wait in each run for each other's sums, chunk by chunk.
     """
 
     gathered = False
@@ -99,13 +98,12 @@ class Sums:
         return self.o.part(self.to, 0, RANK, chunk)
 
     def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
-        """Until the `number`-th peer has read what this rank sent in the run before."""
-        if not self.gathered:
-            lane.wait(self._free, number, previous=True)
+        """Until what this rank sends to the `number`-th peer may be written there."""
+        lane.wait(self._free, number, previous=True)
 
     def all_read(self, lane: LaneDraft) -> None:
         """`lane` has read all slots."""
-        for i, source in enumerate(() if self.gathered else self.o.sources):
+        for i, source in enumerate(self.o.sources):
             lane.set(self._free, i, at=source)
 
     def added(self, lane: LaneDraft, chunk: int) -> None:
