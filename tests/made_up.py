@@ -86,6 +86,7 @@ def registered(function: Any = ring, **parameters: Any) -> Iterator[None]:
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
     """What the GPU executor asks first, without a GPU."""
     pytest.importorskip("triton", reason="Triton is not installed here, and the GPU executor needs it")
-    from weft.runtime.cuda import runnable
+    from weft.runtime.cuda import runnable, tokens
 
     runnable.require_runnable_on_gpus(schedule, rank)
+    tokens.tokens_of(schedule)

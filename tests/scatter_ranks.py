@@ -15,6 +15,7 @@ import torch.distributed as dist
 from matmul_ranks import close, data, device, own_group, told
 
 import weft
+from weft.operator.spec import Operator
 from weft.ops.matmul_reduce_scatter import OPERATOR
 from weft.schedule import Candidate, MatmulReduceScatter, NotApplicableError, candidates
 
@@ -42,18 +43,18 @@ class Operands:
 
 
 @contextlib.contextmanager
-def poisoned() -> Iterator[None]:
+def poisoned_outputs(operator: Operator[Any]) -> Iterator[None]:
     """New results hold NaN."""
-    native = OPERATOR.outputs
+    native = operator.outputs
 
     def outputs(call: Any, world: int) -> dict[str, Any]:
         return {name: t.fill_(torch.nan) for name, t in native(call, world).items()}
 
-    OPERATOR.outputs = outputs  # type: ignore[method-assign]
+    operator.outputs = outputs  # type: ignore[method-assign]
     try:
         yield
     finally:
-        OPERATOR.outputs = native  # type: ignore[method-assign]
+        operator.outputs = native  # type: ignore[method-assign]
 
 
 def forward(
@@ -64,7 +65,7 @@ def forward(
     found = []
     for call in range(calls):
         x = Operands(group.size(), shape, dim, n, dtype, op, call)
-        with poisoned():
+        with poisoned_outputs(OPERATOR):
             y = weft.matmul_reduce_scatter(x.As[group.rank()], x.Bs[group.rank()], op, dim, group, schedule=schedule)
         found.append((y, x))
     for y, x in found:
@@ -107,7 +108,7 @@ def every_schedule(
             if (call, rank) in ((1, 0), (2, world - 1)):
                 late(late_s)
             x = operands[call]
-            with poisoned():
+            with poisoned_outputs(OPERATOR):
                 found.append(weft.matmul_reduce_scatter(x.As[rank], x.Bs[rank], "sum", 0, group, schedule=name))
         for y, x, usual in zip(found, operands, usuals, strict=False):
             try:

@@ -71,15 +71,22 @@ def check_flag(name: str, given: Any) -> None:
     raise ValueError(f"{name}={given!r} is {kind(given)}: pass True or False")
 
 
-def checked_dimension(A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim")) -> int:
-    """`dim` from 0 on, if A is [..., dim, ..., K]. names: of A and of dim."""
+def checked_dimension(
+    A: torch.Tensor, dim: Any, *, names: tuple[str, str] = ("A_shard", "gather_dim"), last: bool = False
+) -> int:
+    """`dim` from 0 on, if A is [..., dim, ..., K], or, where `last`, [..., K]. names: of A and of dim."""
     if type(dim) is int and 0 <= dim < A.dim() - 1:
         return dim
     what, name = names
     shape, dim = tuple(A.shape), _whole(name, dim, "pass the number of a dimension, an int")
     if len(shape) < 2:
         raise ValueError(f"{what} has shape {shape}: pass at least two dimensions, [rows, K]")
-    if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
+    known = -len(shape) <= dim < len(shape)
+    if last and not known:
+        raise ValueError(
+            f"{name}={dim} must name a dimension of {what} {shape}: pass one from {-len(shape)} to {len(shape) - 1}"
+        )
+    if not last and (not known or dim % len(shape) == len(shape) - 1):
         raise ValueError(
             f"{name}={dim} must name a dimension of {what} {shape} before the last: the last one is what the matmul sums over"
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import dispatch_ranks
+import gathered_product_ranks
 import gpu_ranks
 import matmul_ranks
 import pytest
+import reduce_ranks
 import scatter_ranks
 import schedule_ranks
 import torch
@@ -56,6 +58,19 @@ def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
 def test_every_schedule_that_scatters(ranks: Pool, dtype: torch.dtype) -> None:
     names = ranks.run(scatter_ranks.every_schedule, 300 * ranks.world_size, 136, 72, dtype, 0.01, timeout_s=240)
     assert {"scatter", "direct", "tracked", "ring"} < {name.split("[")[0] for name in names[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_schedule_that_adds_up_everywhere(ranks: Pool, dtype: torch.dtype) -> None:
+    for m in (300 * ranks.world_size, 300 * ranks.world_size - 1):
+        names = ranks.run(reduce_ranks.every_schedule, m, 136, 72, dtype, 0.01, timeout_s=240)
+        assert {"one_shot", "two_shot"} < {name.split("[")[0] for name in names[0]}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_every_schedule_that_gathers_products(ranks: Pool, dim: int) -> None:
+    names = ranks.run(gathered_product_ranks.every_schedule, 300, 136, 72, dim, torch.bfloat16, 0.01, timeout_s=240)
+    assert {"direct", "tracked"} < {name.split("[")[0] for name in names[0]}
 
 
 @pytest.mark.parametrize("name", ["scatter", "direct[chunks=2,by=store,add=gemm]", "ring[chunks=2,by=dma]", "serial"])

@@ -5,15 +5,13 @@ CPU tests. Those with a `group` argument run on the ranks.
 from __future__ import annotations
 
 import gpu_ranks
+import product_ranks
 import pytest
 import scatter_ranks as ranks
 import torch
-import torch.distributed as dist
 
-from weft import symm
 from weft.launch import Pool
-from weft.runtime.cuda.schedule import CudaSchedule
-from weft.schedule import MatmulReduceScatter, named
+from weft.schedule import MatmulReduceScatter
 
 pytestmark = gpu_ranks.MARKS
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,48 +46,9 @@ def test_every_schedule(pair: Pool, sizes: tuple[int, int, int], dtype: torch.dt
     assert {name.split("[")[0] for name in names[0]} == {"serial", "scatter", "direct", "tracked"}
 
 
-def on_streams(group: dist.ProcessGroup, name: str, dtype: torch.dtype) -> None:
-    """With its own memory poisoned at first; then captured, and replayed."""
-    rank, world, (m, n, k) = group.rank(), group.size(), WHOLE
-    device = torch.device("cuda", torch.cuda.current_device())
-    schedule = named(MatmulReduceScatter(world, m, n, k, ranks.NAMES[dtype]), name).build()
-    made = CudaSchedule(schedule, symm.domain(group, device))
-    for own in made.context.own.values():
-        own.fill_(torch.nan)
-    torch.cuda.synchronize()
-    dist.barrier(group)
-    cases = [ranks.Operands(world, (m, k), 0, n, dtype, "sum", seed) for seed in range(6)]
-
-    def tensors(case: ranks.Operands) -> dict[str, torch.Tensor]:
-        y = torch.full((m // world, n), torch.nan, dtype=dtype, device=device)
-        return {"x": case.As[rank], "w": case.Bs[rank], "y": y}
-
-    given = [tensors(case) for case in cases]
-    for number, one in enumerate(given):
-        if number % 3 == 2 and rank == number // 3 % 2:
-            ranks.late(0.005)
-        made.run(one)
-    torch.cuda.synchronize()
-    usual = [case.usual(group) for case in cases]
-    for one, case, library in zip(given, cases, usual, strict=True):
-        ranks.close(one["y"], case.exact(rank), library)
-    graph, stream, one = torch.cuda.CUDAGraph(), torch.cuda.Stream(), given[0]
-    with torch.cuda.graph(graph, stream=stream):
-        made.run(one)
-    for case, library in zip(cases[1:], usual[1:], strict=True):
-        one["x"].copy_(case.As[rank])
-        one["w"].copy_(case.Bs[rank])
-        one["y"].fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        ranks.close(one["y"], case.exact(rank), library)
-    made.check()
-    made.close()
-
-
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_schedule_is_captured_and_replayed(pair: Pool, name: str) -> None:
-    pair.run(on_streams, name, BF16, timeout_s=60)
+    pair.run(product_ranks.on_streams, MatmulReduceScatter(2, *WHOLE, "bf16"), name, timeout_s=60)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

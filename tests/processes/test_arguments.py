@@ -141,6 +141,16 @@ def matmul_reduce_scatter(group: dist.ProcessGroup) -> Operator:
     return Operator(weft.matmul_reduce_scatter, arguments, places("A", "B"))
 
 
+def matmul_all_gather(group: dist.ProcessGroup) -> Operator:
+    arguments = {"x": data(group, 4, 8), "w": data(group, 8, 3), "gather_dim": 0, "group": group}
+    return Operator(weft.matmul_all_gather, arguments, places("x", "w"))
+
+
+def matmul_all_reduce(group: dist.ProcessGroup) -> Operator:
+    arguments = {"x": data(group, 4, 8), "w": data(group, 8, 3), "group": group}
+    return Operator(weft.matmul_all_reduce, arguments, places("x", "w"))
+
+
 def all_to_all_matmul(group: dist.ProcessGroup) -> Operator:
     arguments = {
         "tokens": data(group, 4, 8), "w_experts": data(group, 1, 8, 3), "splits": torch.tensor([1, 3]), "group": group,
@@ -197,6 +207,8 @@ class Features:
 OPERATORS: dict[str, Callable[[dist.ProcessGroup], Operator]] = {
     "all_gather_matmul": all_gather_matmul,
     "all_gather_scaled_matmul": all_gather_scaled_matmul,
+    "matmul_all_gather": matmul_all_gather,
+    "matmul_all_reduce": matmul_all_reduce,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "all_to_all_matmul": all_to_all_matmul,
     "embedding_all_to_all": embedding_all_to_all,
@@ -285,7 +297,26 @@ SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
     ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
     ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
 ]
-ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {"matmul_reduce_scatter": SCATTERS_REFUSE}
+PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
+    ("x", torch.ones(8), "x has shape (8,): pass at least two dimensions"),
+    ("w", [torch.ones(8, 3)], "w is a list: pass a torch.Tensor"),
+    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+]
+ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {
+    "matmul_reduce_scatter": SCATTERS_REFUSE,
+    "matmul_all_gather": [
+        ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
+        ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
+        ("gather_dim", 2, "gather_dim=2 must name a dimension of x (4, 8): pass one from -2 to 1"),
+        ("gather_dim", -3, "gather_dim=-3 must name a dimension of x (4, 8): pass one from -2 to 1"),
+        *PRODUCTS_REFUSE,
+    ],
+    "matmul_all_reduce": [
+        ("op", "max", 'op=\'max\': use "sum" or "avg"'),
+        ("op", None, 'op=None: use "sum" or "avg"'),
+        *PRODUCTS_REFUSE,
+    ],
+}
 DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
 # Deadlines are taken by all, and by the module when it is made.
 DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "embedding_all_to_all"]
@@ -425,7 +456,21 @@ OF_GATHERS: dict[str, Callable[[Arguments], None]] = {
     "another type": of_each("A_shard", lambda x: x.as_subclass(Named)),
     "a deadline": option(deadline_s=30),
 }
+OF_PRODUCTS: dict[str, Callable[[Arguments], None]] = {
+    "a name": lambda a: a.update(group=a["group"].group_name),
+    "scattered rows": of_each("x", scattered),
+    "weights by columns": of_each("w", lambda w: w.t().contiguous().t()),
+    "scattered weights": of_each("w", scattered),
+    "another type": of_each("x", lambda x: x.as_subclass(Named)),
+    "a deadline": option(deadline_s=30),
+}
 SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
+    "matmul_all_gather": {
+        **OF_PRODUCTS,
+        "from behind": option(gather_dim=-2),
+        "of numpy": option(gather_dim=np.int64(0)),
+    },
+    "matmul_all_reduce": {**OF_PRODUCTS, "blocks of rows": of_each("x", lambda x: x.view(2, 2, -1))},
     "all_gather_matmul": {
         **OF_GATHERS,
         "a shard of blocks": of_each("A_shard", lambda x: x.view(2, 2, -1)),
@@ -473,6 +518,8 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
 SCHEDULES: dict[str, list[str | None]] = {
     "all_gather_matmul": ["serial", "gather[by=kernel]"],
     "all_gather_scaled_matmul": ["serial", "gather[by=kernel]"],
+    "matmul_all_gather": ["serial", "direct[chunks=2,by=dma]"],
+    "matmul_all_reduce": ["serial", "one_shot[by=kernel]", "two_shot[chunks=2,by=dma,add=gemm]"],
     "matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=gemm]"],
     "all_to_all_matmul": ["serial", "dispatch[by=dma,rest=each]"],
     "embedding_all_to_all": [None],

@@ -32,6 +32,20 @@ def scattered(group: dist.ProcessGroup) -> Call:
     return call
 
 
+def summed(group: dist.ProcessGroup) -> Call:
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return weft.matmul_all_reduce(x, w[0], group.group_name)
+
+    return call
+
+
+def joined(group: dist.ProcessGroup) -> Call:
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return weft.matmul_all_gather(x, w[0], -1, group.group_name)
+
+    return call
+
+
 def dispatched(group: dist.ProcessGroup) -> Call:
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         splits = torch.tensor([len(x)] + [0] * (group.size() - 1))
@@ -43,6 +57,8 @@ def dispatched(group: dist.ProcessGroup) -> Call:
 CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
     "all_gather_matmul": gathered,
     "all_gather_matmul, A wanted": lambda group: gathered(group, return_A=True),
+    "matmul_all_gather": joined,
+    "matmul_all_reduce": summed,
     "matmul_reduce_scatter": scattered,
     "all_to_all_matmul": dispatched,
 }

@@ -168,6 +168,8 @@ class _Machine:
                 parts = [part[begin : begin + step.dst.rows] for part in parts]
             if step.op == "reduce_scatter":  # into equal parts
                 self._view(step.dst)[:] = sum(parts)[rank * step.dst.rows : (rank + 1) * step.dst.rows]
+            elif step.op == "all_reduce":
+                self._view(step.dst)[:] = sum(parts)
             else:
                 self._view(step.dst)[:] = np.concatenate(parts, axis=int(step.op == "all_to_all"))
         return True

@@ -64,6 +64,21 @@ M / ranks rows to each.
     weft plan matmul_reduce_scatter --shape 8192,8192,4096
 
     weft plan matmul_reduce_scatter --shape 16384,8192,4096 --ranks 8 --all""",
+    "matmul_all_gather": f"""Plan y = all_gather(x @ w): M rows of K columns and [K, N] on each rank, and all ranks' products on
+each: below each other, or with --gather-dim -1 side by side.
+
+{_LOSSES}
+
+    weft plan matmul_all_gather --shape 4096,8192,4096
+
+    weft plan matmul_all_gather --shape 8192,2048,8192 --gather-dim -1 --ranks 4 --all""",
+    "matmul_all_reduce": f"""Plan y = all_reduce(x @ w): M rows of K columns and [K, N] on each rank, and the whole sum on each.
+
+{_LOSSES}
+
+    weft plan matmul_all_reduce --shape 8192,8192,4096
+
+    weft plan matmul_all_reduce --shape 16,8192,4096 --ranks 8 --mode graph --all""",
     "all_to_all_matmul": f"""Plan y = tokens, at the ranks of their experts, @ their experts' weights: mixture of experts. M:
 tokens that a rank sends, each once for each of its experts. As many are taken to be for each expert.
 
@@ -90,7 +105,7 @@ def _add(op: str, about: str) -> None:
             str,
             typer.Option(
                 metavar="M,N,K",
-                help="M: gathered or scattered rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
+                help="M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
                 "of a table. K: what is summed over. all_gather_matmul: also g1 to g16 and s1 to s16, FiCCO's GEMMs with N "
                 "over the ranks.",
             ),
@@ -120,6 +135,9 @@ def _add(op: str, about: str) -> None:
                 min=1, help=f"{_EMBEDDING}, which needs it: of all ranks together; as many on each, if that goes."
             ),
         ] = None,
+        gather_dim: Annotated[
+            int, typer.Option(help="matmul_all_gather: 0 joins rows, -1 columns.", show_default=False)
+        ] = 0,
         hw: Annotated[
             str | None,
             typer.Option(
@@ -170,7 +188,7 @@ def _add(op: str, about: str) -> None:
         with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
             found = explanation(
                 op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, experts=experts,
-                bounded=bounded, tables=tables, progress=step,
+                bounded=bounded, tables=tables, gather_dim=gather_dim, progress=step,
             )  # fmt: skip
             step("simulating what is lost", 0.0)
             found.cells(shown)

@@ -173,11 +173,15 @@ def explain(
     experts: int | None = None,
     bounded: bool = False,
     tables: int | None = None,
+    gather_dim: int = 0,
 ) -> str:
     """What would be chosen for `op`, what else there is, and why; as text.
 
     op: all_gather_matmul: M rows gathered, M / ranks from each, of K columns, times [K, N] on each rank.
         matmul_reduce_scatter: M rows of K columns on each rank, times [K, N] on each, added up, M / ranks rows to each.
+        matmul_all_gather: M rows of K columns on each rank, times [K, N] on each; gather_dim: 0 joins the products' rows, -1
+        their columns.
+        matmul_all_reduce: M rows of K columns on each rank, times [K, N] on each, added up, all of it to each.
         all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
         `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
         embedding_all_to_all: M samples of all ranks; of each of `tables`, which are those of all ranks, N columns and K rows in
@@ -190,7 +194,7 @@ def explain(
     """
     found = explanation(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, experts=experts, bounded=bounded,
-        tables=tables,
+        tables=tables, gather_dim=gather_dim,
     )  # fmt: skip
     return str(found)
 
@@ -209,13 +213,25 @@ def explanation(
     experts: int | None = None,
     bounded: bool = False,
     tables: int | None = None,
+    gather_dim: int = 0,
     progress: Progress = lambda what, share: None,
 ) -> Explanation:
     """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
-    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, experts=experts, bounded=bounded, tables=tables)
+    problem = described(
+        op,
+        m=M,
+        n=N,
+        k=K,
+        ranks=ranks,
+        dtype=dtype,
+        experts=experts,
+        bounded=bounded,
+        tables=tables,
+        gather_dim=gather_dim,
+    )
     if not problem.has_work:
         raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to compute; each must be at least 1")
     if mode == "graph" and problem.not_captured:

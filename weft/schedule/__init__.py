@@ -1,6 +1,17 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
-from weft.schedule import dispatch, ficco, ficco_dispatch, gather, scatter, serial, shard, slices  # noqa: F401  (registers builders)
+from weft.schedule import (  # noqa: F401  (registers their builders)
+    all_reduce,
+    dispatch,
+    ficco,
+    ficco_dispatch,
+    gather,
+    gathered_product,
+    scatter,
+    serial,
+    shard,
+    slices,
+)
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
@@ -8,6 +19,8 @@ from weft.schedule.problem import Problem, described
 from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
 from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
+from weft.schedule.problems.matmul_all_gather import MatmulAllGather
+from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
@@ -35,7 +48,7 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set",
-    "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total",
-    "unregister", "value",
+    "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read",
+    "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
+    "candidates", "described", "lookup", "named", "total", "unregister", "value",
 ]  # fmt: skip

@@ -75,10 +75,15 @@ PROBLEMS: dict[str, type[Problem]] = {}
 """By the operator's name."""
 
 
-def require_even(m: int, n: int, k: int, world_size: int) -> None:
-    """Raises `ValueError` for sizes that cannot be, or an m of which ranks do not have equal parts."""
+def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
+    """Raises `ValueError` for sizes that cannot be."""
     if not all(isinstance(size, int) and size >= 0 for size in (m, n, k)) or world_size < 1:
         raise ValueError(f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1")
+
+
+def require_even(m: int, n: int, k: int, world_size: int) -> None:
+    """Raises `ValueError` for sizes that cannot be, or an m of which ranks do not have equal parts."""
+    require_sizes(m, n, k, world_size)
     if m % world_size:
         below = m - m % world_size
         raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}")

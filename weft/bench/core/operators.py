@@ -10,6 +10,8 @@ from typing import Any
 OPERATORS = {
     "embedding_all_to_all": "weft.bench.ops.embedding_all_to_all",
     "all_gather_matmul": "weft.bench.ops.all_gather_matmul",
+    "matmul_all_gather": "weft.ops.matmul_all_gather",
+    "matmul_all_reduce": "weft.ops.matmul_all_reduce",
     "matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter",
     "all_to_all_matmul": "weft.bench.ops.all_to_all_matmul",
     "inefficiency": "weft.studies.inefficiency",

@@ -1,0 +1,68 @@
+"""Operators behind whose GEMM ranks communicate, on GPUs: what runs on the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matmul_ranks import close
+from scatter_ranks import late
+
+from weft import symm
+from weft.operator.calls import OPERATORS
+from weft.runtime.cuda.schedule import CudaSchedule
+from weft.runtime.unfused import Unfused
+from weft.schedule import Problem, named
+
+
+class Case:
+    """Random tensors of `p` on this rank, its result poisoned, and what must come out; and comes out by the library."""
+
+    def __init__(self, p: Problem, group: dist.ProcessGroup, seed: int) -> None:
+        self.op, self.p, self.rank = OPERATORS[p.name], p, group.rank()
+        calls = [self.op.drawn(p, r, self._generator(100 * seed + r)) for r in range(group.size())]
+        mine = calls[self.rank]
+        self.inputs = self.op.inputs(p, mine)
+        self.y = self.op.outputs(mine, group.size())["y"].fill_(torch.nan)
+        (self.exact,) = self.op.expected(p, self.rank, calls)
+        (self.usual,) = self.op.unfused(p, mine, group, None) or [self._serial(group)]
+
+    def _serial(self, group: dist.ProcessGroup) -> torch.Tensor:
+        return Unfused(named(self.p, "serial").build(), self.rank).run(self.inputs, None, group)["y"]
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return {**self.inputs, "y": self.y}
+
+
+def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
+    """A schedule of `p`, with its own memory poisoned at first, behind stragglers; then captured, and replayed."""
+    made = CudaSchedule(named(p, name).build(), symm.domain(group, torch.device("cuda", torch.cuda.current_device())))
+    for own in made.context.own.values():
+        own.fill_(torch.nan)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    cases = [Case(p, group, seed) for seed in range(6)]
+    for number, case in enumerate(cases):
+        if number % 3 == 2 and group.rank() == number // 3 % 2:
+            late(0.005)
+        made.run(case.tensors)
+    torch.cuda.synchronize()
+    for case in cases:
+        close(case.y, case.exact, case.usual)
+    graph, stream, given = torch.cuda.CUDAGraph(), torch.cuda.Stream(), cases[0]
+    with torch.cuda.graph(graph, stream=stream):
+        made.run(given.tensors)
+    for case in cases[1:]:
+        for buffer, tensor in given.inputs.items():
+            tensor.copy_(case.inputs[buffer])
+        given.y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        close(given.y, case.exact, case.usual)
+    made.check()
+    made.close()

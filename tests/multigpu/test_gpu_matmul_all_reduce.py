@@ -1,0 +1,88 @@
+"""weft.matmul_all_reduce on two GPUs: every schedule, results, gradients, layouts, CUDA graphs; most functions are those of the
+CPU tests. Those with a `group` argument run on the ranks.
+"""
+
+from __future__ import annotations
+
+import gpu_ranks
+import product_ranks
+import pytest
+import reduce_ranks as ranks
+import torch
+
+from weft.launch import Pool
+from weft.schedule import MatmulAllReduce
+
+pytestmark = gpu_ranks.MARKS
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# shape of x, N, dtype, op, schedule
+FORWARD = {
+    "large": ((4096, 1024), 2048, BF16, "sum", None),
+    "small": ((32, 512), 256, BF16, "avg", None),
+    "one token": ((1, 1, 512), 256, BF16, "sum", "one_shot[by=kernel]"),
+    "odd, fp32": ((75, 43), 19, F32, "sum", None),
+    "a batch of sequences": ((4, 511, 512), 384, F16, "avg", None),
+    "no rows": ((0, 128), 64, BF16, "sum", None),
+    "nothing to sum over": ((64, 0), 64, BF16, "sum", None),
+    "serial": ((512, 512), 384, BF16, "avg", "serial"),
+}
+WHOLE, ODD = (2048, 512, 256), (601, 19, 43)
+"""M, N, K: tiles that are whole and rows that begin at multiples of 16 bytes, and neither."""
+BUILDERS = [c.name for c in ranks.every(MatmulAllReduce(2, *WHOLE, "bf16"))]
+SOME = ["one_shot[by=kernel]", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]",
+        "two_shot[chunks=1,by=store,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=2,to=dma]",
+        "tracked[chunks=1,to=store]"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_results(pair: Pool, name: str) -> None:
+    pair.run(ranks.forward, *FORWARD[name], 3, timeout_s=60)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("sizes", [WHOLE, ODD], ids=["whole", "odd"])
+def test_every_schedule(pair: Pool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """By the operator, three calls in a row with fresh data and poisoned results, behind stragglers, to the bit again, and with the
+    same bits on both."""
+    names = pair.run(ranks.every_schedule, *sizes, dtype, 0.01, timeout_s=200)
+    builders = {"serial", "one_shot", "two_shot", "chunked"} | ({"tracked"} if sizes == WHOLE else set())
+    assert {name.split("[")[0] for name in names[0]} == builders
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_schedule_is_captured_and_replayed(pair: Pool, name: str) -> None:
+    pair.run(product_ranks.on_streams, MatmulAllReduce(2, *WHOLE, "bf16"), name, timeout_s=60)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("shape", "op", "wanted"),
+    [
+        ((128, 64), "sum", (True, True)),
+        ((3, 65, 48), "avg", (True, True)),
+        ((128, 64), "sum", (True, False)),
+        ((128, 64), "avg", (False, True)),
+    ],
+)
+def test_gradients(pair: Pool, shape: tuple[int, ...], op: str, wanted: tuple[bool, bool], compiled: bool) -> None:
+    pair.run(ranks.backward, shape, 40, op, wanted, compiled, None, timeout_s=120)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("schedule", [None, *SOME[:5]])
+def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, dtype: torch.dtype) -> None:
+    pair.run(ranks.many_sizes, schedule, dtype, timeout_s=60)
+
+
+@pytest.mark.parametrize("schedule", ["serial", *SOME[:5]])
+def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pair: Pool, schedule: str) -> None:
+    pair.run(ranks.layouts, schedule, timeout_s=60)
+
+
+@pytest.mark.parametrize("m", [64, 2048])
+@pytest.mark.parametrize("schedule", [None, *SOME])
+def test_two_calls_in_a_graph(pair: Pool, m: int, schedule: str | None) -> None:
+    if schedule == "tracked[chunks=2,to=dma]" and m == 64:
+        pytest.skip("its rows are one tile, which cannot be cut")
+    for told in pair.run(ranks.captured, m, 384, 320, schedule, 10, timeout_s=60):  # which no other test has called
+        assert "before capturing it" in told

@@ -1,0 +1,269 @@
+"""matmul_all_reduce in tests, on CPU processes and on GPUs: what runs on the ranks.
+
+Data are made from seeds, so every rank knows every other's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matmul_ranks import close, data, device, own_group, told
+from scatter_ranks import NAMES, late, poisoned_outputs
+
+import weft
+from weft.ops.matmul_all_reduce import OPERATOR
+from weft.schedule import Candidate, MatmulAllReduce, NotApplicableError, candidates
+
+
+class Operands:
+    """Of all ranks, and what every rank must get of them; and gets by the library's GEMM and all-reduce."""
+
+    def __init__(self, world: int, shape: tuple[int, ...], n: int, dtype: torch.dtype, op: str, seed: int) -> None:
+        self.parts = world if op == "avg" else 1
+        self.xs = [data(r, shape, dtype, seed) for r in range(world)]
+        self.ws = [data(r, (n, shape[-1]), dtype, 50 + seed).t() for r in range(world)]
+
+    def exact(self) -> torch.Tensor:
+        return torch.stack([x.double() @ w.double() for x, w in zip(self.xs, self.ws, strict=True)]).sum(0) / self.parts
+
+    def usual(self, group: dist.ProcessGroup) -> torch.Tensor:
+        total = self.xs[group.rank()] @ self.ws[group.rank()]
+        dist.all_reduce(total, group=group)
+        return total / self.parts
+
+
+def same_everywhere(y: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks have the same bits."""
+    flat = y.contiguous().view(-1).view(torch.uint8)
+    others = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(others, flat, group=group)
+    return all(torch.equal(flat, other) for other in others)
+
+
+def forward(
+    group: dist.ProcessGroup, shape: tuple[int, ...], n: int, dtype: torch.dtype, op: str, schedule: str | None, calls: int
+) -> None:  # fmt: skip
+    """Calls in a row, compared afterwards."""
+    found = []
+    for call in range(calls):
+        x = Operands(group.size(), shape, n, dtype, op, call)
+        with poisoned_outputs(OPERATOR):
+            y = weft.matmul_all_reduce(x.xs[group.rank()], x.ws[group.rank()], group, op=op, schedule=schedule)
+        found.append((y, x))
+    for y, x in found:
+        exact = x.exact()
+        assert y.shape == exact.shape
+        assert y.dtype == dtype
+        close(y, exact, x.usual(group))
+
+
+def every(p: MatmulAllReduce) -> list[Candidate]:
+    """Those that can do it."""
+    found = []
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            candidate.build()
+            found.append(candidate)
+    return found
+
+
+def every_schedule(
+    group: dist.ProcessGroup, m: int, n: int, k: int, dtype: torch.dtype, late_s: float
+) -> tuple[str, ...]:
+    """Each candidate called several times with fresh data, results poisoned; the last call is the first again, to the bit, and all
+    ranks have the same bits. The first rank comes late to the second call, the last one to the third."""
+    rank, world = group.rank(), group.size()
+    operands = [Operands(world, (m, k), n, dtype, "sum", seed) for seed in range(3)]
+    usuals = [x.usual(group) for x in operands]
+    names = [candidate.name for candidate in every(MatmulAllReduce(world, m, n, k, NAMES[dtype]))]
+    for name in names:
+        found = []
+        for call in (0, 1, 2, 0):
+            if (call, rank) in ((1, 0), (2, world - 1)):
+                late(late_s)
+            x = operands[call]
+            with poisoned_outputs(OPERATOR):
+                found.append(weft.matmul_all_reduce(x.xs[rank], x.ws[rank], group, schedule=name))
+        for y, x, usual in zip(found, operands, usuals, strict=False):
+            try:
+                close(y, x.exact(), usual)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+        if name != "serial":
+            assert torch.equal(found[0], found[3]), name
+            assert all(same_everywhere(y, group) for y in found), name
+    return tuple(names)
+
+
+def backward(
+    group: dist.ProcessGroup, shape: tuple[int, ...], n: int, op: str, wanted: Sequence[bool], compiled: bool,
+    schedule: str | None,
+) -> None:  # fmt: skip
+    """Gradients of a random weighing of all ranks' results, another on each, against autograd in float64."""
+    rank, world = group.rank(), group.size()
+    given = Operands(world, shape, n, torch.float32, op, 1)
+    weights = [data(r, tuple(given.exact().shape), torch.float32, 70) for r in range(world)]
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (weft.matmul_all_reduce(x, w, group.group_name, op=op) * weights[rank]).sum()
+
+    x, w = (t.clone().requires_grad_(want) for t, want in zip((given.xs[rank], given.ws[rank]), wanted, strict=True))
+    torch._dynamo.reset()
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    with weft.plan.use(schedule):  # which names none of the gather's
+        run(x, w).backward()
+    xs, ws = ([t.double().requires_grad_() for t in one] for one in (given.xs, given.ws))
+    total = torch.stack([a @ b for a, b in zip(xs, ws, strict=True)]).sum(0) / given.parts
+    sum((total * weight.double()).sum() for weight in weights).backward()  # type: ignore[union-attr]
+    for mine, exact, want in zip((x, w), (xs[rank], ws[rank]), wanted, strict=True):
+        assert (mine.grad is not None) == want
+        if want:
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=2e-4, atol=2e-3)
+
+
+def as_torch_has_it(group: dist.ProcessGroup) -> None:
+    """The gradients of torch's own all-reduce that can be differentiated."""
+    from torch.distributed.nn.functional import all_reduce
+
+    given, found = Operands(group.size(), (6, 8), 5, torch.float32, "sum", 3), []
+    weight = data(group.rank(), (6, 5), torch.float32, 71)
+    for call in (
+        lambda x, w: weft.matmul_all_reduce(x, w, group),
+        lambda x, w: all_reduce(x @ w, group=group),
+    ):
+        x, w = (t[group.rank()].clone().requires_grad_() for t in (given.xs, given.ws))
+        (call(x, w) * weight).sum().backward()
+        found.append((x.grad, w.grad))
+    for mine, usual in zip(*found, strict=True):
+        torch.testing.assert_close(mine, usual)
+
+
+def many_sizes(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype) -> None:
+    """Of one weight, one after the other: on GPUs in one memory."""
+    found = []
+    for call, rows in enumerate((65, 192, 8, 65, 321, 16, 192)):
+        x = Operands(group.size(), (rows, 128), 96, dtype, "sum", call)
+        y = weft.matmul_all_reduce(x.xs[group.rank()], x.ws[group.rank()], group, schedule=schedule)
+        found.append((y, x))
+    for y, x in found:
+        close(y, x.exact(), x.usual(group))
+
+
+def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
+    """The warnings of calls whose operands lie otherwise on the first rank; compared afterwards."""
+    found = []
+    rank, first = group.rank(), group.rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(4):
+            given = Operands(group.size(), (17, 24), 8, torch.float32, "sum", call)
+            x, w = given.xs[rank], given.ws[rank]
+            if first:
+                x = x.t().contiguous().t() if call % 2 else x
+                w = w.contiguous() if call < 2 else w.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
+            else:  # the first loads other kernels meanwhile
+                late(0.01)
+            found.append((weft.matmul_all_reduce(x, w, group, schedule=schedule), given))
+    for y, given in found:
+        close(y, given.exact(), given.usual(group))
+    return [str(w.message) for w in caught]
+
+
+def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
+    first = group.rank() == 0
+    x, w = data(group.rank(), (5, 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
+    whole, of_8 = torch.int64, torch.float8_e4m3fn
+    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "integers": (x.to(whole), w.to(whole)), "fp8": (x.to(of_8), w.to(of_8)), "float64": (x.double(), w.double()),
+        "other K": (x, w[:5]), "other dtype": (x, w.half()), "three dimensions": (x, w[None]),
+    }  # fmt: skip
+    found = {}
+    for name, bad in calls.items():
+        for who, given in (("all", bad), ("one", bad if first else (x, w))):
+            found[f"{name}, {who}"] = told(lambda given=given: weft.matmul_all_reduce(*given, group))
+    assert weft.matmul_all_reduce(x, w, group).shape == (5, 3)
+    return found
+
+
+def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told when the first does something else: each time in a group of its own, which ends."""
+    first = group.rank() == 0
+    x, w = torch.randn(8, 6, device=device()), torch.randn(6, 3, device=device())
+    calls: dict[str, Any] = {
+        "rows": lambda g: weft.matmul_all_reduce(x[:4] if first else x, w, g),
+        "schedule": lambda g: weft.matmul_all_reduce(x, w, g, schedule="serial" if first else "one_shot[by=load]"),
+        "gradients": lambda g: weft.matmul_all_reduce(x, w.clone().requires_grad_(first), g),
+    }
+    return {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
+
+
+def overflow(group: dist.ProcessGroup, schedule: str | None) -> tuple[float, float]:
+    """Of fp16 products that fit, of which the sum and the mean of two do not, or would."""
+    x, w = torch.full((4, 1), 200.0, dtype=torch.float16), torch.full((1, 4), 200.0, dtype=torch.float16)
+    found = [weft.matmul_all_reduce(x, w, group, op=op, schedule=schedule) for op in ("sum", "avg")]
+    return found[0].max().item(), found[1].max().item()
+
+
+def backward_alone(group: dist.ProcessGroup) -> str:
+    """The others do not come to backward."""
+    x = torch.randn(5, 8, requires_grad=True)
+    y = weft.matmul_all_reduce(x, torch.randn(8, 3), group, deadline_s=1)
+    if group.rank() == 0:
+        return told(y.sum().backward)
+    time.sleep(3)
+    return ""
+
+
+def spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
+    x, timeline = Operands(group.size(), (16, 8), 4, torch.float32, "avg", 1), weft.Timeline()
+    weft.matmul_all_reduce(
+        x.xs[group.rank()], x.ws[group.rank()], group, op="avg", schedule=schedule, timeline=timeline
+    )
+    assert all(span.duration_us >= 0 for span in timeline)
+    return {span.name.split()[0] for span in timeline if span.rank == group.rank()}
+
+
+def checked_as_op(group: dist.ProcessGroup) -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    weft.matmul_all_reduce(x, w, group)
+    torch.library.opcheck(torch.ops.weft.matmul_all_reduce.default, (x, w, group.group_name, "", 0.0))
+
+
+def captured(group: dist.ProcessGroup, m: int, n: int, k: int, schedule: str | None, replays: int) -> str:
+    """A CUDA graph with two calls in it, replayed with fresh data; how a first call inside a capture fails."""
+    rank, world, dtype = group.rank(), group.size(), torch.bfloat16
+    first = Operands(world, (m, k), n, dtype, "sum", 1)
+    x, w = first.xs[rank], first.ws[rank]
+
+    def call(x: torch.Tensor, op: str) -> torch.Tensor:
+        return weft.matmul_all_reduce(x, w, group, op=op, schedule=schedule)
+
+    stream, refused = torch.cuda.Stream(), ""
+    with torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                call(x, "sum")
+        except ValueError as error:
+            refused = str(error)
+        call(x, "sum")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y, z = call(x, "sum"), call(x * 2, "avg")
+    for replay in range(replays):
+        given = Operands(world, (m, k), n, dtype, "sum", 10 + replay)
+        given.ws = first.ws
+        x.copy_(given.xs[rank])
+        y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        close(y, given.exact(), given.usual(group))
+        close(z, 2 * given.exact() / world, 2 * given.usual(group) / world)
+    return refused

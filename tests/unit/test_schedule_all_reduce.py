@@ -1,0 +1,221 @@
+"""Every registered way to do GEMM + all-reduce: it verifies, keeps its value in JSON, can be issued from one thread, is taken by
+GPUs, and adds up the products in random legal orders over several runs.
+
+Small whole numbers, so that sums are exact in any order and results are compared for equality.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_up import require_runnable_on_gpus
+from schedule_interpreter import Tensors, edited, interpret
+from sim_toys import gpu
+from slow import mostly
+from test_schedule_candidates import check_order, same
+
+from weft import plan
+from weft.errors import ScheduleError
+from weft.plan.gemms import ladder
+from weft.schedule import (
+    Candidate,
+    Copy,
+    MatmulAllReduce,
+    NotApplicableError,
+    Reduce,
+    Schedule,
+    Tiles,
+    Wait,
+    candidates,
+    named,
+)
+from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
+from weft.sim import NULL, simulate
+
+PROBLEMS = (
+    MatmulAllReduce(1, 5, 3, 4, "fp32"),
+    MatmulAllReduce(2, 14, 3, 4, "bf16"),
+    MatmulAllReduce(2, 601, 270, 2, "fp16"),
+    MatmulAllReduce(3, 15, 2, 3, "bf16"),
+    MatmulAllReduce(4, 5, 17, 3, "fp32"),  # the third rank has one row, and the last none
+    MatmulAllReduce(8, 30, 3, 2, "bf16"),
+)
+
+
+def applicable(problem: MatmulAllReduce) -> list[tuple[Candidate, Schedule]]:
+    found = []
+    for candidate in candidates(problem):
+        try:
+            found.append((candidate, candidate.build()))
+        except NotApplicableError:
+            continue
+    return found
+
+
+def inputs_of(p: MatmulAllReduce, runs: int, seed: int) -> list[list[Tensors]]:
+    rng = np.random.default_rng(seed)
+
+    def small(rows: int, cols: int) -> np.ndarray:
+        return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
+
+    return [[{"x": small(p.m, p.k), "w": small(p.k, p.n)} for _ in range(p.world_size)] for _ in range(runs)]
+
+
+def expected(inputs: list[list[Tensors]]) -> list[list[Tensors]]:
+    sums = [np.asarray(sum(t["x"] @ t["w"] for t in ranks)) for ranks in inputs]
+    return [[{"y": total} for _ in ranks] for total, ranks in zip(sums, inputs, strict=True)]
+
+
+def check(p: MatmulAllReduce, schedule: Schedule, name: str, runs: int = 3) -> None:
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    check_order(schedule)
+    for rank in {0, p.world_size - 1}:
+        require_runnable_on_gpus(schedule, rank)
+    inputs = inputs_of(p, runs, seed=len(name))
+    for seed in range(2):
+        assert same(interpret(schedule, inputs, seed), expected(inputs)), (p, name, seed)
+
+
+@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:5]), ids=str)
+def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -> None:
+    found = applicable(p)
+    overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if p.m % p.world_size == 0 else set())
+    assert {candidate.builder for candidate, _ in found} == {"serial"} | (overlapping if p.world_size > 1 else set())
+    for candidate, schedule in found:
+        check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)
+        assert simulate(schedule, NULL).end_us >= 0
+
+
+@pytest.mark.parametrize("world", [5, 6, 7, 8])
+def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
+    for m in (150 * world, 30 * world - 1):
+        found = applicable(MatmulAllReduce(world, m, 20, 4, "bf16"))
+        assert {candidate.builder for candidate, _ in found} >= {"serial", "one_shot", "two_shot", "chunked"}
+        for _, schedule in found:
+            verify(schedule)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_some_small_shapes(data: st.DataObject) -> None:
+    world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 40), label="m")
+    n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
+    p = MatmulAllReduce(world, m, n, k, "fp32")
+    candidate, schedule = data.draw(st.sampled_from(applicable(p)), label="candidate")
+    check(p, schedule, candidate.name, runs=2)
+
+
+@pytest.mark.parametrize("by", ["dma", "load"])
+def test_who_fills_a_slot_again_too_early_is_noticed(by: str) -> None:
+    p = MatmulAllReduce(3, 18, 2, 3, "fp32")
+    schedule = named(p, f"one_shot[by={by}]").build()
+    early = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
+    inputs = inputs_of(p, 3, seed=0)
+    assert not all(same(interpret(early, inputs, seed), expected(inputs)) for seed in range(20))
+
+
+@pytest.mark.parametrize(
+    "name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]", "tracked[chunks=1,to=store]"]
+)
+def test_who_does_not_wait_for_the_others_sums_overruns_them(name: str) -> None:
+    """Who sends knows by them that what it sent before has been added up."""
+    p = MatmulAllReduce(3, 18, 2, 3, "fp32")
+    early = edited(named(p, name).build(), lambda s: None if isinstance(s, Wait) and s.signal == "ready" else s)
+    with pytest.raises(ScheduleError, match=r"race on (box|sums)"):
+        verify(early)
+
+
+def test_nobody_writes_into_a_peer_that_has_not_said_it_is_through_with_the_run_before() -> None:
+    """A run of other sizes has its buffers elsewhere in the same memory."""
+    for _, schedule in applicable(MatmulAllReduce(3, 18, 2, 3, "fp32")):
+        ranks = [schedule.of_rank(rank) for rank in range(3)]
+        setter = {key: r for r, lanes in enumerate(ranks) for lane in lanes for s in lane.steps for key in s.sets()}
+        for rank, lanes in enumerate(ranks):
+            for lane in lanes:
+                heard = set[int]()
+                for step in lane.steps:
+                    if isinstance(step, Wait) and step.signal == "free":
+                        heard.add(setter[rank, step.signal, step.index])
+                    inner = step.tile(0) if isinstance(step, Tiles) else (step,)
+                    written = {a.region.at for s in inner for a in s.accesses() if a.writes} - {rank}
+                    assert written <= heard, (schedule.name, lane.name, str(step))
+
+
+@pytest.mark.parametrize("by", ["dma", "kernel", "load"])
+def test_all_ranks_add_up_in_the_order_of_ranks(by: str) -> None:
+    """Of one_shot, where each adds up for itself."""
+    schedule = named(MatmulAllReduce(4, 6, 2, 3, "bf16"), f"one_shot[by={by}]").build()
+    for rank in range(4):
+        (step,) = (s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Reduce))
+        places = [(part.at, part.row) for part in step.parts]
+        assert places == [(r, 0) if by == "load" else (rank, 6 * r) for r in range(4)]
+
+
+@pytest.mark.parametrize("name", ["two_shot[chunks=2,by=dma,add=reduce]", "chunked[chunks=2,by=dma]"])
+def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
+    """From where its owner has added it up to each rank's result."""
+    schedule = named(MatmulAllReduce(4, 32, 8, 3, "bf16"), name).build()
+    copied = np.zeros((32, 8), int)
+    for lane in schedule.of_rank(1):
+        for step in lane.steps:
+            if isinstance(step, Copy) and step.dst.buffer == "y":
+                owner = step.dst.row % 16 // 4 if name.startswith("chunked") else step.dst.row // 8
+                assert (step.src.buffer, step.src.at) == ("sums", owner)
+                copied[step.dst.row : step.dst.row + step.dst.rows] += 1
+    assert (copied == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
+        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in fp32, fp16 or bf16"),
+        ({"dtype": "int64"}, "dtype='int64'"),
+    ],
+)
+def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        replace(PROBLEMS[1], **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "why"),
+    [
+        ("tracked[chunks=1,to=dma]", 15, "m=15 rows are not as many for each of 2 ranks"),
+        ("tracked[chunks=2,to=store]", 14, "tiles go to their owner one by one"),
+        ("two_shot[chunks=4,by=dma,add=gemm]", 6, "rows of a rank's part: 3 cannot be cut into 4 pieces"),
+        ("one_shot[by=dma]", 1 << 21, "2 whole products are more than 256 MiB: take two_shot"),
+    ],
+)
+def test_what_a_builder_does_not_do_is_said(name: str, m: int, why: str) -> None:
+    with pytest.raises(NotApplicableError, match=re.escape(why)):
+        named(MatmulAllReduce(2, m, 64, 4, "bf16"), name).build()
+
+
+def test_it_is_planned_by_the_model_and_explained() -> None:
+    """Large products are added up by parts, and those of few rows by everybody."""
+    text = plan.explain("matmul_all_reduce", M=8192, N=8192, K=4096, ranks=2, hw="h200")
+    assert "less than serial's" in text
+    assert "errs more" not in text
+    large = plan.choose(MatmulAllReduce(4, 16384, 8192, 2048, "bf16"), gpu("h200", 4))
+    assert large.candidate.builder in ("two_shot", "chunked")
+    assert large.predicted_us < 0.85 * large.row("serial").predicted_us  # type: ignore[operator]
+    small = plan.choose(MatmulAllReduce(4, 16, 8192, 2048, "bf16"), gpu("h200", 4), mode="graph")
+    assert small.candidate.builder == "one_shot"
+
+
+def test_a_new_number_of_rows_is_no_new_plan() -> None:
+    p, model = MatmulAllReduce(2, 8192, 4096, 2048, "bf16"), gpu("h200", 2)
+    others = [replace(p, m=m) for m in (8191, 8400, 7801)]
+    assert sum(map(p.worth_running, candidates(p))) == 4
+    assert {one.family[0] for one in others} == {p.family[0]} != {replace(p, n=8).family[0]}
+    assert p.resized(p.family[1]) == p
+    assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
+    assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))

@@ -1,0 +1,178 @@
+"""Every registered way to do GEMM + all-gather: it verifies, keeps its value in JSON, can be issued from one thread, is taken by
+GPUs, and gathers the products in random legal orders over several runs.
+
+Small whole numbers, so that results are compared for equality.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_up import require_runnable_on_gpus
+from schedule_interpreter import Tensors, edited, interpret
+from sim_toys import gpu
+from slow import mostly
+from test_schedule_candidates import check_order, same
+
+from weft import plan
+from weft.plan.gemms import ladder
+from weft.schedule import (
+    Candidate,
+    Compute,
+    MatmulAllGather,
+    NotApplicableError,
+    Schedule,
+    Set,
+    Tiles,
+    Wait,
+    candidates,
+    named,
+)
+from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
+from weft.sim import NULL, simulate
+
+SIZES = ((1, 5, 3, 4, "fp32"), (2, 14, 3, 4, "bf16"), (2, 601, 270, 2, "fp16"), (3, 1, 2, 3, "bf16"), (4, 5, 17, 3, "fp32"),
+         (8, 15, 3, 2, "bf16"))  # fmt: skip
+PROBLEMS = tuple(MatmulAllGather(*sizes, columns) for sizes in SIZES for columns in (False, True))
+
+
+def applicable(problem: MatmulAllGather) -> list[tuple[Candidate, Schedule]]:
+    found = []
+    for candidate in candidates(problem):
+        try:
+            found.append((candidate, candidate.build()))
+        except NotApplicableError:
+            continue
+    return found
+
+
+def inputs_of(p: MatmulAllGather, runs: int, seed: int) -> list[list[Tensors]]:
+    rng = np.random.default_rng(seed)
+
+    def small(rows: int, cols: int) -> np.ndarray:
+        return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
+
+    return [[{"x": small(p.m, p.k), "w": small(p.k, p.n)} for _ in range(p.world_size)] for _ in range(runs)]
+
+
+def expected(p: MatmulAllGather, inputs: list[list[Tensors]]) -> list[list[Tensors]]:
+    joined = [np.concatenate([t["x"] @ t["w"] for t in ranks], axis=int(p.columns)) for ranks in inputs]
+    return [[{"y": whole} for _ in ranks] for whole, ranks in zip(joined, inputs, strict=True)]
+
+
+def check(p: MatmulAllGather, schedule: Schedule, name: str, runs: int = 3) -> None:
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    check_order(schedule)
+    for rank in {0, p.world_size - 1} if name != "serial" else ():  # which streams do not run
+        require_runnable_on_gpus(schedule, rank)
+    inputs = inputs_of(p, runs, seed=len(name))
+    for seed in range(2):
+        assert same(interpret(schedule, inputs, seed), expected(p, inputs)), (p, name, seed)
+
+
+@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:10]), ids=str)
+def test_every_candidate_verifies_and_gathers_the_products(p: MatmulAllGather) -> None:
+    found = applicable(p)
+    assert {candidate.builder for candidate, _ in found} == {"serial"} | (
+        {"direct", "tracked"} if p.world_size > 1 else set()
+    )
+    for candidate, schedule in found:
+        check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)
+        assert simulate(schedule, NULL).end_us >= 0
+
+
+@pytest.mark.parametrize("world", [5, 6, 7, 8])
+def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
+    for columns in (False, True):
+        found = applicable(MatmulAllGather(world, 1030, 300, 4, "bf16", columns))
+        assert len(found) == 1 + 8 + 4
+        for _, schedule in found:
+            verify(schedule)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_some_small_shapes(data: st.DataObject) -> None:
+    world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 40), label="m")
+    n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
+    p = MatmulAllGather(world, m, n, k, "fp32", data.draw(st.booleans(), label="columns"))
+    candidate, schedule = data.draw(st.sampled_from(applicable(p)), label="candidate")
+    check(p, schedule, candidate.name, runs=2)
+
+
+@pytest.mark.parametrize("name", ["direct[chunks=2,by=dma]", "tracked[chunks=1]"])
+def test_who_computes_again_too_early_is_noticed(name: str) -> None:
+    p = MatmulAllGather(3, 18, 2, 3, "fp32")
+    early = edited(named(p, name).build(), lambda step: None if isinstance(step, Wait) and step.previous else step)
+    inputs = inputs_of(p, 3, seed=0)
+    assert not all(same(interpret(early, inputs, seed), expected(p, inputs)) for seed in range(20))
+
+
+@settings(max_examples=40, deadline=None)
+@given(m=st.integers(1, 5000), n=st.integers(1, 2000), chunks=st.sampled_from([1, 2, 4, 8]), rank=st.integers(0, 2))
+def test_tiles_are_each_row_and_column_once_and_tell_everybody(m: int, n: int, chunks: int, rank: int) -> None:
+    try:
+        schedule = named(MatmulAllGather(3, m, n, 8, "bf16"), f"tracked[chunks={chunks}]").build()
+    except NotApplicableError:
+        assert m <= 128 * (chunks - 1)
+        return
+    (step,) = (s for lane in schedule.of_rank(rank) for s in lane.steps if isinstance(s, Tiles))
+    done, rows_of = np.zeros((m, n), int), dict[int, set[int]]()
+    for number in range(step.extent):
+        matmul, *told = step.tile(number)
+        assert isinstance(matmul, Compute)
+        x, w = matmul.inputs
+        assert (matmul.out.row, matmul.out.col, matmul.out.at) == (x.row, w.col, rank)
+        done[x.row : x.row + x.rows, w.col : w.col + w.cols] += 1
+        assert [one.at for one in told if isinstance(one, Set)] == [(rank + 1) % 3, (rank + 2) % 3, rank]
+        assert {one.index - i * chunks for i, one in enumerate(told)} == {told[0].index}
+        rows_of.setdefault(told[0].index, set()).add(x.row)
+    assert (done == 1).all()
+    assert list(rows_of) == list(range(chunks))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
+        ({"dtype": "fp8"}, "dtype='fp8': products are in fp32, fp16 or bf16"),
+        ({"dtype": "int64"}, "dtype='int64'"),
+    ],
+)
+def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        replace(PROBLEMS[2], **change)  # type: ignore[arg-type]
+
+
+def test_it_is_planned_by_the_model_and_explained() -> None:
+    """Overlap hides most of the shorter of the two; joined columns cost the library one more pass."""
+    found = {}
+    for dim in (0, -1):
+        text = plan.explain("matmul_all_gather", M=8192, N=8192, K=8192, ranks=2, hw="h200", gather_dim=dim)
+        assert "less than serial's" in text
+        p = MatmulAllGather(4, 8192, 8192, 8192, "bf16", dim == -1)
+        found[dim] = plan.choose(p, gpu("h200", 4))
+        assert found[dim].predicted_us < 0.8 * found[dim].row("serial").predicted_us  # type: ignore[operator]
+    assert found[-1].row("serial").predicted_us > 1.05 * found[0].row("serial").predicted_us  # type: ignore[operator]
+    assert found[-1].predicted_us < 1.02 * found[0].predicted_us
+    with pytest.raises(ValueError, match="gather_dim=1: 0 joins rows, -1 columns"):
+        plan.explain("matmul_all_gather", M=8, N=8, K=8, ranks=2, hw="h200", gather_dim=1)
+    with pytest.raises(ValueError, match="gather_dim=-1: matmul_all_reduce has none of it, matmul_all_gather has"):
+        plan.explain("matmul_all_reduce", M=8, N=8, K=8, ranks=2, hw="h200", gather_dim=-1)
+
+
+def test_a_new_number_of_rows_is_no_new_plan() -> None:
+    p, model = MatmulAllGather(2, 4096, 4096, 2048, "bf16"), gpu("h200", 2)
+    others = [replace(p, m=m) for m in (4095, 4200, 3900)]
+    assert sum(map(p.worth_running, candidates(p))) == 4
+    assert {one.family[0] for one in others} == {p.family[0]} != {replace(p, columns=True).family[0]}
+    assert p.resized(p.family[1]) == p
+    assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
+    assert ladder(p)[:2] == ((4096, 4096, 2048, "bf16"), (2048, 4096, 2048, "bf16"))

@@ -1,0 +1,161 @@
+"""weft.matmul_all_gather: a GEMM whose rows travel to all ranks while it goes on with others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.arguments import check_tensor, checked_dimension
+from weft.operator.calls import made, registered
+from weft.operator.flattened import check_weights, flattened, restored
+from weft.operator.prepared import contiguous, strided
+from weft.operator.spec import Operator
+from weft.runtime.in_turn import Turn
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.unfused import all_gather, reduce_scatter
+from weft.schedule import MatmulAllGather
+from weft.timeline import Timeline
+
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+
+
+def matmul_all_gather(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    gather_dim: int,
+    group: dist.ProcessGroup | str,
+    *,
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Multiply `x` with `w`, and join the products of all ranks of `group` along `gather_dim`, on every rank.
+
+    Equals
+
+        return all_gather(x @ w, gather_dim)
+
+    but rows that are computed travel while others are. Shape and machine decide how. Where nothing beats the plain sequence of
+    GEMM and collective, that is what runs. On GPUs it is what runs unless you pin a schedule, or "autotune": the others have not
+    been timed there yet. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they have.
+
+    x: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()); of one shape on all
+        ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
+    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
+    gather_dim: of the product, [..., N]. -1 or its last dimension joins columns, as behind a column-parallel layer that gathers its
+        output: rank r's are those from r * N on. Any other joins rows, as x has them.
+    group: a process group, or its name.
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward only;
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
+        the serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
+        call the same, once a shape is known.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+
+    Returns all products, in x's dtype and in ordinary memory; on GPUs valid in stream order. All ranks have the same bits, and
+    equal calls give equal ones; two schedules may multiply in parts of other sizes, which round differently. The first call of a
+    shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
+    Memory: the result; symmetric memory of the size of x @ w, which is kept; on GPUs that of the largest x for all calls that
+        differ in its rows only, as for `weft.all_gather_matmul`. The serial schedule's x @ w during the call, and where it joins
+        columns as much as the result again.
+
+    Differentiable in x and w, once; all ranks must want the same gradients. They are sums over ranks: what a rank's gradient of y
+    is, the x and w that its parts come from get, as from all-gather's own backward. If all ranks compute one and the same loss from
+    y, as replicated layers do, it counts once for each: divide it by the number of ranks. Backward is a reduce-scatter of the
+    result's gradient and two GEMMs, one after the other.
+
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
+    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
+    """
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        check_tensor("x", x)
+        check_tensor("w", w)
+        dim = checked_dimension(x, gather_dim, names=("x", "gather_dim"), last=True)
+        columns = dim == x.dim() - 1
+        return _Call(x.flatten(0, -2) if columns else flattened(x, dim), w, columns)
+
+    (y,) = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    if x.dim() == 2:
+        return y
+    if gather_dim % x.dim() == x.dim() - 1:
+        return y.view(*x.shape[:-1], y.shape[1])
+    (y,) = restored([y], x.shape, gather_dim, None, group)
+    return y
+
+
+class _Call(NamedTuple):
+    """Of matrices. columns: whether they are joined, and not rows."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    columns: bool
+
+
+class _MatmulAllGather(Operator[_Call]):
+    """With y the products of all ranks, and `own` of the sum over ranks of grad y the part where this rank's product lies:
+
+    grad x = own @ w^T      grad w = x^T @ own
+    """
+
+    name, form = "matmul_all_gather", _Call
+    gradients_of: ClassVar[Mapping[str, str]] = {"x": "x", "w": "w"}
+
+    def problem(self, call: _Call, world: int, most: int) -> MatmulAllGather:
+        x, w, columns = call
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"x is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}")
+        check_weights(x, [w], what="x", each="w")
+        return MatmulAllGather(world, x.shape[0], w.shape[1], x.shape[1], _DTYPES[x.dtype], columns)
+
+    def inputs(self, p: MatmulAllGather, call: _Call) -> dict[str, Any]:
+        return {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        m, n = call.x.shape[0], call.w.shape[1]
+        return {"y": call.x.new_empty((m, world * n) if call.columns else (world * m, n))}
+
+    def unfused(
+        self, p: MatmulAllGather, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+    ) -> list[torch.Tensor] | None:
+        """The serial schedule, but that columns are put side by side by one copy."""
+        if not p.columns or p.world_size == 1 or not p.m * p.n:
+            return None
+        own = torch.mm(call.x, call.w)
+        if turn is not None:
+            turn.done("matmul own", own)
+        below = all_gather(own, [p.m] * p.world_size, group.rank(), group, turn, "all_gather own -> below")
+        y = below.view(p.world_size, p.m, p.n).transpose(0, 1).reshape(p.shape)
+        return [y if turn is None else turn.done("unpack", y)]
+
+    def gradients(
+        self, p: MatmulAllGather, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
+        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        (x, w), (own,) = saved, grads
+        if p.world_size > 1:
+            if p.columns:
+                own = own.reshape(p.m, p.world_size, p.n).transpose(0, 1).reshape(p.world_size * p.m, p.n)
+            what, rows = "reduce-scatter of the result's gradient", [p.m] * p.world_size
+            own = reduce_scatter(own.contiguous(), rows, group.rank(), group, turn, what)
+        return [own @ w.t() if wanted[0] else None, x.t() @ own if wanted[1] else None]
+
+    def drawn(self, p: MatmulAllGather, rank: int, generator: torch.Generator) -> _Call:
+        def random(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator, device=generator.device)
+            return drawn.to(TORCH_DTYPE[p.dtype])
+
+        return _Call(random(p.m, p.k), random(p.n, p.k).t(), p.columns)
+
+    def expected(self, p: MatmulAllGather, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
+        return [torch.cat([x.double() @ w.double() for x, w, _ in calls], dim=int(p.columns))]
+
+
+OPERATOR = registered(_MatmulAllGather())

@@ -1,0 +1,161 @@
+"""weft.matmul_all_reduce: a GEMM whose rows leave for the ranks that add them up, and come back as sums, while it goes on with
+others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft import plan
+from weft.arguments import check_tensor, checked_dimension
+from weft.operator.calls import made, registered
+from weft.operator.flattened import check_weights
+from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.spec import Operator
+from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.runtime.in_turn import Turn
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.unfused import all_reduce, reduce_scatter
+from weft.schedule import MatmulAllReduce
+from weft.timeline import Timeline
+
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+
+
+def matmul_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    group: dist.ProcessGroup | str,
+    *,
+    op: str = "sum",
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Multiply `x` with `w`, and add up the products of all ranks of `group`, on every rank.
+
+    Equals
+
+        y = x @ w; all_reduce(y, op); return y
+
+    but rows that are computed travel while others are, and sums go back while others are added up; few rows, as when a language
+    model generates, are added up by every rank. Shape and machine decide how. Where nothing beats the plain sequence of GEMM and
+    collective, that is what runs. On GPUs it is what runs unless you pin a schedule, or "autotune": the others have not been timed
+    there yet. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they have.
+
+    x: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()); of one shape on all
+        ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's dtype before they are added up,
+        and these cannot hold sums. Copied if it is not contiguous.
+    w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
+    group: a process group, or its name.
+    op: "sum", or "avg": the sum, divided by the number of ranks.
+    schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...), forward
+        only; "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
+        the serial schedule calls NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks call the
+        same, once a shape is known.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+
+    Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. Overlapped schedules add up in
+    fp32, in an order that the schedule and the number of ranks fix, so that equal calls give equal bits; and all ranks get the same
+    bits. A row is added up by one rank, the others copy it; or by each in the order of ranks. Who adds up which rows is the
+    schedule's business: parts of equal size, of which the last ranks' have fewer rows, or none. Results of two schedules differ by
+    what they round. "avg" divides what has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The
+    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
+    Memory: the result; symmetric and other memory that is kept, up to two and a half times the size of the result, or with
+        few rows as many times as there are ranks and at most 256 MiB.
+
+    Differentiable in x and w, once; all ranks must want the same gradients. They are sums over ranks: what a rank's gradient of y
+    is, all ranks' x and w get, as from `torch.distributed.nn.functional.all_reduce`. So each rank may have a loss of its own, and
+    their sum is what is differentiated. If all ranks compute one and the same loss from y, as replicated layers do, it counts once
+    for each: divide it by the number of ranks. Backward is a reduce-scatter of the result's gradient, and `all_gather_matmul` of
+    that, which overlaps; or one all-reduce where ranks do not have equally many rows.
+
+    Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
+    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
+    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 and 7.3.
+    """
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        check_tensor("x", x)
+        check_tensor("w", w)
+        if not isinstance(op, str) or op not in ("sum", "avg"):
+            raise ValueError(f'op={op!r}: use "sum" or "avg"')
+        checked_dimension(x, 0, names=("x", "dimension"))
+        return _Call(x.flatten(0, -2), w)
+
+    (y,) = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    if op == "avg":
+        y = y.div_(size_of(group))
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+class _Call(NamedTuple):
+    """Of matrices."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+
+
+class _MatmulAllReduce(Operator[_Call]):
+    """With y the sum over ranks of x @ w, and `whole` the sum over ranks of grad y:
+
+    grad x = whole @ w^T      grad w = x^T @ whole
+    """
+
+    name, form = "matmul_all_reduce", _Call
+    gradients_of: ClassVar[Mapping[str, str]] = {"x": "x", "w": "w"}
+
+    def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
+        x, w = call
+        if x.dtype not in _DTYPES:
+            raise ValueError(
+                f"x is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}, in which the ranks' products can be added up"
+            )
+        check_weights(x, [w], what="x", each="w")
+        return MatmulAllReduce(world, x.shape[0], w.shape[1], x.shape[1], _DTYPES[x.dtype])
+
+    def inputs(self, p: MatmulAllReduce, call: _Call) -> dict[str, Any]:
+        return {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        return {"y": call.x.new_empty(call.x.shape[0], call.w.shape[1])}
+
+    def gradients(
+        self, p: MatmulAllReduce, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
+        wanted: Sequence[bool], turn: Turn | None, beside: Any,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        (x, w), (whole,) = saved, grads
+        world, what = p.world_size, "of the result's gradient"
+        if world > 1 and wanted[0] and p.has_work and p.m % world == 0:
+            rows = [p.m // world] * world
+            mine = reduce_scatter(whole.contiguous(), rows, group.rank(), group, turn, f"reduce-scatter {what}")
+            deadline_s = None if turn is None else turn.deadline_s
+            with plan.use(None):  # what is pinned is this operator's
+                gathered, (grad_x,) = all_gather_matmul(
+                    mine, [w.t()], 0, group, return_A=wanted[1], deadline_s=deadline_s
+                )
+            return [grad_x, None if gathered is None else x.t() @ gathered]
+        if world > 1:
+            whole = whole.clone(memory_format=torch.contiguous_format)
+            whole = all_reduce(whole, [p.m] * world, group.rank(), group, turn, f"all-reduce {what}")
+        return [whole @ w.t() if wanted[0] else None, x.t() @ whole if wanted[1] else None]
+
+    def drawn(self, p: MatmulAllReduce, rank: int, generator: torch.Generator) -> _Call:
+        def random(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator, device=generator.device)
+            return drawn.to(TORCH_DTYPE[p.dtype])
+
+        return _Call(random(p.m, p.k), random(p.n, p.k).t())
+
+    def expected(self, p: MatmulAllReduce, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
+        return [torch.stack([x.double() @ w.double() for x, w in calls]).sum(0)]
+
+
+OPERATOR = registered(_MatmulAllReduce())

@@ -1,0 +1,185 @@
+"""GEMM + all-reduce: the sum of all ranks' products on every rank. Which rows are added up while a GEMM goes on with others.
+
+    serial     the library's GEMM, then its all-reduce, in place
+    one_shot   every rank gets the whole products of all others, and adds them all up: one way between ranks, for small M
+    two_shot   a direct reduce-scatter, chunk by chunk, and an all-gather: what a rank has added up, the others fetch while it adds
+               up more
+    chunked    a GEMM for each chunk of all rows, of which all ranks add up parts, and fetch them, while later ones are computed
+    tracked    as two_shot, with one kernel for all rows, whose finished tiles send chunks on their way
+
+All ranks get the same bits. In one_shot each rank adds up in the order of ranks, its own product rounded like the others; in the
+others a row's owner adds it up (`weft.schedule.partial_products`), and the others copy that
+(`weft.schedule.fetched`).
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter
+and all-gather), 7.1 (direct), 7.3 (small M, in generative inference).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from weft.schedule.builders import NotApplicableError, builder
+from weft.schedule.expr import RANK, Index, lookup
+from weft.schedule.fetched import Fetched
+from weft.schedule.operands import cut, starts
+from weft.schedule.partial_products import Add, By, Chunk, PartialProducts, Sums, direct_sums, tracked_sums
+from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
+from weft.schedule.schedule import LaneDraft, Schedule
+from weft.schedule.steps import ITEM_BYTES, Buffer, Region
+
+_MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank: beyond, two_shot sends less by far
+
+
+def _result(o: PartialProducts) -> Buffer:
+    return o.d.buffer("y", o.p.m, o.p.n, o.p.dtype, "output")
+
+
+@builder(MatmulAllReduce)
+def serial(p: MatmulAllReduce) -> Schedule:
+    o = PartialProducts("serial", p)
+    y = _result(o).part()
+    lane = o.d.lane("compute").matmul(y, o.x.part(), o.w.part())
+    if p.world_size > 1 and p.m * p.n:
+        lane.all_reduce(y, y)
+    return o.d.schedule()
+
+
+@builder(MatmulAllReduce, by=("dma", "kernel", "load"))
+def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Schedule:
+    """by dma, kernel: a rank puts its product into a slot of each peer; kernel: in one launch, which says that the slots of the
+    last run have been read. load: who adds up reads the others' products where they were computed.
+
+    GEMMs do not store into slots: a GEMM has one destination, and a rank needs its own product too."""
+    o = PartialProducts.overlapped("one_shot", p)
+    slots = 1 if by == "load" else p.world_size
+    if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
+        raise NotApplicableError(f"{slots} whole products are more than {_MOST_SLOTS >> 20} MiB: take two_shot")
+    d, y, peers = o.d, _result(o), len(o.peers)
+    box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
+    free, there = d.signals("free", peers), d.signals("there", peers)
+    compute, product = d.lane("compute"), (o.x.part(), o.w.part())
+    if by == "load":
+        for i in range(peers):
+            compute.wait(free, i, previous=True)
+        compute.matmul(box.part(), *product)
+        for i, to in enumerate(o.peers):
+            compute.set(there, i, at=to)
+        parts = [box.part(at=rank) for rank in range(p.world_size)]
+    else:
+        parts = [box.part(rows=(rank * p.m, p.m)) for rank in range(p.world_size)]
+        own = (RANK * p.m, p.m)  # in everybody's box
+        compute.matmul(box.part(rows=own), *product)
+        if by == "dma":
+            made = d.signals("made", 1)
+            compute.set(made)
+            sender = d.lane("to peers", "copy").wait(made)
+            for i, to in enumerate(o.peers):
+                sender.wait(free, i, previous=True).copy(box.part(rows=own), box.part(rows=own, at=to))
+                sender.set(there, i, at=to)
+        else:
+            for i, source in enumerate(o.sources):
+                compute.set(free, i, at=source)
+            for i in range(peers):
+                compute.wait(free, i)
+            for to in o.peers:
+                compute.copy(box.part(rows=own), box.part(rows=own, at=to), "kernel")
+            for i, to in enumerate(o.peers):
+                compute.set(there, i, at=to)
+    for i in range(peers):
+        compute.wait(there, i)
+    compute.reduce(y.part(), *parts)
+    if by != "kernel":
+        for i, source in enumerate(o.sources):
+            compute.set(free, i, at=source)
+    return d.schedule()
+
+
+class _Gathered(Sums):
+    """Rows that their owners have added up in symmetric memory, and that everybody fetches from there, chunk by chunk.
+
+    An owner adds up when all peers have sent for this run: they have fetched all of the last one then."""
+
+    gathered = True
+
+    def __init__(self, o: PartialProducts, chunks: int) -> None:
+        super().__init__(o, o.parts("sums", 1, "symmetric"))
+        self.y, self.fetched = _result(o), Fetched(o.d, o.p.world_size, chunks)
+
+    def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
+        self.fetched.wait_for(lane, number)
+
+    def all_read(self, lane: LaneDraft) -> None:
+        """`fetch` says it."""
+
+    def added(self, lane: LaneDraft, chunk: int) -> None:
+        self.fetched.tell(lane, chunk)
+
+    def fetch(self, pieces: list[Chunk], by: Literal["dma", "kernel"]) -> Schedule:
+        self.fetched.fetch(
+            lambda owner, c: self.o.part(self.to, 0, owner, pieces[c], at=owner),
+            lambda owner, c: self.o.part(self.y, owner, owner, pieces[c]),
+            by,
+        )
+        return self.o.d.schedule()
+
+
+@builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
+def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
+    """By `direct_sums`. Sums are fetched by copies like those that send products, and where GEMMs store these by copy engines."""
+    o = PartialProducts.overlapped("two_shot", p)
+    pieces, sums = o.chunks(chunks), _Gathered(o, chunks)
+    direct_sums(o, sums, pieces, by=by, add=add)
+    return sums.fetch(pieces, "kernel" if by == "kernel" else "dma")
+
+
+@builder(MatmulAllReduce, chunks=(2, 4, 8), by=("dma", "kernel"))
+def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """Of each chunk every rank adds up a part. So GEMMs are of whole chunks, and the first sums can be fetched when one chunk of
+    the product has been computed. A chunk is added up behind the GEMM of the next one, during which it comes."""
+    o, world = PartialProducts.overlapped("chunked", p), p.world_size
+    d, y, peers, pieces = o.d, _result(o), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    parts = [-(-count // world) for _, count in pieces]
+    begins, rows = starts(tuple(parts)), sum(parts)  # of what a rank adds up
+
+    def count(owner: Index, c: int) -> Index:
+        return lookup([max(0, min(parts[c], pieces[c][1] - rank * parts[c])) for rank in range(world)], owner)
+
+    def in_whole(buffer: Buffer, owner: Index, c: int) -> Region:
+        return buffer.part(rows=(pieces[c][0] + owner * parts[c], count(owner, c)))
+
+    def of_owner(buffer: Buffer, slot: int, owner: Index, c: int, at: Index = RANK) -> Region:
+        return buffer.part(rows=(slot * rows + begins[c], count(owner, c)), at=at)
+
+    made = d.buffer("made", p.m, p.n, p.dtype, "scratch")
+    box, sums = (d.buffer(name, n * rows, p.n, p.dtype, "symmetric") for name, n in (("box", peers), ("sums", 1)))
+    computed, there = d.signals("computed", chunks), d.signals("there", peers * chunks)
+    compute, sender, fetched = d.lane("compute"), d.lane("to peers", "copy"), Fetched(d, world, chunks)
+    for i in range(peers):
+        fetched.wait_for(sender, i)
+
+    def add_up(c: int) -> None:
+        for i in range(peers):
+            compute.wait(there, i * chunks + c)
+        came = [of_owner(box, i, RANK, c) for i in range(peers)]
+        compute.reduce(of_owner(sums, 0, RANK, c), in_whole(made, RANK, c), *came)
+        fetched.tell(compute, c)
+
+    for c, piece in enumerate(pieces):
+        compute.matmul(made.part(rows=piece), o.x.part(rows=piece), o.w.part()).set(computed, c)
+        sender.wait(computed, c)
+        for i, to in enumerate(o.peers):
+            sender.copy(in_whole(made, to, c), of_owner(box, i, to, c, at=to), by).set(there, i * chunks + c, at=to)
+        if c:
+            add_up(c - 1)
+    add_up(chunks - 1)
+    fetched.fetch(lambda owner, c: of_owner(sums, 0, owner, c, at=owner), lambda owner, c: in_whole(y, owner, c), by)
+    return d.schedule()
+
+
+@builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
+def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
+    """By `tracked_sums`."""
+    o = PartialProducts.overlapped("tracked", p)
+    sums = _Gathered(o, chunks)
+    return sums.fetch(tracked_sums(o, sums, chunks=chunks, to=to), "dma")

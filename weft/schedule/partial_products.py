@@ -1,0 +1,252 @@
+"""Products of all ranks that are summed: rows of the sum are divided among ranks, and who owns a row adds it up.
+
+What reduce-scatter and all-reduce behind a GEMM have in common. `m` rows are a rank's part, of the last ranks fewer, or none,
+where the whole cannot be divided evenly. Rank r computes the rows of rank r + 1 first, then those of r + 2 ..., and its own last:
+so no two ranks send to one, and what is left when the others' rows have been sent is the own GEMM, behind which the last of them
+travel.
+
+What peers have sent is added up in fp32, in the order of the ring behind the owner, and rounded once; the own product is rounded
+before that, or if a GEMM adds it (add=gemm) not at all. A slot is filled again when its reader has said that it has read all of it:
+of all chunks together, since a run of other sizes may have its chunks elsewhere.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
+(staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from weft.schedule.builders import NotApplicableError
+from weft.schedule.expr import RANK, Expr, Index, lookup
+from weft.schedule.kernels import TrackedMatmul
+from weft.schedule.operands import cut, peer
+from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
+from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.schedule.schedule import Draft, LaneDraft
+from weft.schedule.steps import Buffer, Compute, Region, Role, Set, Signals
+
+By: TypeAlias = Literal["dma", "kernel", "store"]
+Add: TypeAlias = Literal["gemm", "reduce"]
+Chunk: TypeAlias = tuple[int, int]
+"""(first, count) of the rows of a whole part; of a smaller one those that it has."""
+_GROUP = 8  # row tiles that a tracked GEMM does column by column, so that what they read stays in the cache
+_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast where there are so many
+
+
+class PartialProducts:
+    """The caller's x and w in a draft of `p`. peers: the ranks whose rows are computed, in this order. sources: who computes the
+    own rows, in the order in which they come."""
+
+    def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> None:
+        self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)
+        self.x = self.d.buffer("x", p.m, p.k, p.dtype, "input")
+        self.w = self.d.buffer("w", p.k, p.n, p.dtype, "input")
+        self.peers = [peer(p.world_size, distance) for distance in range(1, p.world_size)]
+        self.sources = [peer(p.world_size, -distance) for distance in range(1, p.world_size)]
+
+    @classmethod
+    def overlapped(cls, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> PartialProducts:
+        if p.world_size == 1:
+            raise NotApplicableError("one rank has nothing to send")
+        if not p.has_work:
+            raise NotApplicableError("there is nothing to multiply")
+        return cls(name, p)
+
+    def chunks(self, count: int) -> list[Chunk]:
+        return cut(self.m, count, what="rows of a rank's part")
+
+    def parts(self, name: str, count: int, role: Role) -> Buffer:
+        """Room for products of as many rows as `count` ranks get."""
+        return self.d.buffer(name, count * self.m, self.p.n, self.p.dtype, role)
+
+    def rows(self, owner: Index, chunk: Chunk | None = None) -> Index:
+        """How many of these rows `owner` has, of all where nothing is said."""
+        first, count = chunk or (0, self.m)
+        left = [self.p.m - (rank * self.m + first) for rank in range(self.p.world_size)]
+        return lookup([max(0, min(count, rows)) for rows in left], owner)
+
+    def part(self, parts: Buffer, number: Index, owner: Index, chunk: Chunk | None = None, at: Index = RANK) -> Region:
+        """Of the `number`-th part there, which has rows of `owner`, this chunk; all of it where nothing is said."""
+        first = chunk[0] if chunk else 0
+        return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
+
+    def multiply(
+        self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False
+    ) -> LaneDraft:
+        """This rank's product for these rows of `owner`."""
+        return lane.matmul(out, self.part(self.x, owner, owner, chunk), self.w.part(), accumulate=add)
+
+
+class Sums:
+    """Where a schedule has the own rows of the sum: here in its result, and slots may be filled again when they have been read.
+
+    gathered: whether all ranks wait in each run for each other's sums, chunk by chunk.
+    """
+
+    gathered = False
+
+    def __init__(self, o: PartialProducts, to: Buffer) -> None:
+        self.o, self.to = o, to
+
+    @cached_property
+    def _free(self) -> Signals:
+        return self.o.d.signals("free", len(self.o.peers))
+
+    def part(self, chunk: Chunk | None = None) -> Region:
+        return self.o.part(self.to, 0, RANK, chunk)
+
+    def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
+        """Until what this rank sends to the `number`-th peer may be written there."""
+        lane.wait(self._free, number, previous=True)
+
+    def all_read(self, lane: LaneDraft) -> None:
+        """`lane` has read all slots."""
+        for i, source in enumerate(self.o.sources):
+            lane.set(self._free, i, at=source)
+
+    def added(self, lane: LaneDraft, chunk: int) -> None:
+        """`lane` has completed a chunk."""
+
+
+def direct_sums(o: PartialProducts, sums: Sums, pieces: list[Chunk], *, by: By, add: Add) -> None:
+    """A GEMM for each chunk of a peer's rows, which goes to a slot of the peer's. by store: GEMMs store into the slot. add gemm:
+    the own GEMM adds to what came, chunk by chunk; reduce: it does not wait, and a kernel adds its product and what came."""
+    d, peers, chunks = o.d, len(o.peers), len(pieces)
+    box = o.parts("box", peers, "symmetric")
+    there, compute = d.signals("there", peers * chunks), d.lane("compute")
+    if by == "store":
+        for i, to in enumerate(o.peers):
+            sums.wait_for_slot(compute, i)
+            for c, chunk in enumerate(pieces):
+                o.multiply(compute, o.part(box, i, to, chunk, at=to), to, chunk).set(there, i * chunks + c, at=to)
+    else:
+        made, computed = o.parts("made", peers, "scratch"), d.signals("computed", peers * chunks)
+        sender = d.lane("to peers", "copy")
+        for i, to in enumerate(o.peers):
+            sums.wait_for_slot(sender, i)
+            for c, chunk in enumerate(pieces):
+                o.multiply(compute, o.part(made, i, to, chunk), to, chunk).set(computed, i * chunks + c)
+                sender.wait(computed, i * chunks + c).copy(
+                    o.part(made, i, to, chunk), o.part(box, i, to, chunk, at=to), by
+                )
+                sender.set(there, i * chunks + c, at=to)
+    if add == "gemm" and peers == 1:
+        sums.all_read(add_to_last(o, sums, box, there, pieces))
+        return
+    own = None
+    if add == "reduce":
+        own = o.parts("own", 1, "scratch") if sums.gathered else sums.to
+        o.multiply(compute, o.part(own, 0, RANK), RANK)
+    reduce(o, sums, box, there, pieces, own=own)
+
+
+def reduce(
+    o: PartialProducts, sums: Sums, box: Buffer, there: Signals, pieces: list[Chunk], *, own: Buffer | None, number: int = 0
+) -> None:  # fmt: skip
+    """Add up what comes into `box`, and the own product: the `number`-th part of `own`, or if that is None by a GEMM. Where nobody
+    waits for chunks, one kernel adds up all."""
+    peers, compute = len(o.peers), o.d.lane("compute")
+    at_once = own is not None and not sums.gathered
+    for c, chunk in enumerate(pieces):
+        for i in range(peers):
+            compute.wait(there, i * len(pieces) + c)
+        if at_once and c + 1 < len(pieces):
+            continue
+        rows = None if at_once else chunk
+        mine = [] if own is None else [o.part(own, number, RANK, rows)]
+        compute.reduce(sums.part(rows), *mine, *(o.part(box, i, RANK, rows) for i in range(peers)))
+        if own is None:
+            o.multiply(compute, sums.part(rows), RANK, rows, add=True)
+        sums.added(compute, c)
+    sums.all_read(compute)
+
+
+def add_to_last(o: PartialProducts, sums: Sums, box: Buffer, there: Signals, pieces: list[Chunk]) -> LaneDraft:
+    """The own product, added to what came into the last part of `box`; the lane that brings that to the sums, beside GEMMs."""
+    receiver, placed, last = o.d.lane("to sums", "copy"), o.d.signals("placed", len(pieces)), len(o.peers) - 1
+    compute = o.d.lane("compute")
+    for c, chunk in enumerate(pieces):
+        receiver.wait(there, last * len(pieces) + c)
+        receiver.copy(o.part(box, last, RANK, chunk), sums.part(chunk)).set(placed, c)
+        o.multiply(compute.wait(placed, c), sums.part(chunk), RANK, chunk, add=True)
+        sums.added(compute, c)
+    return receiver
+
+
+def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dma", "store"]) -> list[Chunk]:
+    """One kernel for all rows. to dma: copy engines send a chunk's rows when all its tiles are stored; store: tiles are stored in
+    the owner's slot. Returns the chunks, which are of whole tiles."""
+    d, p, peers = o.d, o.p, len(o.peers)
+    if to == "store" and chunks > 1:
+        raise NotApplicableError("tiles go to their owner one by one, and not in chunks: take chunks=1")
+    if p.m % p.world_size:
+        raise NotApplicableError(
+            f"m={p.m} rows are not as many for each of {p.world_size} ranks: take another schedule"
+        )
+    tiles = Tiles(o.m, p.n, chunks)
+    compute, done = d.lane("compute"), d.signals("done", p.world_size * chunks)
+    slots = p.world_size if to == "store" else peers  # the last is the own one
+    box = o.parts("box", slots, "symmetric")
+    made = box if to == "store" else o.parts("made", p.world_size, "scratch")
+    owner = (RANK + 1 + tiles.turn) % p.world_size
+    at = owner if to == "store" else RANK
+    target = made.part(rows=(tiles.turn * o.m + tiles.rows[0], tiles.rows[1]), cols=tiles.cols, at=at)
+    own_rows = o.x.part(rows=(owner * o.m + tiles.rows[0], tiles.rows[1]))
+    matmul = Compute("matmul", target, (own_rows, o.w.part(cols=tiles.cols)))
+    if to == "store":
+        for i in range(peers):
+            sums.wait_for_slot(compute, i)
+    compute.tiles(
+        tiles.kernel, "t", p.world_size * tiles.of_rank, matmul, Set(done.name, tiles.turn * chunks + tiles.chunk, at)
+    )
+    pieces = [rows for rows, _ in tiles.chunks]
+    if to == "store":
+        for i in range(peers):
+            compute.wait(done, i, count=tiles.of_rank)
+        compute.reduce(sums.part(), o.part(made, peers, RANK), *(o.part(box, i, RANK) for i in range(peers)))
+        sums.added(compute, 0)
+        sums.all_read(compute)
+    else:
+        there, sender = d.signals("there", peers * chunks), d.lane("to peers", "copy")
+        for i, receiver in enumerate(o.peers):
+            sums.wait_for_slot(sender, i)
+            for c, (rows, count) in enumerate(tiles.chunks):
+                sender.wait(done, i * chunks + c, count=count)
+                sender.copy(o.part(made, i, receiver, rows), o.part(box, i, receiver, rows, at=receiver))
+                sender.set(there, i * chunks + c, at=receiver)
+        reduce(o, sums, box, there, pieces, own=made, number=peers)
+    return pieces
+
+
+class Tiles:
+    """Of a tracked GEMM whose result is the parts of several ranks, m x n each, tile t: chunk by chunk of each part, and of a chunk
+    `_GROUP` row tiles at a time, column by column.
+
+    turn: which part. rows, cols: (first, count), rows of the part. of_rank: tiles of a part. chunks: of a part's, ((first row,
+    rows), tiles) of each."""
+
+    def __init__(self, m: int, n: int, chunks: int) -> None:
+        height, width = (
+            min(most, max(_LEAST_TILE, 1 << (size - 1).bit_length())) for most, size in zip(_TILE, (m, n), strict=True)
+        )
+        self.kernel = TrackedMatmul(height, width)
+        down, across = -(-m // height), -(-n // width)
+        pieces = cut(down, chunks, what="row tiles of a rank's result")
+        self.of_rank = down * across
+        self.chunks = [((height * i, min(m - height * i, height * count)), count * across) for i, count in pieces]
+        groups = [
+            (i, min(_GROUP, first + count - i)) for first, count in pieces for i in range(first, first + count, _GROUP)
+        ]
+        # By the row tile at which one would be if each took as many tiles as there are columns.
+        firsts, counts = zip(*((first, count) for first, count in groups for _ in range(count)), strict=True)
+        t = Expr("t")
+        self.turn, in_rank = t // self.of_rank, t % self.of_rank
+        place = in_rank // across
+        first, count = lookup(firsts, place), lookup(counts, place)
+        in_group = in_rank - first * across
+        i, j = first + in_group % count, in_group // count  # type: ignore[operator]  # of one tile all are numbers
+        self.chunk = lookup([c for c, (_, count) in enumerate(pieces) for _ in range(count)], place)
+        self.rows = height * i, lookup([min(height, m - height * i) for i in range(down)], i)
+        self.cols = width * j, lookup([min(width, n - width * j) for j in range(across)], j)

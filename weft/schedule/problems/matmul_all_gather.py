@@ -1,0 +1,70 @@
+"""Each rank's product, to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from weft.schedule.candidate import Candidate
+from weft.schedule.problem import Problem, require_sizes
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllGather(Problem):
+    """y = all ranks' x @ w, one below the other; with `columns` side by side.
+
+    Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering for
+    Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
+    """
+
+    name: ClassVar[str] = "matmul_all_gather"
+    tried_on_gpus: ClassVar[bool] = False
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    columns: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "fp16", "bf16"):
+            raise ValueError(f"dtype={self.dtype!r}: products are in fp32, fp16 or bf16")
+        require_sizes(self.m, self.n, self.k, self.world_size)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str, gather_dim: int = 0) -> MatmulAllGather:
+        """gather_dim: 0 or -1, of two dimensions."""
+        if gather_dim not in (0, -1):
+            raise ValueError(f"gather_dim={gather_dim}: 0 joins rows, -1 columns")
+        return cls(ranks, m, n, k, dtype, columns=gather_dim == -1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of y."""
+        return (self.m, self.world_size * self.n) if self.columns else (self.world_size * self.m, self.n)
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of M."""
+        return replace(self, m=1), float(self.m)
+
+    def resized(self, size: float) -> MatmulAllGather:
+        return replace(self, m=max(1, round(size)))
+
+    @property
+    def text(self) -> str:
+        ranks, joined = counted(self.world_size, "rank"), "columns" if self.columns else "rows"
+        return (
+            f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, the {joined} of all to each, {self.dtype}"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "direct[chunks=1,by=kernel]", "direct[chunks=2,by=dma]", "direct[chunks=4,by=dma]"
+        )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Products of all ranks, added up, and the whole sum to each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from weft.schedule.candidate import Candidate
+from weft.schedule.problem import Problem, require_sizes
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllReduce(Problem):
+    """y = the sum of all ranks' x @ w, on every rank.
+
+    Buffers: x [m, k] and w [k, n] in; y [m, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
+    Compute & Collectives", 2.3 (all-reduce as reduce-scatter and all-gather), 7.3 (small M: generative inference).
+    """
+
+    name: ClassVar[str] = "matmul_all_reduce"
+    tried_on_gpus: ClassVar[bool] = False
+    rounds_sums: ClassVar[bool] = True
+    world_size: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "fp16", "bf16"):
+            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in fp32, fp16 or bf16")
+        require_sizes(self.m, self.n, self.k, self.world_size)
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of the rows that a rank adds up."""
+        return replace(self, m=self.world_size), float(-(-self.m // self.world_size))
+
+    def resized(self, size: float) -> MatmulAllReduce:
+        return replace(self, m=max(1, round(size)) * self.world_size)
+
+    @property
+    def text(self) -> str:
+        ranks = counted(self.world_size, "rank")
+        return (
+            f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, added up, all of it to each, {self.dtype}"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.n > 0 and self.k > 0
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "one_shot[by=load]", "two_shot[chunks=2,by=dma,add=gemm]", "chunked[chunks=4,by=dma]"
+        )  # fmt: skip
