@@ -1,6 +1,6 @@
 """Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
 
-from weft.schedule import dispatch, ficco, gather, scatter, serial, shard, slices  # noqa: F401  (registers their builders)
+from weft.schedule import combine, dispatch, ficco, gather, scatter, serial, shard, slices  # noqa: F401  (registers their builders)
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
@@ -8,6 +8,7 @@ from weft.schedule.problem import Problem, described
 from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
 from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
+from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
@@ -35,7 +36,7 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set",
-    "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total",
-    "unregister", "value",
+    "Lane", "MatmulAllToAll", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read", "Reduce", "Region",
+    "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates",
+    "described", "lookup", "named", "total", "unregister", "value",
 ]  # fmt: skip
