@@ -151,7 +151,8 @@ class _Sending(_Combine):
         if by == "dma" and not p.exact:
             raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
         self.pieces = cut(p.experts, chunks, what="experts of a rank")
-        self._by, peers, read_by = by, p.world_size - 1, "host" if by == "dma" else "device"
+        read_by: ReadBy = "host" if by == "dma" else "device"
+        self._by, peers = by, p.world_size - 1
         room = peers * p.most, p.n, p.dtype
         if by == "kernel":
             self._outbox, self._inbox = (
