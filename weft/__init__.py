@@ -25,6 +25,7 @@ _HOME = {
     "all_to_all_matmul": "weft.ops.all_to_all_matmul",
     "embedding_all_to_all": "weft.ops.embedding_all_to_all",
     "embedding_pool": "weft.ops.embedding_pool",
+    "matmul_all_to_all": "weft.ops.matmul_all_to_all",
     "matmul_reduce_scatter": "weft.ops.matmul_reduce_scatter",
     "on_failure": "weft.symm",
     "place_tables": "weft.embedding",

@@ -103,14 +103,16 @@ def all_to_all_matmul(
         for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
             check_tensor(name, tensor)
         for name, count in (("max_rows", max_rows), ("capacity", capacity)):
-            if not (
-                count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
-            ):
-                raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
+            check_count(name, count)
         return _Call(tokens, w_experts, splits, max_rows, capacity)
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return (y, received) if return_received else y
+
+
+def check_count(name: str, count: Any) -> None:
+    if not (count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)):
+        raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
 
 
 class _Call(NamedTuple):
@@ -156,7 +158,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
         """Of `capacity` tokens on each rank, if it was given."""
         tokens, w = call.tokens, call.w
-        most = _rounded_up(most) if call.capacity is None else call.capacity
+        most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
         return AllToAllMatmul(
             world, w.shape[0], (most,) * world, w.shape[2], tokens.shape[-1], _DTYPES[tokens.dtype], most, exact
@@ -167,7 +169,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def inputs(self, p: AllToAllMatmul, call: _Call) -> dict[str, Any]:
         _check_values(call.tokens, call.splits)
         tokens = contiguous(call.tokens, "tokens")
-        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": _weights(call.w)}
+        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": expert_weights(call.w)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         tokens, w, splits, max_rows, _ = call
@@ -244,7 +246,7 @@ class _AllToAllMatmul(Operator[_Call]):
         return [multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn), sizes.received]
 
 
-def _weights(w: torch.Tensor) -> torch.Tensor:
+def expert_weights(w: torch.Tensor) -> torch.Tensor:
     """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
     if w.device.type != "cpu":
         return strided(w, "w_experts")
@@ -253,7 +255,7 @@ def _weights(w: torch.Tensor) -> torch.Tensor:
     return w.contiguous().flatten(0, 1)
 
 
-def _rounded_up(rows: int) -> int:
+def rounded_up(rows: int) -> int:
     """To a multiple of an eighth of the power of two below: the number of tokens may vary a little without a new shape."""
     rows = max(rows, _LEAST_CAPACITY)
     step = 1 << max(0, rows.bit_length() - 4)
