@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft import plan
 from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, operator, registered
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Operator
 from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
@@ -230,10 +231,29 @@ class _AllToAllMatmul(Operator[_Call]):
         self, p: AllToAllMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        tokens, w, *_ = saved
+        """Those of tokens alone by the combine, the dual of this, with the weights transposed. With those of weights the library's
+        calls leave nothing to hide: tokens come again beside one GEMM, and gradients leave beside the other."""
+        (tokens, w, *_), grad = saved, grads[0]
+        if p.world_size > 1 and not wanted[1]:
+            return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
         if tokens is None:
             tokens = w.new_empty(sum(beside.host.sent), p.k)
-        return [*gradients(tokens.contiguous(), w, beside, group, grads[0], wanted, turn), None]
+        return [*gradients(tokens.contiguous(), w, beside, group, grad, wanted, turn), None]
+
+    def _grad_tokens(
+        self, p: AllToAllMatmul, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, turn: Turn | None, sizes: Sizes
+    ) -> torch.Tensor:  # fmt: skip
+        missing = sum(sizes.host.came) - grad.shape[0]  # rows that found no room in y
+        grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
+        dual, transposed = operator("matmul_all_to_all"), w.transpose(1, 2)
+        tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
+        form: Any = dual.form
+        call = form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most)
+        with plan.use(None):  # what is pinned is this operator's
+            (grad_tokens,) = made(
+                dual, group, grad, lambda _: call, deadline_s=None if turn is None else turn.deadline_s
+            )
+        return grad_tokens
 
     # --- the way without overlap ---
 
