@@ -18,7 +18,7 @@ from weft.operator.calls import made, registered
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
 from weft.ops.all_to_all_matmul import all_to_all_matmul, check_count, expert_weights, rounded_up
-from weft.runtime.exchanged import Sizes, begin_in_expert_order, grouped_matmul, grouped_outer, returned_by_library
+from weft.runtime.exchanged import Sizes, begin_in_expert_order, grad_of_weights, grouped_matmul, returned_by_library
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import MatmulAllToAll
@@ -248,7 +248,7 @@ class _MatmulAllToAll(Operator[_Call]):
         if grad_h is not None and came < h.shape[0]:
             grad_h = torch.cat((grad_h, grad_h.new_zeros(h.shape[0] - came, p.k)))
         if arriving is not None:
-            grad_w = grouped_outer(h[:came], arriving(), beside)
+            grad_w = grad_of_weights(h[:came], arriving(), w, beside)
         return [grad_h, grad_w, None, None]
 
     def _grad_h(

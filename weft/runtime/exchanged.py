@@ -173,7 +173,7 @@ def gradients(
             )
     grad_w = None
     if arriving is not None:
-        grad_w = grouped_outer(arriving(), grad_y, sizes)
+        grad_w = grad_of_weights(arriving(), grad_y, w, sizes)
     if returning is not None:
         returning.wait()
     return grad_tokens, grad_w
@@ -235,7 +235,14 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool 
     return y
 
 
-def grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """[experts, K, N], laid out as w, of rows that are in the order of experts."""
+    if w.stride(1) == 1 and w.shape[1] > 1:
+        return _grouped_outer(grad_y, x, sizes).transpose(1, 2)
+    return _grouped_outer(x, grad_y, sizes)
+
+
+def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """[experts, K, N]: each expert's rows of x, transposed, @ its rows of grad_y."""
     if _has_grouped_gemm(x, grad_y):
         result = torch.nn.functional.grouped_mm(x.t(), grad_y, offs=_ends(sizes))
