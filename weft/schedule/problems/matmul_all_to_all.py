@@ -42,4 +42,6 @@ class MatmulAllToAll(ExpertsProblem):
         )
 
     def worth_running(self, candidate: Candidate) -> bool:
-        return dict(candidate.parameters).get("chunks", 1) <= 2
+        return candidate.name == "serial" or dict(candidate.parameters)["chunks"] == 1 + (
+            candidate.builder != "combine"
+        )
