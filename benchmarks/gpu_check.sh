@@ -55,7 +55,7 @@ tests() {
   local files=() file of
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
     case $file in
-      *dispatch* | *all_to_all_matmul*) of=all_to_all_matmul ;;
+      *dispatch* | *all_to_all_matmul* | *matmul_all_to_all*) of=all_to_all_matmul ;;
       *schedule* | *matmul* | *plan*) of=all_gather_matmul ;;
       *) of=embedding_all_to_all ;;
     esac

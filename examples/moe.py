@@ -1,20 +1,24 @@
-"""A mixture-of-experts layer whose tokens are multiplied while others still travel: weft.all_to_all_matmul in a model.
+"""A mixture-of-experts layer whose tokens are multiplied while others still travel, there and back: weft.all_to_all_matmul and
+weft.matmul_all_to_all in a model that trains.
 
     python examples/moe.py                                        # 2 CPU processes, Mixtral's layer, an eighth as wide
     python examples/moe.py --preset deepseek --ranks 4
-    python examples/moe.py --schedule "dispatch[by=kernel,rest=each]"
+    python examples/moe.py --schedule "dispatch[by=kernel,rest=each]" --back "combine[chunks=1,by=store]"
     torchrun --nproc-per-node 2 examples/moe.py --device cuda     # the layer as it is, bf16
 
 Each rank has its own tokens and some of the experts. A router says which experts a token goes to, and how much each counts:
 
     weights, experts = top_k(softmax(x @ router))            each token once for each of its experts, sorted by expert
     h = all-to-all, then h_e = x_e @ gate_up_e               weft.all_to_all_matmul: GEMMs start on what is there
-    h = silu(gate) * up, then y_e = h_e @ down_e             torch's grouped GEMM
-    y = all-to-all back, weighted sum of a token's experts   the library's all_to_all_single
+    h = silu(gate) * up
+    y = h_e @ down_e, then all-to-all back                   weft.matmul_all_to_all: rows leave as they are made
+    weighted sum of a token's experts
 
 Forward and backward run twice, with the library's calls in turn (schedule="serial") and as weft chooses. Outputs and gradients of
 both are compared with a dense layer in float64 that one process computes for all ranks' tokens; weft's may err twice as much as
-the library's. Then both are timed. A real layer would also drop or balance tokens, which changes nothing here.
+the library's. Both ways then train the layer for some steps from the same weights: losses fall, and are the same step by step.
+Then both are timed. A real layer would also drop or balance tokens, which changes nothing here. weft.nn.ExpertParallelMLP is the
+experts of such a layer as a module.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import argparse
 import os
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +52,7 @@ PRESETS = {
     "mixtral": Layer(hidden=4096, width=14336, experts=8, top_k=2),  # Mixtral-8x7B
     "deepseek": Layer(hidden=7168, width=2048, experts=256, top_k=8),  # DeepSeek-V3, without its shared expert
 }
+SAME_LOSS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # in parts of it
 SHRUNK = 8  # on CPU by default: hidden and width
 
 
@@ -59,21 +64,14 @@ def expert_weights(layer: Layer, expert: int, like: torch.Tensor) -> tuple[torch
     return gate_up.to(like.dtype), down.to(like.dtype)
 
 
-class Exchange(torch.autograd.Function):
-    """all_to_all_single of rows; gradients travel the other way."""
+class Ways(NamedTuple):
+    """The schedules of the two operators; None: as weft chooses."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:  # type: ignore[override]
-        ctx.call = received, sent, group
-        found = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-        return found
+    there: str | None
+    back: str | None
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        return Exchange.apply(grad, *ctx.call), None, None, None
+
+SERIAL = Ways("serial", "serial")
 
 
 class MoE(nn.Module):
@@ -95,30 +93,20 @@ class MoE(nn.Module):
         weights, experts = (x.to(self.router.dtype) @ self.router).softmax(dim=1).topk(self.layer.top_k, dim=1)
         return weights / weights.sum(dim=1, keepdim=True), experts
 
-    def forward(
-        self, x: torch.Tensor, schedule: str | None = None, timeline: weft.Timeline | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ways: Ways, timeline: weft.Timeline | None = None) -> torch.Tensor:
         """[tokens, hidden] of this rank -> [tokens, hidden]."""
         weights, experts = self.route(x)
         order = experts.flatten().argsort(stable=True)  # a token's copies, sorted by expert
         token = order // self.layer.top_k
         splits = torch.bincount(experts.flatten(), minlength=self.layer.experts)
         h, received = weft.all_to_all_matmul(
-            x[token], self.gate_up, splits, group=self.group, return_received=True, schedule=schedule, timeline=timeline
+            x[token], self.gate_up, splits, group=self.group, return_received=True, schedule=ways.there, timeline=timeline
         )  # fmt: skip
         gate, up = h.chunk(2, dim=1)
-        ends = received.sum(0).cumsum(0, dtype=torch.int32)
-        y = nn.functional.grouped_mm(nn.functional.silu(gate) * up, self.down, offs=ends)
-        y = self.send_back(y, splits, received)
+        y = weft.matmul_all_to_all(
+            nn.functional.silu(gate) * up, self.down, received, splits, group=self.group, schedule=ways.back, timeline=timeline
+        )  # fmt: skip
         return torch.zeros_like(x).index_add(0, token, y * weights.flatten()[order].unsqueeze(1).to(y.dtype))
-
-    def send_back(self, y: torch.Tensor, splits: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Rows by expert and then by source rank -> to their source ranks, there by expert: as they were sent."""
-        world, local = received.shape
-        by_expert = torch.arange(world * local, device=y.device).view(world, local).t().flatten()  # blocks as they lie
-        block = by_expert.repeat_interleave(received.t().flatten(), output_size=y.shape[0])
-        sent, back = received.sum(1).tolist(), splits.view(world, local).sum(1).tolist()
-        return Exchange.apply(y[block.argsort(stable=True)], sent, back, self.group)
 
 
 # -- what is right
@@ -190,12 +178,12 @@ def compare(moe: MoE, results: dict[str, dict[str, torch.Tensor]]) -> dict[str, 
 
 
 def step(
-    moe: MoE, x: torch.Tensor, grad: torch.Tensor, schedule: str | None, timeline: weft.Timeline | None = None
+    moe: MoE, x: torch.Tensor, grad: torch.Tensor, ways: Ways, timeline: weft.Timeline | None = None
 ) -> dict[str, torch.Tensor]:
     """Forward and backward. The router's gradient is summed over ranks, as data parallelism would."""
     x = x.detach().requires_grad_()
     moe.zero_grad(set_to_none=True)
-    y = moe(x, schedule, timeline)
+    y = moe(x, ways, timeline)
     y.backward(grad)
     assert moe.router.grad is not None
     dist.all_reduce(moe.router.grad, group=moe.group)
@@ -203,15 +191,33 @@ def step(
     return {name: t for name, t in zip(RESULTS, found, strict=True) if t is not None}
 
 
-def milliseconds(moe: MoE, schedules: dict[str, str | None], repetitions: int) -> dict[str, float]:
+def train(layer: Layer, group: dist.ProcessGroup, like: torch.Tensor, ways: Ways, steps: int) -> list[float]:
+    """Losses, mean squares over all ranks' tokens, of steps of Adam towards fixed outputs, from the same weights at every call."""
+    moe = MoE(layer, group, like)
+    optimizer = torch.optim.Adam(moe.parameters(), lr=2e-3)
+    x, target = inputs(layer, group.rank(), like)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = (moe(x, ways) - target).float().square().mean() / group.size()
+        loss.backward()
+        assert moe.router.grad is not None
+        dist.all_reduce(moe.router.grad, group=group)
+        optimizer.step()
+        dist.all_reduce(of_all := loss.detach(), group=group)
+        losses.append(of_all.item())
+    return losses
+
+
+def milliseconds(moe: MoE, schedules: dict[str, Ways], repetitions: int) -> dict[str, float]:
     """Medians of a step, of the slowest rank; the ways take turns."""
     x, grad = inputs(moe.layer, moe.group.rank(), moe.gate_up.detach())
     times: dict[str, list[float]] = {way: [] for way in schedules}
     for _ in range(repetitions):
-        for way, schedule in schedules.items():
+        for way, ways in schedules.items():
             dist.barrier()
             start = time.perf_counter()
-            step(moe, x, grad, schedule)
+            step(moe, x, grad, ways)
             if moe.gate_up.is_cuda:
                 torch.cuda.synchronize()
             times[way].append(time.perf_counter() - start)
@@ -222,7 +228,7 @@ def milliseconds(moe: MoE, schedules: dict[str, str | None], repetitions: int) -
 
 
 def what_ran(timeline: weft.Timeline, rank: int) -> str:
-    """Of the first GEMM's forward: a line for each lane, without waits and signals."""
+    """Of both operators' forward: a line for each lane, without waits and signals."""
     lines = []
     for lane in timeline.lanes(rank):
         work = [
@@ -233,8 +239,20 @@ def what_ran(timeline: weft.Timeline, rank: int) -> str:
 
 
 def ran_in_turn(timeline: weft.Timeline, rank: int) -> bool:
-    """Whether weft took the serial schedule: then its timeline has the library's exchange of tokens."""
-    return any(s.rank == rank and s.name.startswith("exchange tokens") for s in timeline)
+    """Whether weft took the serial schedule twice: then its timeline has the library's exchanges."""
+    names = {s.name for s in timeline if s.rank == rank}
+    return {"exchange tokens -> unordered", "exchange ordered -> y"} <= names
+
+
+def compare_losses(losses: dict[str, list[float]], same: float, rank: int) -> None:
+    off = [abs(ours - usual) / usual for ours, usual in zip(losses["weft"], losses["serial"], strict=True)]
+    if off and rank == 0:
+        first, *_, last = [losses["weft"][0], *losses["weft"]]
+        print(
+            f"{len(off)} steps of training: loss {first:.6f} -> {last:.6f}; the library's calls in turn: the same to {max(off):.1e}"
+        )
+    if off and not max(off) <= same:
+        raise RuntimeError(f"losses differ by {max(off):.1e} from the library's, and may by {same:.0e}: {losses}")
 
 
 def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
@@ -243,16 +261,17 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
     layer, group = layer_of(arguments, world), dist.group.WORLD
     assert group is not None
     moe = MoE(layer, group, like)
-    ways: dict[str, str | None] = {"serial": "serial", "weft": arguments.schedule}
+    ours = Ways(arguments.schedule, arguments.back)
+    ways = {"serial": SERIAL, "weft": ours}
     x, grad = inputs(layer, rank, like)
-    step(moe, x, grad, arguments.schedule)  # a first call sets things up
+    step(moe, x, grad, ours)  # a first call sets things up
     timeline = weft.Timeline()
-    results = {"serial": step(moe, x, grad, "serial"), "weft": step(moe, x, grad, arguments.schedule, timeline)}
+    results = {"serial": step(moe, x, grad, SERIAL), "weft": step(moe, x, grad, ours, timeline)}
     errors = compare(moe, results)
     worst = {name: {way: errors[way].worst(name) for way in ways} for name in RESULTS}
     if rank == 0:
         print(f"{layer}, {world} ranks, {str(like.dtype).removeprefix('torch.')} on {device.type}")
-        print(f"what rank 0 did for the first GEMM:\n{what_ran(timeline, rank)}")
+        print(f"what rank 0 did forward:\n{what_ran(timeline, rank)}")
         for name, of in worst.items():
             print(
                 f"{name:>13}: error {of['weft']:.2e} against float64; the library's calls in turn: {of['serial']:.2e}"
@@ -261,6 +280,8 @@ def on_a_rank(rank: int, world: int, arguments: argparse.Namespace) -> None:
         if not of["weft"] <= 2 * of["serial"]:
             raise RuntimeError(f"{name} is wrong: error {of['weft']:.2e}, the library's {of['serial']:.2e}")
     del results
+    losses = {way: train(layer, group, like, of, arguments.steps) for way, of in ways.items()}
+    compare_losses(losses, SAME_LOSS[like.dtype], rank)
     ms = milliseconds(moe, ways, arguments.repetitions)
     if rank == 0:
         same = ran_in_turn(timeline, rank)
@@ -299,6 +320,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--schedule", metavar="NAME", help="pin a schedule of weft's, such as dispatch[by=kernel,rest=each]"
     )
+    made.add_argument("--back", metavar="NAME", help="the same for the way back, such as combine[chunks=1,by=store]")
+    made.add_argument("--steps", type=int, default=8, help="of training, either way (default: %(default)s)")
     made.add_argument("--repetitions", type=int, default=5, help="of which the median is shown (default: %(default)s)")
     return made
 

@@ -404,3 +404,25 @@ def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
     )
     found["compiled timeline"] = told(lambda: compiled(x))
     return found
+
+
+def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
+    """By the combine: against float64, with y longer than what came; how many shapes of it there are then."""
+    from weft.operator.calls import operator, prepared_calls
+
+    rank, world, experts = group.rank(), group.size(), 2
+    for seed in range(3):
+        splits = traffic("uneven", world, experts, seed)
+        tokens, weights = data(splits, experts, 8, 6, torch.float32, seed)
+        exact = [t.double().cpu().requires_grad_() for t in tokens]
+        ys = [expected(r, splits, exact, weights.double().cpu())[0] for r in range(world)]
+        torch.stack([(y**2).sum() for y in ys]).sum().backward()
+        x, w = tokens[rank].clone().requires_grad_(), weights.split(experts)[rank]
+        room = len(ys[rank]) + 3 if max_rows else None
+        with poisoned_memory():
+            y = weft.all_to_all_matmul(
+                x, w, torch.tensor(splits[rank], device=device()), group=group, capacity=60, max_rows=room
+            )
+            (y[: len(ys[rank])] ** 2).sum().backward()
+        torch.testing.assert_close(x.grad.cpu().double(), exact[rank].grad, rtol=2e-4, atol=2e-4)
+    return len([one for one in prepared_calls(operator("matmul_all_to_all"), group) if not one.stale])

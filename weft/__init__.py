@@ -27,6 +27,7 @@ _HOME = {
     "embedding_pool": "weft.ops.embedding_pool",
     "matmul_all_gather": "weft.ops.matmul_all_gather",
     "matmul_all_reduce": "weft.ops.matmul_all_reduce",
+    "matmul_all_to_all": "weft.ops.matmul_all_to_all",
     "matmul_reduce_scatter": "weft.ops.matmul_reduce_scatter",
     "on_failure": "weft.symm",
     "place_tables": "weft.embedding",

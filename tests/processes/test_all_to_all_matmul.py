@@ -81,6 +81,13 @@ def test_of_two_gradients_one(pool: Pool) -> None:
     pool.run(ranks.one_gradient, ranks=2, timeout_s=60)
 
 
+@pytest.mark.parametrize("max_rows", [False, True], ids=["exact", "room to spare"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_gradient_of_tokens_alone_is_a_combine(pool: Pool, world: int, max_rows: bool) -> None:
+    with Pool(world) as alone:
+        assert set(alone.run(ranks.tokens_gradient_alone, max_rows, timeout_s=60)) == {int(world > 1)}
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "room to spare"])
 def test_compiled_gradients(pool: Pool, exact: bool) -> None:
     pool.run(ranks.backward, 2, exact, None, True, ranks=2, timeout_s=120)

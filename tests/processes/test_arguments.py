@@ -158,6 +158,14 @@ def all_to_all_matmul(group: dist.ProcessGroup) -> Operator:
     return Operator(weft.all_to_all_matmul, arguments, places("tokens", "w_experts", "splits"))
 
 
+def matmul_all_to_all(group: dist.ProcessGroup) -> Operator:
+    arguments = {
+        "h": data(group, 4, 8), "w_experts": data(group, 1, 8, 3), "received": torch.full((2, 1), 2),
+        "splits": torch.tensor([2, 2]), "group": group,
+    }  # fmt: skip
+    return Operator(weft.matmul_all_to_all, arguments, places("h", "w_experts", "received", "splits"))
+
+
 def embedding_all_to_all(group: dist.ProcessGroup) -> Operator:
     sharding = weft.place_tables(TABLES, 2, placement=[0, 1])
     table = TABLES[group.rank()]
@@ -211,6 +219,7 @@ OPERATORS: dict[str, Callable[[dist.ProcessGroup], Operator]] = {
     "matmul_all_reduce": matmul_all_reduce,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "all_to_all_matmul": all_to_all_matmul,
+    "matmul_all_to_all": matmul_all_to_all,
     "embedding_all_to_all": embedding_all_to_all,
     "local_batch": partial(module, input="local_batch"),
     "global_batch": partial(module, input="global_batch"),
@@ -319,7 +328,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {
 }
 DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
 # Deadlines are taken by all, and by the module when it is made.
-DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "embedding_all_to_all"]
+DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "matmul_all_to_all", "embedding_all_to_all"]
 
 
 def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
@@ -507,6 +516,15 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
         "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
         "a deadline": option(deadline_s=30),
     },
+    "matmul_all_to_all": {
+        "int32": of_each("received", torch.Tensor.int),
+        "int32 splits": of_each("splits", torch.Tensor.int),
+        "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
+        "scattered rows": of_each("h", scattered),
+        "transposed weights": of_each("w_experts", lambda w: w.mT.contiguous().mT),
+        "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
+        "a deadline": option(deadline_s=30),
+    },
     "embedding_all_to_all": {
         "int32": of_each("offsets", torch.Tensor.int),
         "batch sizes": option(batch_sizes=[1, 1]),
@@ -522,6 +540,7 @@ SCHEDULES: dict[str, list[str | None]] = {
     "matmul_all_reduce": ["serial", "one_shot[by=kernel]", "two_shot[chunks=2,by=dma,add=gemm]"],
     "matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=gemm]"],
     "all_to_all_matmul": ["serial", "dispatch[by=dma,rest=each]"],
+    "matmul_all_to_all": ["serial", "combine[chunks=1,by=dma]"],
     "embedding_all_to_all": [None],
 }
 

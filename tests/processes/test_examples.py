@@ -53,20 +53,28 @@ def test_dlrm_agrees_with_the_unsharded_model() -> None:
 @pytest.mark.parametrize("preset", [slow("mixtral"), slow("deepseek")])
 def test_experts_agree_with_a_dense_layer_in_float64(preset: str) -> None:
     small = ["--preset", preset, "--shrink", "128", "--tokens", "32", "--repetitions", "1"]
-    printed = run(EXAMPLES / "moe.py", *small, "--schedule", "dispatch[by=kernel,rest=each]")
+    pinned = ["--schedule", "dispatch[by=kernel,rest=each]", "--back", "combine[chunks=1,by=kernel]"]
+    printed = run(EXAMPLES / "moe.py", *small, *pinned)
     errors = re.findall(r"(\S.*): error (\S+) against float64; the library's calls in turn: (\S+)", printed)
     assert [what for what, _, _ in errors] == ["y", "x grad", "router grad", "gate_up grad", "down grad"]
     assert all(0 < float(ours) <= 2 * float(usual) < 1e-5 for _, ours, usual in errors)
     assert "to peers: copy tokens -> inbox@1" in printed
+    assert "copy outbox -> inbox@1" in printed
+    trained = re.search(r"^8 steps of training: loss (\S+) -> (\S+); .*: the same to (\S+)$", printed, re.MULTILINE)
+    assert trained is not None
+    first, last, off = map(float, trained.groups())
+    assert last < 0.9 * first
+    assert off <= 1e-5
     assert re.search(r"^forward and backward: .*: \d+\.\d\dx$", printed, re.MULTILINE)
 
 
 @pytest.mark.slow
 def test_experts_under_torchrun_with_the_librarys_calls() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    small = ["--shrink", "128", "--tokens", "32", "--repetitions", "1", "--schedule", "serial"]
+    small = ["--shrink", "128", "--tokens", "32", "--repetitions", "1", "--schedule", "serial", "--back", "serial"]
     printed = run(*launcher, EXAMPLES / "moe.py", *small)
     assert "    compute: exchange splits -> received (" in printed
+    assert re.search(r"^8 steps of training: .* to 0.0e\+00$", printed, re.MULTILINE)
     assert re.search(r"^forward and backward: .*: the same schedule", printed, re.MULTILINE), (
         "no gain over itself is claimed"
     )
@@ -77,6 +85,7 @@ def test_the_help_of_moe_teaches() -> None:
     text = run(EXAMPLES / "moe.py", "--help")
     for words in (
         "top_k(softmax(x @ router))",
+        "weft.matmul_all_to_all: rows leave as they are made",
         "--preset deepseek --ranks 4",
         "torchrun --nproc-per-node 2",
         "{mixtral,deepseek}",

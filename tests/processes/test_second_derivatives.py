@@ -54,6 +54,15 @@ def dispatched(group: dist.ProcessGroup) -> Call:
     return call
 
 
+def combined(group: dist.ProcessGroup) -> Call:
+    def call(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        world = group.size()
+        even = torch.full((world, 1), len(h) // world)
+        return weft.matmul_all_to_all(h, w, even, even.flatten(), group=group.group_name, rows=len(h))
+
+    return call
+
+
 CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
     "all_gather_matmul": gathered,
     "all_gather_matmul, A wanted": lambda group: gathered(group, return_A=True),
@@ -61,6 +70,7 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], Call]] = {
     "matmul_all_reduce": summed,
     "matmul_reduce_scatter": scattered,
     "all_to_all_matmul": dispatched,
+    "matmul_all_to_all": combined,
 }
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # Its gradient depends on the other operand alone, and not on what comes in from above.

@@ -136,6 +136,53 @@ class Rank:
             assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
         assert y[at:].isnan().all(), "rows that belong to nobody were written"
 
+    def launch_back(
+        self, *parts: dict[str, int], y_rows: int | None = None, outbox_rows: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(y [tokens of this rank, N], outbox) after the launches, which read the same rows by expert; no memory around them may
+        change."""
+        from weft.runtime.cuda import grouped_matmul
+
+        case, parts = self.case, parts or ({},)
+        segments = [rows for _, _, rows in self.segments()]
+        h = self.rows_like(torch.cat([*segments, torch.full((4, case.k), NAN, dtype=case.dtype)]))
+        rows = int(self.splits.sum()) if y_rows is None else y_rows, outbox_rows or max(1, self.inbox.shape[0])
+        around = [torch.full((count + 40, case.n), NAN, dtype=case.dtype) for count in rows]
+        y, outbox = (memory[16 : 16 + count] for memory, count in zip(around, rows, strict=True))
+        config = grouped_matmul.Config(16, case.block_n, 16, 2, 4, 2, parts=case.parts)
+        for part in parts:
+            grouped_matmul.launch(
+                h, outbox, self.w, y, self.counts, self.splits,
+                rank=self.rank, slot_rows=self.slot_rows, config=config, back=True, **part,
+            )  # fmt: skip
+        for memory, count in zip(around, rows, strict=True):
+            assert memory[:16].isnan().all(), "written before y or the outbox"
+            assert memory[16 + count :].isnan().all(), "written beyond y or the outbox"
+        return y, outbox
+
+    def check_back(
+        self, y: torch.Tensor, outbox: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True
+    ) -> None:
+        """As `check`: each source's rows by expert, the own ones where this rank's tokens for its experts are."""
+        ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
+        left = [y.clone(), outbox.clone()]
+        for source, expert, rows in self.segments():
+            inside = int(self.counts[source, :expert].sum())
+            if source == self.rank:
+                memory, begin, end = left[0], int(self.splits[: self.rank * self.case.experts].sum()), len(left[0])
+            else:
+                slot = (source - self.rank - 1) % self.case.world_size
+                memory, begin, end = left[1], slot * self.slot_rows, min((slot + 1) * self.slot_rows, len(left[1]))
+            place = memory[begin + inside : max(begin + inside, min(begin + inside + len(rows), end))]
+            if not launched(source, expert):
+                assert place.isnan().all(), f"source {source}, expert {expert}: written and not launched"
+                continue
+            x, w = rows[: len(place)].double(), self.w[expert].double()
+            wrong = ~((place.double() - x @ w).abs() <= ulp * (x @ w).abs() + 2**-20 * (x.abs() @ w.abs()))
+            assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
+            place.fill_(NAN)
+        assert all(memory.isnan().all() for memory in left), "rows that belong to nobody were written"
+
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
@@ -190,6 +237,46 @@ def play(case: Case) -> None:
     assert same(held.launch(*by_source), whole)
 
 
+def play_back(case: Case) -> None:
+    """The way back on every rank, in one launch and in parts."""
+    half = case.experts // 2
+    for rank in range(case.world_size):
+        held = Rank(case, rank, seed=rank)
+        y, outbox = held.launch_back()
+        held.check_back(y, outbox)
+        held.check_back(*held.launch_back({"n_sources": 1}), lambda source, expert, rank=rank: source == rank)
+        held.check_back(*held.launch_back({"first_expert": half}), lambda source, expert: expert >= half)
+        by_source = [
+            {"first_source": i, "n_sources": 1, "first_expert": first, "n_experts": count}
+            for i in [*range(1, case.world_size), 0]
+            for first, count in ((0, half), (half, case.experts - half))
+        ]
+        again = held.launch_back(*by_source)
+        assert same(again[0], y), "other bits by source"
+        assert same(again[1], outbox), "other bits by source"
+
+
+def play_back_without_room() -> None:
+    """Slots, an outbox and a y that have fewer rows than the tables promise: what fits is right, and nothing else is written."""
+    for case in (Case(3, 3), Case(3, 3, n=33)):
+        held = Rank(case, 1, 5)
+        most = int(held.counts.sum(1).max())
+        held.slot_rows = most // 2
+        held.check_back(*held.launch_back())
+        held.check_back(*held.launch_back(y_rows=int(held.splits[: 2 * case.experts].sum()) - 2, outbox_rows=most - 1))
+
+
+def play_back_absurd_counts() -> None:
+    """As `play_absurd_counts`."""
+    for case in (Case(2, 3), Case(2, 3, n=33)):
+        held = Rank(case, 0, 6)
+        h = torch.cat([rows for _, _, rows in held.segments()])
+        held.segments = lambda h=h: [(0, 0, h)]  # type: ignore[method-assign]
+        held.counts[0, 1], held.counts[1, 0], held.counts[1, 2] = -7, 150, 2**40
+        held.splits[2] = 2**33
+        held.launch_back(y_rows=200)
+
+
 def play_random() -> None:
     g = torch.Generator().manual_seed(11)
     for seed in range(8):
@@ -201,6 +288,7 @@ def play_random() -> None:
         case = Case(world, experts, 8 * k + odd, 8 * n + odd, transposed=bool(flip), parts=parts)
         held = Rank(case, seed % world, seed)
         held.check(held.launch({}))
+        held.check_back(*held.launch_back())
 
 
 def play_too_many_rows() -> None:
@@ -227,8 +315,8 @@ def play_refusals() -> None:
     wrong: dict[str, dict[str, Any]] = {
         r"must be \[W, 3\]": {"counts": torch.zeros(2, 4, dtype=torch.int64)},
         "int64 with contiguous rows": {"splits": good.splits.int()},
-        r"inbox is .*make it torch.float16 \[rows, 32\]": {"inbox": torch.zeros(9, 48, dtype=torch.float16)},
-        "tokens is torch.float32": {"tokens": good.tokens.float()},
+        r"slots is .*make it torch.float16 \[rows, 32\]": {"inbox": torch.zeros(9, 48, dtype=torch.float16)},
+        "x is torch.float32": {"tokens": good.tokens.float()},
         "K or N must have stride 1": {"w": torch.zeros(3, 32, 96, dtype=torch.float16)[:, :, ::2]},
     }
     for message, change in wrong.items():
@@ -243,14 +331,21 @@ OTHERS = {
     "more rows than y has": play_too_many_rows,
     "absurd counts": play_absurd_counts,
     "refusals": play_refusals,
-}
+    "back without room": play_back_without_room,
+    "back by absurd counts": play_back_absurd_counts,
+} | {f"back, {name}": lambda case=case: play_back(case) for name, case in CASES.items()}
 
 
-SLOW = (
+SLOW: tuple[str, ...] = (
     "many experts", "five ranks", "random shapes", "awkward K and N, bf16", "awkward K and N, transposed weights",
     "awkward K and N, fp32", "stored in halves, transposed weights", "K and N that fill no block", "two ranks, fp32", "two ranks",
     "one rank, one expert", "stored in halves", "whole tiles", "three ranks", "one column, one K",
 )  # fmt: skip
+BACK = (
+    "two ranks, bf16", "three ranks", "stored in halves", "awkward K and N", "transposed weights", "own rows are none",
+    "no rows", "tokens with strides", "misaligned tokens",
+)  # fmt: skip
+SLOW += tuple(f"back, {name}" for name in CASES if name not in BACK)
 
 
 def wrong_in(names: list[str]) -> dict[str, str]:

@@ -13,13 +13,24 @@ from sim_toys import all_schedules
 
 from weft.errors import RefusedError, ScheduleError
 from weft.runtime.schedule_memory import agree_on_schedule
-from weft.schedule import RANK, AllGatherMatmul, AllToAllMatmul, Collective, Draft, EmbeddingAllToAll, Schedule, Tiles
+from weft.schedule import (
+    RANK,
+    AllGatherMatmul,
+    AllToAllMatmul,
+    Collective,
+    Draft,
+    EmbeddingAllToAll,
+    MatmulAllToAll,
+    Schedule,
+    Tiles,
+)
 from weft.symm.domain import Domain
 
 SLOTS = tuple(((64 * rank, 32), (64 * rank + 32, 32)) for rank in range(4))
 PROBLEMS = (
     AllGatherMatmul.even(64, 96, 64, 4),
     AllToAllMatmul.even(96, 96, 64, 4, 4),
+    MatmulAllToAll.even(96, 96, 64, 4, 4),
     EmbeddingAllToAll(4, (8,) * 4, SLOTS),
 )
 

@@ -9,23 +9,28 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slow import mostly
+from slow import mostly, slow
 from test_schedule_candidates import check_order
 
-from weft.schedule import AllToAllMatmul, NotApplicableError, Schedule, Tiles, candidates, named
+from weft.hw import load_machine
+from weft.schedule import AllToAllMatmul, MatmulAllToAll, NotApplicableError, Schedule, Tiles, candidates, named
+from weft.schedule.problems.experts import ExpertsProblem
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
+from weft.sim import model_of, simulate
+
+BOTH = (AllToAllMatmul, MatmulAllToAll)
 
 
-def problem(splits: list[list[int]], experts: int, exact: bool) -> AllToAllMatmul:
+def problem(
+    splits: list[list[int]], experts: int, exact: bool, of: type[ExpertsProblem] = AllToAllMatmul
+) -> ExpertsProblem:
     """splits: of each rank, tokens for each expert of all ranks."""
     world, rows = len(splits), tuple(map(sum, splits))
-    return AllToAllMatmul(
-        world, experts, rows, 3, 2, "fp32", most=max(1, *rows), exact=exact, splits=tuple(map(tuple, splits))
-    )
+    return of(world, experts, rows, 3, 2, "fp32", most=max(1, *rows), exact=exact, splits=tuple(map(tuple, splits)))
 
 
-def applicable(p: AllToAllMatmul) -> dict[str, Schedule]:
+def applicable(p: ExpertsProblem) -> dict[str, Schedule]:
     found = {}
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):
@@ -55,7 +60,10 @@ def test_every_candidate_verifies(name: str, exact: bool) -> None:
     found = applicable(problem(splits, experts, exact))
     at_once = [name for name in found if "send=at_once" in name]
     assert bool(at_once) == (len(splits) > 2)
-    for schedule in found.values():
+    back = applicable(problem(splits, experts, exact, MatmulAllToAll))
+    assert ("combine[chunks=1,by=store]" in back) == (len(splits) > 1)
+    assert ("combine[chunks=1,by=dma]" in back) == (len(splits) > 1 and exact)
+    for schedule in (*found.values(), *back.values()):
         check(schedule)
 
 
@@ -85,11 +93,26 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
             named(replace(even, exact=False) if "host" in why else even, name).build()
 
 
+@pytest.mark.parametrize("world", [2, 4, slow(8)])
+def test_every_candidate_of_the_combine_verifies_and_can_be_simulated(world: int) -> None:
+    """However fast, it takes the products' time; where these take long, all ways that send meanwhile are faster than serial."""
+    p = MatmulAllToAll.even(16384, 4096, 4096, 4, world)
+    found, model = applicable(p), model_of(load_machine("h200"), world)
+    ends = {}
+    for name, schedule in found.items():
+        verify(schedule)
+        assert from_json(to_json(schedule)) == schedule
+        ends[name] = simulate(schedule, model).end_us
+    assert 2 * p.rows[0] * p.n * p.k / model.matmul_flops_per_us["bf16"] < min(ends.values())
+    assert max(us for name, us in ends.items() if name.startswith("combine[")) < ends["serial"]
+
+
 def any_splits(data: st.DataObject) -> None:
     world, experts = data.draw(st.integers(1, 4), label="world_size"), data.draw(st.integers(1, 3), label="experts")
     of_rank = st.lists(st.integers(0, 9), min_size=world * experts, max_size=world * experts)
     splits = data.draw(st.lists(of_rank, min_size=world, max_size=world), label="splits")
-    found = applicable(problem(splits, experts, data.draw(st.booleans(), label="exact")))
+    of = data.draw(st.sampled_from(BOTH), label="problem")
+    found = applicable(problem(splits, experts, data.draw(st.booleans(), label="exact"), of))
     check(found[data.draw(st.sampled_from(sorted(found)), label="candidate")])
 
 

@@ -17,18 +17,30 @@ from test_stream_tokens import Recorded, context_of
 
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda.calls import Operation, void
-from weft.schedule import AllToAllMatmul, Compute, Draft, Expr, NotApplicableError, Schedule, Tiles, candidates
+from weft.schedule import (
+    AllToAllMatmul,
+    Compute,
+    Draft,
+    Expr,
+    MatmulAllToAll,
+    NotApplicableError,
+    Schedule,
+    Tiles,
+    candidates,
+)
 from weft.schedule.kernels import TileKernel
 
 EVERYTHING = ("dispatch", "dispatch_by_expert")
+BACK = ("combine", "combine_by_expert")
 
 
 def schedules(world: int, experts: int, *, exact: bool = True) -> list[tuple[str, Schedule]]:
     found = []
-    p = AllToAllMatmul(world, experts, (12,) * world, 16, 8, "bf16", most=20, exact=exact)
-    for candidate in candidates(p, EVERYTHING):
-        with contextlib.suppress(NotApplicableError):
-            found.append((candidate.name, candidate.build()))
+    for problem, builders in ((AllToAllMatmul, EVERYTHING), (MatmulAllToAll, BACK)):
+        p = problem(world, experts, (12,) * world, 16, 8, "bf16", most=20, exact=exact)
+        for candidate in candidates(p, builders):
+            with contextlib.suppress(NotApplicableError):
+                found.append((candidate.name, candidate.build()))
     return found
 
 
@@ -60,11 +72,12 @@ def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.Mon
 
 
 def test_only_copies_by_kernel_leave_the_host_out() -> None:
-    assert all(schedule.reads_on_host for _, schedule in schedules(2, 4))
+    for name, schedule in schedules(2, 4):
+        assert schedule.reads_on_host == (name.startswith("dispatch") or "by=dma" in name), name
     bounded = schedules(2, 4, exact=False)
-    assert bounded
+    assert {name.partition("[")[0] for name, _ in bounded} == {*EVERYTHING, *BACK}
     assert not any(schedule.reads_on_host for _, schedule in bounded)
-    assert all("by=kernel" in name for name, _ in bounded)
+    assert not any("by=dma" in name for name, _ in bounded)
 
 
 class Numbers:
@@ -109,6 +122,12 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]
         assert len(lanes) == (3 if "send=at_once" in name else 1), name
-        assert sorted(numbers.stream for numbers in Numbers.made) == [1 + i for i in range(len(lanes))], name
+        # What the combine brings from its inbox to the result is copied when the GEMMs are done, and by all units.
+        placed = 0 if name.startswith("dispatch") else 3
+        streams = [*([0] if placed else []), *(1 + i for i in range(len(lanes)))]
+        assert sorted(numbers.stream for numbers in Numbers.made) == streams, name
         assert sorted(copy["sizes"] for copy in late) == [at for n in Numbers.made for at in range(n.first, n.end, 3)]
-        assert len(lanes) * late[0]["programs"] <= stream_compiler.LATE_PROGRAMS, name
+        programs = sorted(copy["programs"] for copy in late)
+        sent = len(late) - placed
+        assert len(lanes) * programs[sent - 1] <= stream_compiler.LATE_PROGRAMS, name
+        assert programs[sent:] == [stream_compiler.MAX_PROGRAMS] * placed, name

@@ -34,6 +34,7 @@ from weft.schedule import (
     AllToAllMatmul,
     Collective,
     Draft,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NotApplicableError,
     Schedule,
@@ -293,9 +294,12 @@ def test_kernels_are_loaded_without_a_change_of_what_peers_read(
 
 
 def test_tokens_of_experts_can_be_taken_in_time() -> None:
-    p = AllToAllMatmul(3, 8, (24,) * 3, 64, 64, "bf16", 24)
-    for candidate in candidates(p, ("dispatch", "dispatch_by_expert")):
-        assert any(tokens_of(candidate.build()))
+    for problem, builders in (
+        (AllToAllMatmul, ("dispatch", "dispatch_by_expert")),
+        (MatmulAllToAll, ("combine", "combine_by_expert")),
+    ):
+        for candidate in candidates(problem(3, 8, (24,) * 3, 64, 64, "bf16", 24), builders):
+            assert any(tokens_of(candidate.build()))
 
 
 def test_a_signal_that_may_come_twice_before_its_wait_ends_is_refused() -> None:

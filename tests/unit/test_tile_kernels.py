@@ -20,6 +20,7 @@ from weft.schedule import (
     Copy,
     EmbeddingAllToAll,
     Index,
+    MatmulAllToAll,
     NotApplicableError,
     Schedule,
     Set,
@@ -29,7 +30,8 @@ from weft.schedule import (
     slices,
     value,
 )
-from weft.schedule.kernels import GroupedMatmul, PooledSlices
+from weft.schedule.kernels import GroupedMatmul, PooledSlices, ReturningMatmul
+from weft.schedule.problems.experts import ExpertsProblem
 from weft.schedule.slices import units_of
 from weft.schedule.steps import put_in
 from weft.schedule.text import from_json, to_json
@@ -41,8 +43,10 @@ def tiles_of(schedule: Schedule, rank: int) -> list[Tiles]:
     return [s for lane in schedule.of_rank(rank, expected=False) for s in lane.steps if isinstance(s, Tiles)]
 
 
-def dispatches(world: int, experts: int, exact: bool) -> Iterator[tuple[str, Schedule]]:
-    p = AllToAllMatmul(world, experts, (12,) * world, 16, K, "bf16", most=20, exact=exact)
+def dispatches(
+    world: int, experts: int, exact: bool, problem: type[ExpertsProblem] = AllToAllMatmul
+) -> Iterator[tuple[str, Schedule]]:
+    p = problem(world, experts, (12,) * world, 16, K, "bf16", most=20, exact=exact)
     for candidate in candidates(p):
         with contextlib.suppress(NotApplicableError):
             yield candidate.name, candidate.build()
@@ -117,6 +121,50 @@ def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
         assert by_kernel(replace(kernel, **other), counts, 1, K) != by_tiles(step, held), other
     elsewhere = replace(step, body=(replace(gemm, out=replace(gemm.out, row=gemm.out.row + 1)),))
     assert by_kernel(kernel, counts, 1, K) != by_tiles(elsewhere, held)
+
+
+def back_by_kernel(kernel: ReturningMatmul, counts: list[list[int]], rank: int, k: int) -> list[tuple[int, Segment]]:
+    """What the docstring of `weft.kernels.grouped_matmul` says of the way back, with the rank whose memory is written. counts: rows
+    that came, by source, and below them this rank's tokens, by rank."""
+    world = len(counts) // 2
+    came, given = counts[:world], counts[world:]
+    found: list[tuple[int, Segment]] = []
+    for turn, expert in itertools.product(range(kernel.n_sources), range(kernel.n_experts)):
+        source, expert = (rank + kernel.first_source + turn) % world, kernel.first_expert + expert
+        x = sum(of_source[e] for of_source in came for e in range(expert)) + sum(came[s][expert] for s in range(source))
+        slot = (source - rank - 1) % world * kernel.slot_rows
+        at = rank if source == rank else value(kernel.at)
+        y, block = (kernel.y, sum(map(sum, given[:rank]))) if source == rank else (kernel.outbox, slot)
+        row = block + sum(came[source][:expert])
+        found.append((at, (y, row, came[source][expert], kernel.h, x, kernel.weights, expert * k)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("world", "experts"), [(2, 1), (2, 8), (3, 2), slow(4, 3), slow(8, 4)])
+def test_returning_matmuls(world: int, experts: int, exact: bool) -> None:
+    draw = random.Random(world)
+    counts = [[draw.randint(0, 9) for _ in range(experts)] for _ in range(2 * world)]
+    for name, schedule in dispatches(world, experts, exact, MatmulAllToAll):
+        schedule = from_json(to_json(schedule))
+        for rank in (0, world - 1):
+            counts[world + rank] = counts[rank]  # what this rank keeps, it has for its own experts
+            held = {"counts": tuple(itertools.chain(*counts))}
+            done: list[tuple[int, int]] = []
+            for step in tiles_of(schedule, rank):
+                if not isinstance(kernel := step.kernel, ReturningMatmul):
+                    continue
+                assert kernel.counts == "counts"
+                ats = {value(gemm.out.at) for gemm in step.body if isinstance(gemm, Compute)}
+                found = back_by_kernel(kernel, counts, rank, K)
+                assert [segment for _, segment in found] == by_tiles(step, held), (name, rank)
+                assert {at for at, _ in found} == ats, (name, rank)
+                assert ats == {(rank + kernel.first_source) % world} if "by=store" in name else {rank}, (name, rank)
+                turns = range(kernel.first_source, kernel.first_source + kernel.n_sources)
+                its = range(kernel.first_expert, kernel.first_expert + kernel.n_experts)
+                done += [(turn % world, expert) for turn in turns for expert in its]
+            everything = [(turn, expert) for turn in range(world) for expert in range(experts)]
+            assert sorted(done) == ([] if name == "serial" else everything), name
 
 
 def stored(body: tuple[Step, ...]) -> tuple[Index, Index, Index]:

@@ -87,6 +87,14 @@ tokens that a rank sends, each once for each of its experts. As many are taken t
     weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
 
     weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph""",
+    "matmul_all_to_all": f"""Plan y = rows, at the ranks of their experts, @ their experts' weights, and back to their tokens'
+ranks: what follows all_to_all_matmul. M: tokens of a rank, each once for each of its experts. As many are taken to be for each.
+
+{_LOSSES} A graph can only capture what the host reads no sizes for: give --bounded with --mode graph.
+
+    weft plan matmul_all_to_all --shape 8192,4096,14336 --experts 8
+
+    weft plan matmul_all_to_all --shape 32768,7168,2048 --experts 256 --ranks 8 --bounded --mode graph""",
     _EMBEDDING: """Plan pooled embeddings and their all-to-all: what transport="auto" takes. M: samples of all ranks. N: columns
 of each table. K: rows that a bag of it reads.
 
@@ -120,13 +128,13 @@ def _add(op: str, about: str) -> None:
         ] = 2,
         experts: Annotated[
             int | None,
-            typer.Option(min=1, help="all_to_all_matmul, which needs it: of all ranks together; as many on each."),
+            typer.Option(min=1, help="Operators of experts, which need it: of all ranks together; as many on each."),
         ] = None,
         bounded: Annotated[
             bool,
             typer.Option(
                 "--bounded",
-                help="all_to_all_matmul with max_rows: the host does not wait for the number of rows that arrive.",
+                help="all_to_all_matmul with max_rows, matmul_all_to_all with rows: the host waits for no number of rows.",
             ),
         ] = False,
         tables: Annotated[

@@ -10,7 +10,12 @@ wants the rows of an expert together, so the blocks would be copied once more, t
     x0(s, e) = first row of block s  +  sum of counts[s, e'] over e' < e
 
 x_s is the inbox, with the block of the source that comes n-th after this rank at row (n - 1) * slot_rows, or for the own
-rank the tokens themselves, whose block begins at sum(splits[: rank * experts]). A launch computes some of the sources and
+rank the tokens themselves, whose block begins at sum(splits[: rank * experts]).
+
+The way back (BACK) is the same with x and y exchanged: rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
+here an outbox, or for the own rank of `own`, its result. Rows that do not fit into their slot are left out.
+
+A launch computes some of the sources and
 experts ("own rows only", "peers only"), so that a step of the exchange can be multiplied while the next one travels. It
 waits for nothing: what it reads is there when its stream gets to it, because a wait inside the loop would break the
 compiler's pipelining.
@@ -119,31 +124,49 @@ def _store_rows(y, first, count, column, tile):
     y.store([a, b, c, column], tile.reshape(1, 1, tile.shape[0], tile.shape[1]))
 
 
+@triton.jit
+def _store_tile(
+    y, y_row, left, column, acc,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """By a ragged tensor map, the first `left` rows."""
+    if PARTS == 2:
+        halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
+        left_half, right_half = tl.split(halves)
+        _store_rows(y, y_row, left, column, left_half.to(DTYPE))
+        _store_rows(y, y_row, left, column + BLOCK_N // 2, right_half.to(DTYPE))
+    else:
+        _store_rows(y, y_row, left, column, acc.to(DTYPE))
+
+
 @triton.jit(
     # What may differ from call to call must not lead to another compiled kernel: its load could come behind a stream
     # that waits for a peer, and would never return.
     do_not_specialize=[
-        "tokens_rows", "inbox_rows", "y_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
-        "counts_stride", "tokens_stride", "inbox_stride", "y_stride", "w_stride", "w_row_stride", "y_address",
+        "own_rows", "slots_rows", "whole_rows", "slot_rows", "rank", "first_source", "n_sources", "first_expert", "n_experts",
+        "counts_stride", "own_stride", "slots_stride", "whole_stride", "w_stride", "w_row_stride", "y_address",
     ],
     do_not_specialize_on_alignment=["counts", "splits"],
 )  # fmt: skip
 def grouped_matmul_kernel(
-    tokens, inbox, w, y, counts, splits,
-    tokens_rows: tl.int32, inbox_rows: tl.int32, y_rows: tl.int32, slot_rows: tl.int32,
+    own, slots, w, whole, counts, splits,
+    own_rows: tl.int32, slots_rows: tl.int32, whole_rows: tl.int32, slot_rows: tl.int32,
     rank: tl.int32, first_source: tl.int32, n_sources: tl.int32, first_expert: tl.int32, n_experts: tl.int32,
-    counts_stride: tl.int64, tokens_stride: tl.int64, inbox_stride: tl.int64, y_stride: tl.int64, w_stride: tl.int64,
+    counts_stride: tl.int64, own_stride: tl.int64, slots_stride: tl.int64, whole_stride: tl.int64, w_stride: tl.int64,
     w_row_stride: tl.int64, y_address: tl.int64,
     W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BACK: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
-    tokens [tokens_rows, K], inbox [inbox_rows, K], w [E, K, N] (W_TRANSPOSED: [E, N, K]) and y [y_rows, N] of type DTYPE,
-    with unit stride in the last dimension: with TMA tensor maps with boxes [BLOCK_M, BLOCK_K] twice, [1, BLOCK_K, BLOCK_N]
-    (or [1, BLOCK_N, BLOCK_K]) and, ragged, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are
-    multiples of ALIGN. counts [W, E], rows counts_stride apart, and splits [W * E] int64. y_address: where y begins.
+    own [own_rows, K] (tokens), slots [slots_rows, K] (inbox), w [E, K, N] (W_TRANSPOSED: [E, N, K]) and whole [whole_rows, N] (y)
+    of type DTYPE, with unit stride in the last dimension; BACK: own and slots (y, outbox) have N columns and whole (h) has K. With
+    TMA they are tensor maps: of what is read with boxes [BLOCK_M, BLOCK_K], of w [1, BLOCK_K, BLOCK_N] (or [1, BLOCK_N, BLOCK_K]),
+    of what is written ragged ones, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are multiples of
+    ALIGN.
+    counts [W, E], rows counts_stride apart, and splits [W * E] int64. y_address: where whole begins, or BACK own.
     Counts below zero are what is left of a group that has failed: y is NaN then.
     Sources (rank + i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
     """
@@ -155,9 +178,12 @@ def grouped_matmul_kernel(
     is_expert = (experts >= first_expert) & (experts < first_expert + n_experts)
 
     if _least(counts, counts_stride, W, E, W_P2, E_P2) < 0:
-        _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), y_rows, y_stride, N, DTYPE)
+        if BACK:
+            _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), own_rows, own_stride, N, DTYPE)
+        else:
+            _fill_with_nan(y_address.to(tl.pointer_type(DTYPE)), whole_rows, whole_stride, N, DTYPE)
     # Row tiles up to and including each expert; experts before the first have none.
-    table = _table(counts, counts_stride, y_rows, W, E, W_P2, E_P2)
+    table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
     row_tiles = tl.where(is_source[:, None] & is_expert[None, :], tl.cdiv(table, BLOCK_M), 0)
     ends = tl.cumsum(tl.sum(row_tiles, 0), 0)
     all_row_tiles = tl.max(ends, 0)
@@ -168,11 +194,12 @@ def grouped_matmul_kernel(
     expert = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)  # row tiles of the launch before this expert, and including it
     end = tl.full([], 0, tl.int32)
-    # Per source, of this expert: first row tile and end, and what a tile's first row adds to: row of x and y, minus rows left.
+    # Per source, of this expert: first row tile and end, and what a tile's first row adds to: its row among those of its source, in
+    # `whole`, and minus rows left.
     segment_first = tl.zeros([W_P2], tl.int32)
     segment_end = tl.zeros([W_P2], tl.int32)
-    x_of = tl.zeros([W_P2], tl.int32)
-    y_of = tl.zeros([W_P2], tl.int32)
+    by_source = tl.zeros([W_P2], tl.int32)
+    in_whole = tl.zeros([W_P2], tl.int32)
     left_of = tl.zeros([W_P2], tl.int32)
     for tile in range(program, all_row_tiles * N_TILES, programs):
         if tile >= end * N_TILES:
@@ -180,14 +207,14 @@ def grouped_matmul_kernel(
             expert = tl.sum(before.to(tl.int32), 0)
             first = tl.max(tl.where(before, ends, 0), 0)
             end = tl.min(tl.where(before, all_row_tiles, ends), 0)
-            table = _table(counts, counts_stride, y_rows, W, E, W_P2, E_P2)
+            table = _table(counts, counts_stride, whole_rows, W, E, W_P2, E_P2)
             earlier = tl.sum(tl.where(experts[None, :] < expert, table, 0), 1)
             rows = tl.sum(tl.where(experts[None, :] == expert, table, 0), 1)
             row_tiles_of = tl.where(is_source, tl.cdiv(rows, BLOCK_M), 0)
             segment_end = tl.cumsum(row_tiles_of, 0)
             segment_first = segment_end - row_tiles_of
-            x_of = block_first + earlier - segment_first * BLOCK_M
-            y_of = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
+            by_source = block_first + earlier - segment_first * BLOCK_M
+            in_whole = tl.sum(earlier, 0) + tl.cumsum(rows, 0) - rows - segment_first * BLOCK_M
             left_of = rows + segment_first * BLOCK_M
         number = tile - first * N_TILES
         group = number // (GROUP * N_TILES)
@@ -197,19 +224,28 @@ def grouped_matmul_kernel(
         column = (number // group_rows) * BLOCK_N
 
         here = (row_tile >= segment_first) & (row_tile < segment_end)
-        own = _pick(here, sources) == rank
-        x_row = _pick(here, x_of) + row_tile * BLOCK_M
-        y_row = _pick(here, y_of) + row_tile * BLOCK_M
+        is_own = _pick(here, sources) == rank
+        if BACK:
+            x_row = _pick(here, in_whole) + row_tile * BLOCK_M
+            y_row = _pick(here, by_source) + row_tile * BLOCK_M
+            end_of_slot = tl.minimum(_pick(here, turn) * slot_rows, slots_rows)
+            y_end = tl.where(is_own, own_rows, end_of_slot)
+        else:
+            x_row = _pick(here, by_source) + row_tile * BLOCK_M
+            y_row = _pick(here, in_whole) + row_tile * BLOCK_M
+            y_end = whole_rows
         # Rows of y that are not there are the caller's to report; sums of absurd counts may have wrapped.
-        left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_rows - y_row)
+        left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
         left = tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if TMA:
-            if own:
-                x = tokens
+            if BACK:
+                x = whole
+            elif is_own:
+                x = own
             else:
-                x = inbox
+                x = slots
             for k in range(0, K, BLOCK_K):
                 a = x.load([x_row, k])
                 if W_TRANSPOSED:
@@ -217,19 +253,26 @@ def grouped_matmul_kernel(
                 else:
                     b = w.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
                 acc = tl.dot(a, b, acc)
-            if PARTS == 2:
-                halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
-                left_half, right_half = tl.split(halves)
-                _store_rows(y, y_row, left, column, left_half.to(DTYPE))
-                _store_rows(y, y_row, left, column + BLOCK_N // 2, right_half.to(DTYPE))
+            if BACK:
+                if is_own:
+                    y = own
+                else:
+                    y = slots
+                _store_tile(y, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
             else:
-                _store_rows(y, y_row, left, column, acc.to(DTYPE))
+                _store_tile(whole, y_row, left, column, acc, BLOCK_M, BLOCK_N, PARTS, DTYPE)
         else:
             in_tile = tl.arange(0, BLOCK_M)
-            if own:
-                x_at, x_step, x_rows = tokens, tokens_stride, tokens_rows
+            if is_own:
+                source_at, source_step, source_rows = own, own_stride, own_rows
             else:
-                x_at, x_step, x_rows = inbox, inbox_stride, inbox_rows
+                source_at, source_step, source_rows = slots, slots_stride, slots_rows
+            if BACK:
+                x_at, x_step, x_rows = whole, whole_stride, whole_rows
+                y_at, y_step = source_at, source_step
+            else:
+                x_at, x_step, x_rows = source_at, source_step, source_rows
+                y_at, y_step = whole, whole_stride
             from_row = x_row + in_tile
             is_row = (in_tile < left) & (from_row >= 0) & (from_row < x_rows)
             ks = tl.arange(0, BLOCK_K)
@@ -253,5 +296,5 @@ def grouped_matmul_kernel(
                     w_at += BLOCK_K
                 else:
                     w_at += BLOCK_K * w_step
-            y_at = y + (y_row + in_tile).to(tl.int64)[:, None] * (y_stride // ALIGN * ALIGN) + columns[None, :]
+            y_at += (y_row + in_tile).to(tl.int64)[:, None] * (y_step // ALIGN * ALIGN) + columns[None, :]
             tl.store(y_at, acc.to(DTYPE), mask=(in_tile < left)[:, None] & is_column[None, :])

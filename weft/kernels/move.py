@@ -65,20 +65,20 @@ def move_kernel(
     source, target: addresses of the first rows; targets [n_targets]: further places for the same rows. rows, width and
     pitches count items of type ITEM (width, pitches and addresses are multiples of ALIGN items). opens, waits, sets, answers:
     addresses of words. begins, passes, ends [n, 2]: address, number. arrivals [1]: zero between launches. sizes: 0, or where
-    three int64 say at which row of the source to begin, at which of the target, and how many rows to copy: at most `rows`, and
-    none beyond the `source_rows` that there are. early: the source is no peer's to write, and reading begins before the waits. ADD:
-    items, floating-point numbers, are added to what is there, one by one and for all devices to see.
+    three int64 say at which row of the source to begin, at which of the target, and how many rows to copy: none beyond the
+    `source_rows` and, of the target, `rows` that there are. early: the source is no peer's to write, and reading begins before
+    the waits. ADD: items, floating-point numbers, are added to what is there, one by one and for all devices to see.
     """
     if tl.program_id(0) == 0:
         _write_tokens(opens, n_opens, 1, PTX)
         _note(begins, n_begins, PTX)
     program, programs = tl.program_id(0), tl.num_programs(0)
     if sizes != 0:
-        first = tl.load(words(sizes))
-        fits = (first >= 0) & (first <= source_rows)
-        rows = tl.where(fits, tl.minimum(tl.minimum(tl.load(words(sizes) + 2), rows), source_rows - first), 0)
+        first, to = tl.load(words(sizes)), tl.load(words(sizes) + 1)
+        fits = (first >= 0) & (first <= source_rows) & (to >= 0) & (to <= rows)
+        rows = tl.where(fits, tl.minimum(tl.minimum(tl.load(words(sizes) + 2), rows - to), source_rows - first), 0)
         source += first * source_pitch * (ITEM.primitive_bitwidth // 8)
-        target += tl.load(words(sizes) + 1) * target_pitch * (ITEM.primitive_bitwidth // 8)
+        target += to * target_pitch * (ITEM.primitive_bitwidth // 8)
         if (source_pitch == width) & (target_pitch == width):  # whole rows are one long one
             width = width * rows
             rows = tl.minimum(rows, 1)

@@ -7,6 +7,7 @@ or the library's calls, one after the other (`weft.runtime.unfused`).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -56,6 +57,14 @@ def made(
     with together(op.name, group, like, deadline_s):
         call = form(group)
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
+
+
+def operator(name: str) -> Operator[Any]:
+    """The house's of that name, whose file is imported when it is asked for: duals are each other's gradients, and imports have no
+    cycles."""
+    if name not in OPERATORS:
+        importlib.import_module(f"weft.ops.{name}")
+    return OPERATORS[name]
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared]:

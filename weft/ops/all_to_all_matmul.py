@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft import plan
 from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, operator, registered
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Operator
 from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
@@ -104,14 +105,16 @@ def all_to_all_matmul(
         for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
             check_tensor(name, tensor)
         for name, count in (("max_rows", max_rows), ("capacity", capacity)):
-            if not (
-                count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)
-            ):
-                raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
+            check_count(name, count)
         return _Call(tokens, w_experts, splits, max_rows, capacity)
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return (y, received) if return_received else y
+
+
+def check_count(name: str, count: Any) -> None:
+    if not (count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)):
+        raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
 
 
 class _Call(NamedTuple):
@@ -157,7 +160,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
         """Of `capacity` tokens on each rank, if it was given."""
         tokens, w = call.tokens, call.w
-        most = _rounded_up(most) if call.capacity is None else call.capacity
+        most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
         return AllToAllMatmul(
             world, w.shape[0], (most,) * world, w.shape[2], tokens.shape[-1], _DTYPES[tokens.dtype], most, exact
@@ -168,7 +171,7 @@ class _AllToAllMatmul(Operator[_Call]):
     def inputs(self, p: AllToAllMatmul, call: _Call) -> dict[str, Any]:
         _check_values(call.tokens, call.splits)
         tokens = contiguous(call.tokens, "tokens")
-        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": _weights(call.w)}
+        return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": expert_weights(call.w)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         tokens, w, splits, max_rows, _ = call
@@ -229,10 +232,29 @@ class _AllToAllMatmul(Operator[_Call]):
         self, p: AllToAllMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        tokens, w, *_ = saved
+        """Those of tokens alone by the combine, the dual of this, with the weights transposed. With those of weights the library's
+        calls leave nothing to hide: tokens come again beside one GEMM, and gradients leave beside the other."""
+        (tokens, w, *_), grad = saved, grads[0]
+        if p.world_size > 1 and not wanted[1]:
+            return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
         if tokens is None:
             tokens = w.new_empty(sum(beside.host.sent), p.k)
-        return [*gradients(tokens.contiguous(), w, beside, group, grads[0], wanted, turn), None]
+        return [*gradients(tokens.contiguous(), w, beside, group, grad, wanted, turn), None]
+
+    def _grad_tokens(
+        self, p: AllToAllMatmul, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, turn: Turn | None, sizes: Sizes
+    ) -> torch.Tensor:  # fmt: skip
+        missing = sum(sizes.host.came) - grad.shape[0]  # rows that found no room in y
+        grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
+        dual, transposed = operator("matmul_all_to_all"), w.transpose(1, 2)
+        tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
+        form: Any = dual.form
+        call = form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most)
+        with plan.use(None):  # what is pinned is this operator's
+            (grad_tokens,) = made(
+                dual, group, grad, lambda _: call, deadline_s=None if turn is None else turn.deadline_s
+            )
+        return grad_tokens
 
     # --- the way without overlap ---
 
@@ -245,7 +267,7 @@ class _AllToAllMatmul(Operator[_Call]):
         return [multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn), sizes.received]
 
 
-def _weights(w: torch.Tensor) -> torch.Tensor:
+def expert_weights(w: torch.Tensor) -> torch.Tensor:
     """As executors take them: on CPU one matrix below the other, on GPUs of any strides that GEMMs take."""
     if w.device.type != "cpu":
         return strided(w, "w_experts")
@@ -254,7 +276,7 @@ def _weights(w: torch.Tensor) -> torch.Tensor:
     return w.contiguous().flatten(0, 1)
 
 
-def _rounded_up(rows: int) -> int:
+def rounded_up(rows: int) -> int:
     """To a multiple of an eighth of the power of two below: the number of tokens may vary a little without a new shape."""
     rows = max(rows, _LEAST_CAPACITY)
     step = 1 << max(0, rows.bit_length() - 4)

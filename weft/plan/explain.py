@@ -184,13 +184,15 @@ def explain(
         matmul_all_reduce: M rows of K columns on each rank, times [K, N] on each, added up, all of it to each.
         all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
         `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
+        matmul_all_to_all: M tokens of each rank, counted likewise, whose rows of K columns are at the ranks of their experts, times
+        [K, N] of their expert, and back. bounded: with rows.
         embedding_all_to_all: M samples of all ranks; of each of `tables`, which are those of all ranks, N columns and K rows in
         each bag.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
     topology: how its GPUs are linked, a topology file's name or path; by default as the machine file says.
 
     `ValueError` for an operator, machine, topology, dtype or mode that is not known, an M or `experts` that `ranks` do not
-    divide, a size below 1, or mode "graph" for all_to_all_matmul that is not bounded, which no graph can capture.
+    divide, a size below 1, or mode "graph" for experts that are not bounded, which no graph can capture.
     """
     found = explanation(
         op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, experts=experts, bounded=bounded,

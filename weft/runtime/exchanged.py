@@ -1,4 +1,5 @@
-"""The library's way: tokens sent to the ranks of their experts and multiplied there, and the gradients behind it.
+"""The library's way: tokens sent to the ranks of their experts and multiplied there, or multiplied and sent back, and the
+gradients behind both.
 
     counts    all_to_all_single of splits: received [ranks, local experts]; the host waits for them
     tokens    all_to_all_single with these sizes: they come by source rank, and from one source by expert
@@ -9,13 +10,17 @@ and backwards
 
     grad w_e = x_e^T @ grad y_e            grad x_e = grad y_e @ w_e^T, put back into the order of arrival and sent back
 
+and what goes back to its tokens' ranks
+
+    y         grouped GEMM; put in the order of source ranks; all_to_all_single with the sizes exchanged
+
 x is exchanged again while grad x is computed, and grad x is sent back while grad w is. Gradients of tokens belong to one rank
 each and of weights to the rank that has them: they are sums over the rows of all ranks, not means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +31,7 @@ from weft.runtime.in_turn import Turn, begun
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
 
 _SPLITS, _TOKENS = "exchange splits -> received", "exchange tokens -> unordered"  # as executors call them
+_BACK = "exchange ordered -> y"
 _ALIGNMENT = 16  # bytes: of addresses and strides, for torch's grouped GEMM
 
 
@@ -54,8 +60,8 @@ class Sizes:
         if numbers.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    "all_to_all_matmul takes sizes on the host here, which a captured CUDA graph cannot: give max_rows, no "
-                    "schedule='serial', and capture without gradients"
+                    "sizes are taken on the host here, which a captured CUDA graph cannot: give max_rows (all_to_all_matmul) or "
+                    "rows (matmul_all_to_all), no schedule='serial', and capture without gradients"
                 )
             self._copied = torch.cuda.Event()
         self._copy = numbers.to("cpu", non_blocking=True)
@@ -95,8 +101,48 @@ def multiplied_by_library(
     """y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room."""
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
-    y = _grouped_matmul(_dispatched(tokens, sizes, group, rows, turn), w, sizes, cut=rows < came)
+    y = grouped_matmul(_dispatched(tokens, sizes, group, rows, turn), w, sizes, cut=rows < came)
     return y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)
+
+
+def returned_by_library(
+    h: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn | None = None
+) -> torch.Tensor:
+    """y [rows, N]: this rank's tokens, of which each rank has multiplied those for its experts. h may have more rows than came."""
+    if group.size() == 1:
+        y = grouped_matmul(h[:rows], w, sizes)
+        return y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)
+    came = sum(sizes.host.came)
+    made = grouped_matmul(h[:came], w, sizes)
+    if turn is not None:
+        turn.done(LibraryGroupedMatmul.kind, made)
+    if w.shape[0] > 1:
+        made = torch.empty_like(made).index_copy_(0, _expert_order(sizes.received, came), made)
+        if turn is not None:
+            turn.done(Permute.kind, made)
+    y = h.new_empty(rows, w.shape[2])
+    _send(made, y, sizes.host.came, sizes.host.sent, group, turn, _BACK).wait()
+    if turn is not None:
+        turn.done(_BACK, y, (came - sizes.host.came[group.rank()]) * w.shape[2] * y.itemsize)
+    return y
+
+
+def begin_in_expert_order(
+    rows: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, turn: Turn | None, name: str
+) -> Callable[[], torch.Tensor]:
+    """Send `rows`, which are in the tokens' order, to their experts' ranks; what waits for those that come here, by expert."""
+    if group.size() == 1:
+        return lambda: rows
+    came, experts = sum(sizes.host.came), sizes.received.shape[1]
+    arrived = rows.new_empty(came, rows.shape[1])
+    arriving = _send(rows, arrived, sizes.host.sent, sizes.host.came, group, turn, name)
+    order = None if experts == 1 else _expert_order(sizes.received, came)
+
+    def end() -> torch.Tensor:
+        arriving.wait()
+        return arrived if order is None else arrived.index_select(0, order)
+
+    return end
 
 
 def gradients(
@@ -112,17 +158,13 @@ def gradients(
     world, came = group.size(), sum(sizes.host.came)
     missing = came - grad_y.shape[0]  # rows that found no room in y
     grad_y = grad_y[:came].contiguous() if missing <= 0 else torch.cat((grad_y, grad_y.new_zeros(missing, w.shape[2])))
-    x, grad_tokens = tokens, None
-    arriving: Any = None
+    grad_tokens: torch.Tensor | None = None
     returning: Any = None
-    order = None if world == 1 or w.shape[0] == 1 else _expert_order(sizes.received, came)
-    if world > 1 and wanted[1]:
-        x = tokens.new_empty(came, tokens.shape[1])
-        arriving = _send(tokens, x, sizes.host.sent, sizes.host.came, group, turn, "exchange tokens again")
+    arriving = begin_in_expert_order(tokens, sizes, group, turn, "exchange tokens again") if wanted[1] else None
     if wanted[0]:
-        grad_x = _grouped_matmul(grad_y, w.transpose(1, 2), sizes)
-        if order is not None:
-            grad_x = torch.empty_like(grad_x).index_copy_(0, order, grad_x)
+        grad_x = grouped_matmul(grad_y, w.transpose(1, 2), sizes)
+        if world > 1 and w.shape[0] > 1:
+            grad_x = torch.empty_like(grad_x).index_copy_(0, _expert_order(sizes.received, came), grad_x)
         grad_tokens = grad_x
         if world > 1:
             grad_tokens = torch.empty_like(tokens)
@@ -130,10 +172,8 @@ def gradients(
                 grad_x, grad_tokens, sizes.host.came, sizes.host.sent, group, turn, "exchange gradients of tokens"
             )
     grad_w = None
-    if wanted[1]:
-        if arriving is not None:
-            arriving.wait()
-        grad_w = _grouped_outer(x if order is None else x.index_select(0, order), grad_y, sizes)
+    if arriving is not None:
+        grad_w = grad_of_weights(arriving(), grad_y, w, sizes)
     if returning is not None:
         returning.wait()
     return grad_tokens, grad_w
@@ -184,7 +224,7 @@ def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:
     return shift.add_(torch.arange(came, device=received.device))
 
 
-def _grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool = False) -> torch.Tensor:
     """y [rows of x, N] = each expert's rows of x @ its w; rows beyond all of theirs are not written. cut: x has not all."""
     if _has_grouped_gemm(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=_ends(sizes, x.shape[0] if cut else None))
@@ -193,6 +233,13 @@ def _grouped_matmul(x: torch.Tensor, w: torch.Tensor, sizes: Sizes, *, cut: bool
         if len(rows):
             torch.mm(rows, part, out=result)
     return y
+
+
+def grad_of_weights(x: torch.Tensor, grad_y: torch.Tensor, w: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """[experts, K, N], laid out as w, of rows that are in the order of experts."""
+    if w.stride(1) == 1 and w.shape[1] > 1:
+        return _grouped_outer(grad_y, x, sizes).transpose(1, 2)
+    return _grouped_outer(x, grad_y, sizes)
 
 
 def _grouped_outer(x: torch.Tensor, grad_y: torch.Tensor, sizes: Sizes) -> torch.Tensor:

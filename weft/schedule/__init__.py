@@ -2,6 +2,7 @@
 
 from weft.schedule import (  # noqa: F401  (registers their builders)
     all_reduce,
+    combine,
     dispatch,
     ficco,
     ficco_dispatch,
@@ -21,6 +22,7 @@ from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
 from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
 from weft.schedule.problems.matmul_all_gather import MatmulAllGather
 from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
+from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
@@ -48,7 +50,7 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read",
+    "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read",
     "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
     "candidates", "described", "lookup", "named", "total", "unregister", "value",
 ]  # fmt: skip

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from weft.schedule.expr import Index
+
 SliceTransport: TypeAlias = Literal["direct", "put"]
 SliceOrder: TypeAlias = Literal["remote_first", "natural"]
 KERNELS: dict[str, type[TileKernel]] = {}
@@ -55,6 +57,31 @@ class GroupedMatmul(TileKernel):
     inbox: str
     weights: str
     y: str
+    experts: int
+    slot_rows: int
+    first_source: int
+    n_sources: int
+    first_expert: int
+    n_experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturningMatmul(TileKernel):
+    """`GroupedMatmul` the other way round: rows that are in the order of experts, and for one expert of sources, are multiplied and
+    stored by source, as `weft.kernels.grouped_matmul` has it.
+
+    counts: a buffer [2 * ranks, experts]: rows from each source for each local expert, and below this rank's tokens for each expert
+    of each rank. h, weights, y, outbox: buffers; the own rows go to y, those of others to a slot for each in the outbox of rank
+    `at`. The rest is as for `GroupedMatmul`.
+    """
+
+    kind: ClassVar[str] = "returning_matmul"
+    counts: str
+    h: str
+    weights: str
+    y: str
+    outbox: str
+    at: Index
     experts: int
     slot_rows: int
     first_source: int

@@ -27,13 +27,13 @@ from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.groups import Group, Grouping
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.kernel_call import Base
-from weft.runtime.cuda.move import Move, Shape
+from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape
 from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.schedule import Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
-from weft.schedule.kernels import GroupedMatmul, TileKernel, TrackedMatmul
+from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.schedule.spans import span_name
 
 Part: TypeAlias = tuple[bool, int, int, int]
@@ -41,6 +41,7 @@ Part: TypeAlias = tuple[bool, int, int, int]
 LATE_PROGRAMS = 16
 """Of copies by kernel beside GEMMs that fill the GPU, on all lanes together: enough for four fifths of a port's rate, and few to
 wait for."""
+_MANY = 1 << 31  # rows of the caller's tensor, of which only the run knows how many there are
 
 
 def compile_streams(context: Context, timed: bool) -> StreamItems:
@@ -60,10 +61,11 @@ class Compiler:
         self._event_of: dict[Key, int] = {}
         self.ahead: dict[int, ReadAhead] = {}
         self.sizes: dict[int, int] = {}
-        self._late_lanes = len({lane for lane, step in context.order if isinstance(step, Copy) and is_late(step)})
         lanes = len(context.lanes)
         resources = {lane.name: lane.resource for lane in context.schedule.lanes}
         self._computes = [resources[name] == "compute" for name in context.lanes]
+        self._late_lanes = len({lane for lane, step in context.order
+                                if resources[lane] == "copy" and isinstance(step, Copy) and is_late(step)})  # fmt: skip
         self._tokens = context.tokens[context.rank]
         self._words_of = [words_for(tokens) for tokens in context.tokens]
         grouping = Grouping(context.rank, context.lanes, context.order, self._tokens, regions.fixed_pitch)
@@ -260,16 +262,20 @@ class Compiler:
 
     def _launch_late(self, lane: int, copy: Copy, signals: dict[str, Any]) -> None:
         (dst, to, to_pitch), (src, at, pitch) = self._place(_whole(copy.dst)), self._place(_whole(copy.src))
-        most, width = self.context.buffers[copy.dst.buffer].rows, self.regions.row_bytes(copy.src)
-        assert isinstance(most, int)
+        of_src, of_dst = (self.context.buffers[region.buffer] for region in (copy.src, copy.dst))
+        most = of_dst.rows if isinstance(of_dst.rows, int) else _MANY
         move = Move(
-            self.context.device, shape=Shape(most, width, pitch, to_pitch), sizes=self.sizes[id(copy)],
-            programs=max(1, LATE_PROGRAMS // self._late_lanes), **signals,
-        )  # fmt: skip
-        name = copy.src.buffer
+            self.context.device,
+            shape=Shape(most, self.regions.row_bytes(copy.src), pitch, to_pitch),
+            sizes=self.sizes[id(copy)],
+            # Beside GEMMs few, and on a lane that computes, where none runs beside it, as many as help.
+            programs=MAX_PROGRAMS if self._computes[lane] else max(1, LATE_PROGRAMS // self._late_lanes),
+            **signals,
+        )
 
         def launch(tensors: Tensors, bases: list[int]) -> None:
-            move.launch(bases[src] + at, bases[dst] + to, tensors[name].shape[0])
+            rows = [b.rows if isinstance(b.rows, int) else tensors[b.name].shape[0] for b in (of_src, of_dst)]
+            move.launch(bases[src] + at, bases[dst] + to, *rows)
 
         self.items.late(lane, launch)
 
@@ -296,8 +302,7 @@ def emit_tiles(kernel: TileKernel, step: Tiles, compiler: Compiler, lane: int) -
 def _copy(step: Copy, compiler: Compiler, group: Group) -> None:
     place, lane = compiler.regions.place, group.lane
     if is_late(step):
-        (dst, _, to_pitch), (src, _, pitch) = place(_whole(step.dst)), place(_whole(step.src))
-        compiler.items.late(lane, LateCopy(compiler.context, step, (src, pitch), (dst, to_pitch)))
+        compiler.items.late(lane, LateCopy(compiler.context, step, place(_whole(step.src)), place(_whole(step.dst))))
         return
     (dst, to, to_pitch), (src, at, pitch) = place(step.dst), place(step.src)
     width = compiler.regions.row_bytes(step.src)
@@ -356,16 +361,18 @@ def _tiles(step: Tiles, compiler: Compiler, group: Group) -> None:
     emit_tiles(step.kernel, step, compiler, group.lane)
 
 
-@emit_tiles.register
-def _grouped_matmul(kernel: GroupedMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
+@emit_tiles.register(GroupedMatmul)
+@emit_tiles.register(ReturningMatmul)
+def _grouped_matmul(kernel: GroupedMatmul | ReturningMatmul, step: Tiles, compiler: Compiler, lane: int) -> None:
     context = compiler.context
     expected = next(held.expected[context.rank] for held in context.schedule.contents if held.buffer == kernel.counts)
-    # What is sent by kernel finds room beside all but the last GEMMs.
+    # What is sent by kernel finds room beside all GEMMs, but the last of those that wait for what is sent.
     name = context.lanes[lane]
     sending = any(isinstance(s, Copy) and s.by == "kernel" and is_late(s) for at, s in context.order if at != name)
     last = [s for at, s in context.order if at == name and isinstance(s, Tiles)][-1]
-    spare = LATE_PROGRAMS // 2 if sending and step is not last else 0
-    call = Gemms(context, kernel, sum(expected) / max(1, len(expected)), spare)
+    beside = sending and (step is not last or isinstance(kernel, ReturningMatmul))
+    spare = LATE_PROGRAMS // 2 if beside else 0
+    call = Gemms(context, compiler.regions, kernel, sum(expected) / max(1, len(expected)), spare)
     compiler.items.prepares.append(call.prepare)
     compiler.items.late(lane, call)
     if ahead := compiler.ahead.get(lane):

@@ -33,6 +33,7 @@ class Variant(NamedTuple):
     aligned: bool
     tma: bool
     config: Config
+    back: bool = False
 
     def constants(self) -> dict[str, Any]:
         c, segments = self.config, self.world_size * self.experts
@@ -53,21 +54,24 @@ class Variant(NamedTuple):
             "BLOCK_K": c.block_k,
             "GROUP": c.group,
             "PARTS": c.parts,
+            "BACK": self.back,
         }
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.config.warps, "num_stages": self.config.stages}
 
     def map(self, number: int, tensor: Any) -> Any:
-        """The kernel's argument for tokens, inbox, weights or y, 0 to 3: a tensor map of it, or the tensor itself."""
+        """The kernel's argument for own, slots, weights or whole, 0 to 3: a tensor map of it, or the tensor itself."""
         tensor = Lent(tensor) if getattr(tensor, "is_cuda", False) else tensor
         if not self.tma:
             return tensor
         c = self.config
-        if number == 3:
+        if number == 2:
+            w_box = [1, c.block_n, c.block_k] if self.transposed else [1, c.block_k, c.block_n]
+            return TensorDescriptor.from_tensor(tensor, w_box)
+        if (number == 3) != self.back:
             return create_ragged_descriptor(tensor, [c.block_m, c.block_n // c.parts])
-        w_box = [1, c.block_n, c.block_k] if self.transposed else [1, c.block_k, c.block_n]
-        return TensorDescriptor.from_tensor(tensor, w_box if number == 2 else [c.block_m, c.block_k])
+        return TensorDescriptor.from_tensor(tensor, [c.block_m, c.block_k])
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -75,7 +79,8 @@ def compile_variant(variant: Variant) -> Any:
     v = variant
     w_shape = [v.experts, v.n, v.k] if v.transposed else [v.experts, v.k, v.n]
     address = 0 if v.aligned else v.dtype.itemsize
-    stands = [Stand(v.dtype, shape, address) for shape in ([1, v.k], [1, v.k], w_shape, [1, v.n])]
+    apart, together = (v.n, v.k) if v.back else (v.k, v.n)
+    stands = [Stand(v.dtype, shape, address) for shape in ([1, apart], [1, apart], w_shape, [1, together])]
     return device_code.grouped_matmul_kernel.warmup(
         *(v.map(i, stand) for i, stand in enumerate(stands)),
         torch.int64,
@@ -96,17 +101,17 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
     return compiled
 
 
-def prepare(w: torch.Tensor, *, world_size: int, config: Config) -> None:
+def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False) -> None:
     """Compile and load what `launch` needs for these weights [E, K, N], whatever the alignment of the rows; takes seconds.
 
     Without it the first launch does that, which must not happen behind a stream that waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
-            _compiled(w.device, _variant(w, world_size, config, aligned))
+            _compiled(w.device, _variant(w, world_size, config, aligned, back))
 
 
-def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool) -> Variant:
+def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool) -> Variant:
     experts, k, n = w.shape
     transposed = w.stride(2) != 1
     if transposed and w.stride(1) != 1:
@@ -114,22 +119,23 @@ def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: boo
     # A tensor map is exact about its innermost extent only to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
     tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
-    return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config)
+    return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back)
 
 
 class GroupedMatmul:
     """The rows of some sources and experts, times the weights of their expert: what is the same at every launch, made once.
 
-    inbox: [at least (W - 1) * slot_rows, K], the block of the source that comes n-th after this rank at row
+    slots: [at least (W - 1) * slot_rows, K], the block of the source that comes n-th after this rank at row
     (n - 1) * slot_rows. counts: int64 [W, E], rows from each source for each local expert; the rows of the table may be
     apart. splits: int64 [W * E], rows of this rank's tokens for each global expert. Sources are (rank + i) % W for i in
     first_source .. + n_sources (default: up to the last), experts first_expert .. + n_experts likewise. spare:
-    multiprocessors that are left to other kernels. The configuration is part of what is compiled: see `prepare`.
+    multiprocessors that are left to other kernels. back: rows are read by expert, and stored by source into `slots`, which then
+    has N columns. The configuration is part of what is compiled: see `prepare`.
     """
 
     def __init__(
         self,
-        inbox: torch.Tensor,
+        slots: torch.Tensor,
         counts: torch.Tensor,
         splits: torch.Tensor,
         *,
@@ -141,37 +147,40 @@ class GroupedMatmul:
         first_expert: int = 0,
         n_experts: int | None = None,
         spare: int = 0,
+        back: bool = False,
     ) -> None:
         self._world, experts = counts.shape
         n_sources = self._world - first_source if n_sources is None else n_sources
         n_experts = experts - first_expert if n_experts is None else n_experts
-        self._inbox, self._counts, self._splits, self._config = inbox, counts, splits, config
+        self._slots, self._counts, self._splits, self._config = slots, counts, splits, config
         self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
         self._segments = n_sources * n_experts
         self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
+        self._back = back
         # Tensor maps and the kernel, of the tensors that came last: mostly the next ones lie there too.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
         self._variant: Variant | None = None
         self._kernel: Any = None
 
-    def launch(self, tokens: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+    def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """Enqueue on the current stream.
 
-        tokens: [rows, K], this rank's rows by global expert. w: [E, K, N], K or N with stride 1. y: [y_rows, N]; what belongs
-        beyond its last row is left out. All are bfloat16, float16 or float32, as the inbox is, and tokens, inbox and y have
-        contiguous rows.
+        x: [rows, K], this rank's tokens by global expert; back: h, by local expert. w: [E, K, N], K or N with stride 1. y:
+        [y_rows, N], by local expert; back: for this rank's own rows. What belongs beyond its last row is left out. All are
+        bfloat16, float16 or float32, as the slots are, and x, slots and y have contiguous rows.
         """
-        places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tokens, w, y)])
-        if places != self._places and not self._bind_y(y, places) and not self._bind(tokens, w, y, places):
+        places = tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, w, y)])
+        if places != self._places and not self._bind_y(y, places) and not self._bind(x, w, y, places):
             return
-        variant, inbox = self._variant, self._inbox
+        variant, slots = self._variant, self._slots
+        own, whole = (y, x) if self._back else (x, y)
         assert variant is not None
         columns = -(-variant.n // self._config.block_n)
-        row_tiles = -(-y.shape[0] // self._config.block_m) + self._segments
+        row_tiles = -(-whole.shape[0] // self._config.block_m) + self._segments
         grid = (max(1, min(self._programs, row_tiles * columns)), 1, 1)
         numbers = (
-            tokens.shape[0], inbox.shape[0], y.shape[0], *self._numbers, tokens.stride(0), inbox.stride(0), y.stride(0),
+            own.shape[0], slots.shape[0], whole.shape[0], *self._numbers, own.stride(0), slots.stride(0), whole.stride(0),
             w.stride(0), w.stride(2 if variant.transposed else 1), y.data_ptr(),
         )  # fmt: skip
         self._kernel(grid, (*self._maps, self._counts, self._splits, *numbers))
@@ -183,21 +192,22 @@ class GroupedMatmul:
         (_, shape, stride, dtype), (_, before, stride_before, dtype_before) = places[2], self._places[2]
         if (shape[1:], stride, dtype) != (before[1:], stride_before, dtype_before) or not is_aligned(y):
             return False
-        self._maps[3], self._places = self._variant.map(3, y), places
+        self._maps[0 if self._back else 3], self._places = self._variant.map(0 if self._back else 3, y), places
         return True
 
-    def _bind(self, tokens: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
+    def _bind(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, places: tuple[Any, ...]) -> bool:
         """Make anew what depends on tensors that are elsewhere than at the last launch; whether there is anything to do."""
-        _check(tokens, self._inbox, w, y, self._counts, self._splits)
+        _check(x, self._slots, w, y, self._counts, self._splits, self._back)
         before, self._places = self._places, ()
+        own, whole = (y, x) if self._back else (x, y)
         # A tensor map of nothing cannot be made, and is not used.
-        inbox = self._inbox if self._inbox.numel() else tokens
-        x = tokens if tokens.numel() else inbox
-        if 0 in (x.numel(), w.numel(), y.numel()):
+        slots = self._slots if self._slots.numel() else own
+        own = own if own.numel() else slots
+        if 0 in (own.numel(), w.numel(), whole.numel()):
             if y.numel() and x.shape[0]:  # K is 0
                 raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
             return False
-        variant = _variant(w, self._world, self._config, all(is_aligned(t) for t in (x, inbox, y)))
+        variant = _variant(w, self._world, self._config, all(is_aligned(t) for t in (own, slots, whole)), self._back)
         if variant != self._variant:
             constants = variant.constants()
             if w.device.type != "cuda":
@@ -206,10 +216,10 @@ class GroupedMatmul:
                 compiled, values = _compiled(w.device, variant), tuple(constants.values())
                 self._kernel = lambda grid, given: compiled[grid](*given, *values)
         stale = [True] * 4
-        if before and variant == self._variant and self._inbox.numel():
+        if before and variant == self._variant and self._slots.numel():
             moved = [old != new for old, new in zip(before, places, strict=True)]
-            stale = [moved[0], False, moved[1], moved[2]]
-        operands = (x, inbox, w.mT if variant.transposed else w, y)
+            stale = [moved[2 if self._back else 0], False, moved[1], moved[0 if self._back else 2]]
+        operands = (own, slots, w.mT if variant.transposed else w, whole)
         for i, operand in enumerate(operands):
             if stale[i]:
                 self._maps[i] = variant.map(i, operand)
@@ -218,8 +228,8 @@ class GroupedMatmul:
 
 
 def launch(
-    tokens: torch.Tensor,
-    inbox: torch.Tensor,
+    x: torch.Tensor,
+    slots: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
     counts: torch.Tensor,
@@ -227,16 +237,17 @@ def launch(
     **how: Any,
 ) -> None:
     """One launch of a `GroupedMatmul`."""
-    GroupedMatmul(inbox, counts, splits, **how).launch(tokens, w, y)
+    GroupedMatmul(slots, counts, splits, **how).launch(x, w, y)
 
 
 def _check(
-    tokens: torch.Tensor,
-    inbox: torch.Tensor,
+    x: torch.Tensor,
+    slots: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
     counts: torch.Tensor,
     splits: torch.Tensor,
+    back: bool,
 ) -> None:
     experts, k, n = w.shape
     if counts.shape[1:] != (experts,) or splits.shape != (counts.numel(),) or counts.numel() > MAX_SEGMENTS:
@@ -244,11 +255,10 @@ def _check(
             f"counts {tuple(counts.shape)} must be [W, {experts}] as w has {counted(experts, 'expert')}, splits "
             f"{tuple(splits.shape)} [W * {experts}], and there may be {MAX_SEGMENTS} of them at most"
         )
-    for name, x in (("tokens", tokens), ("inbox", inbox), ("y", y)):
-        columns = n if name == "y" else k
-        if x.dtype != w.dtype or x.dtype not in TRITON_TYPE or x.shape[1:] != (columns,) or x.stride(1) != 1:
+    for name, t, columns in (("x", x, k), ("slots", slots, n if back else k), ("y", y, n)):
+        if t.dtype != w.dtype or t.dtype not in TRITON_TYPE or t.shape[1:] != (columns,) or t.stride(1) != 1:
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}: make it {w.dtype} [rows, {columns}] with "
+                f"{name} is {t.dtype} {tuple(t.shape)} with strides {t.stride()}: make it {w.dtype} [rows, {columns}] with "
                 f"contiguous rows, of one of the types {[str(t) for t in TRITON_TYPE]}"
             )
     for name, table in (("counts", counts), ("splits", splits)):

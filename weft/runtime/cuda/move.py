@@ -39,7 +39,7 @@ class Move:
 
     opens, waits, sets, answers: addresses of words (`weft.runtime.cuda.tokens`). targets: addresses of further places for what
     is copied. begins, passes, ends: (address, number), stored in 32 bits when the launch begins, has passed its waits, ends.
-    sizes: address of (first row of the source, of the target, rows), which the device knows; `shape.rows` is then the most.
+    sizes: address of (first row of the source, of the target, rows), which the device knows; `shape.rows` are then the target's.
     early: nothing that the launch waits for writes what is copied, so that it is read meanwhile. programs: at most so many. adds:
     the dtype, if what is copied is added to what is there.
     """
@@ -77,20 +77,29 @@ class Move:
         narrow = {self._item} if adds else {min(self._step, 2), 1}
         self._variants = {step: _compiled_move(device, step, adds) for step in {self._step, *narrow}}
 
-    def launch(self, source: int = 0, target: int = 0, source_rows: int = 0, *, stream: int | None = None) -> None:
-        """source_rows: with `sizes`, how many rows there are from `source` on. stream: its handle (default: the current one)."""
+    def launch(
+        self,
+        source: int = 0,
+        target: int = 0,
+        source_rows: int = 0,
+        target_rows: int | None = None,
+        *,
+        stream: int | None = None,
+    ) -> None:
+        """source_rows, target_rows: with `sizes`, how many rows there are from `source` on, and from `target` (default: the
+        shape's). stream: its handle (default: the current one)."""
         step = self._step
         if (source | target) & (step - 1):
             step = min(step, _greatest_power_of_two(source, target))
             step = step if step in self._variants else max(one for one in self._variants if one <= step)
         compiled, constants = self._variants[step]
-        arguments = self._arguments(step, source, target, source_rows)
+        arguments = self._arguments(step, source, target, source_rows, target_rows)
         compiled[self._programs, 1, 1](*arguments, *constants, stream=stream)
 
     def record(self, program: _core.StreamProgram, stream: int, source: int | Base, target: int | Base) -> bool:
         """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
         calls = [
-            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target, 0)))
+            (step, kernel_call(program, compiled, self._programs, self._arguments(step, source, target)))
             for step, (compiled, _) in sorted(self._variants.items(), reverse=True)
         ]
         known = [(step, call) for step, call in calls if call is not None]
@@ -98,11 +107,14 @@ class Move:
             program.launch(stream, known)
         return len(known) == len(calls)
 
-    def _arguments(self, step: int, source: Any, target: Any, source_rows: int) -> tuple[Any, ...]:
+    def _arguments(
+        self, step: int, source: Any, target: Any, source_rows: int = 0, target_rows: int | None = None
+    ) -> tuple[Any, ...]:
         item, shape = min(self._item, step), self._shape
+        rows = shape.rows if target_rows is None else target_rows
         return (
-            source, target, shape.rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item,
-            *self._tables, self._sizes, source_rows, self._early,
+            source, target, rows, shape.width // item, shape.source_pitch // item, shape.target_pitch // item, *self._tables,
+            self._sizes, source_rows, self._early,
         )  # fmt: skip
 
 

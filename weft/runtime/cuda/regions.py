@@ -77,7 +77,7 @@ class Regions:
     def item_bytes(self, region: Region) -> int:
         return ITEM_BYTES[self._context.buffers[region.buffer].dtype]
 
-    def _whole(self, region: Region) -> torch.Tensor:
+    def whole(self, region: Region) -> torch.Tensor:
         """A buffer of the schedule's own, or a peer's."""
         context, name = self._context, region.buffer
         own = context.own[name]
@@ -89,7 +89,7 @@ class Regions:
         buffer = self._context.buffers[region.buffer]
         row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
         if buffer.name in self._context.own:
-            fixed = self._whole(region)[row : row + rows, col : col + cols]
+            fixed = self.whole(region)[row : row + rows, col : col + cols]
             return lambda tensors: fixed
         name = buffer.name
         if (rows, cols) == (buffer.rows, buffer.cols):

@@ -151,10 +151,11 @@ def _with_room(rows: int) -> int:
 class LateCopy:
     """A copy by a copy engine, of a size that the host has read."""
 
-    def __init__(self, context: Context, step: Copy, source: tuple[int, int], target: tuple[int, int]) -> None:
-        """source, target: number of the base address, and bytes from row to row."""
+    def __init__(
+        self, context: Context, step: Copy, source: tuple[int, int, int], target: tuple[int, int, int]
+    ) -> None:
+        """source, target: number of the base address, bytes from there to the buffer, and from row to row."""
         self.context, self.run, self.step, self.source, self.target = context, context.run, step, source, target
-        self.offset = context.layout.buffers.get(step.dst.buffer, 0)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
         known, context, (src, dst) = self.run.known, self.context, (self.step.src, self.step.dst)
@@ -163,9 +164,9 @@ class LateCopy:
         context.require_inside(dst.buffer, begin, rows, tensors)
         if not rows:
             return
-        (source, pitch), (target, to_pitch) = self.source, self.target
+        (source, begins, pitch), (target, to_begins, to_pitch) = self.source, self.target
         program = _core.StreamProgram(2, 1, 0)
         width = int(src.cols) * pitch // context.buffers[src.buffer].cols
-        program.copy(0, 1, self.offset + begin * to_pitch, to_pitch, 0, first * pitch, pitch, width, rows)
+        program.copy(0, 1, to_begins + begin * to_pitch, to_pitch, 0, begins + first * pitch, pitch, width, rows)
         stream = torch._C._cuda_getCurrentRawStream(context.device.index)
         program.run(0, 1, [bases[source], bases[target]], [stream])

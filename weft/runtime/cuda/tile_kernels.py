@@ -11,33 +11,45 @@ from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions
 from weft.schedule import ITEM_BYTES, Compute, Expr, Index, Set, Tiles
-from weft.schedule.kernels import GroupedMatmul, TrackedMatmul
+from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TrackedMatmul
 from weft.schedule.steps import variables_of
 
 
 class Gemms:
-    """`GroupedMatmul` as one launch. `spare`: multiprocessors that are left to copies."""
+    """`GroupedMatmul`, or `ReturningMatmul`, as one launch. `spare`: multiprocessors that are left to copies."""
 
-    def __init__(self, context: Context, s: GroupedMatmul, expected_rows: float, spare: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        regions: Regions,
+        s: GroupedMatmul | ReturningMatmul,
+        expected_rows: float,
+        spare: int,
+    ) -> None:
         from weft.runtime.cuda import grouped_matmul  # here, and not above: it needs a newer Triton than the rest
 
         self._library, self._what, schedule = grouped_matmul, s, context.schedule
-        weights, tokens = schedule.buffer(s.weights), schedule.buffer(s.tokens)
-        self._world, item = context.domain.world_size, ITEM_BYTES[tokens.dtype]
-        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, tokens.cols)
-        counts, mine = context.own[s.counts], context.rank * s.experts
+        self._back = isinstance(s, ReturningMatmul)
+        if isinstance(s, ReturningMatmul):
+            self._x, slots = s.h, regions.whole(schedule.buffer(s.outbox).part(at=int(s.at)))
+            counts, splits = context.own[s.counts].unflatten(0, (2, -1))
+            splits = splits.flatten()
+        else:
+            self._x, slots, mine = s.tokens, context.own[s.inbox], context.rank * s.experts
+            counts, splits = context.own[s.counts][:, mine : mine + s.experts], context.own[s.counts][context.rank]
+        weights, x = schedule.buffer(s.weights), schedule.buffer(self._x)
+        self._world, item = context.domain.world_size, ITEM_BYTES[x.dtype]
+        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, x.cols)
         self._gemms = grouped_matmul.GroupedMatmul(
-            context.own[s.inbox], counts[:, mine : mine + s.experts], counts[context.rank], rank=context.rank,
-            slot_rows=s.slot_rows, config=self._config, first_source=s.first_source, n_sources=s.n_sources,
-            first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
+            slots, counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config, first_source=s.first_source,
+            n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare, back=self._back,
         )  # fmt: skip
 
     def prepare(self, tensors: Tensors) -> None:
-        self._library.prepare(self._weights(tensors), world_size=self._world, config=self._config)
+        self._library.prepare(self._weights(tensors), world_size=self._world, config=self._config, back=self._back)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        s = self._what
-        self._gemms.launch(tensors[s.tokens], self._weights(tensors), tensors[s.y])
+        self._gemms.launch(tensors[self._x], self._weights(tensors), tensors[self._what.y])
 
     def _weights(self, tensors: Tensors) -> torch.Tensor:
         w = tensors[self._what.weights]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.schedule.candidate import Candidate
-from weft.schedule.problem import Problem
-from weft.schedule.steps import ITEM_BYTES
+from weft.schedule.problems.experts import ExpertsProblem
 from weft.words import counted
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllMatmul(Problem):
+class AllToAllMatmul(ExpertsProblem):
     """Every token to the rank of its expert, and there times the expert's weights.
 
-    experts: of each rank. rows: how many tokens each rank has. splits: for each rank, how many of them are for each expert of
-    all ranks, which only the run knows: these are expected; empty: as many for each. most: tokens that a rank may send to
-    one other. exact: y has the rows that arrive, which the host has to know; otherwise at least that many.
+    exact: y has the rows that arrive, which the host has to know; otherwise at least that many.
 
     Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below
     the other, in; y [rows that arrive, n] by expert and then by the rank that they come from, and received [ranks, experts]
@@ -26,67 +23,6 @@ class AllToAllMatmul(Problem):
     """
 
     name: ClassVar[str] = "all_to_all_matmul"
-    world_size: int
-    experts: int
-    rows: tuple[int, ...]
-    n: int
-    k: int
-    dtype: str
-    most: int
-    exact: bool = True
-    splits: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.rows) != self.world_size or self.experts < 1:
-            raise ValueError(
-                f"rows={self.rows}, experts={self.experts}: one number of rows for each of {self.world_size} ranks, and at "
-                f"least one expert on each"
-            )
-        if min(self.rows) < 0 or self.k < 0 or self.n < 0 or self.most < 0:
-            raise ValueError(f"rows={self.rows}, n={self.n}, k={self.k}, most={self.most}: sizes must not be negative")
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
-        if self.dtype == "fp8":
-            raise ValueError("dtype='fp8': experts are multiplied in bf16, fp16 or fp32; fp8 is for all_gather_matmul")
-        everywhere = self.world_size * self.experts
-        if not self.splits:
-            object.__setattr__(self, "splits", self._even_splits())
-        if [(len(of_rank), sum(of_rank)) for of_rank in self.splits] != [(everywhere, count) for count in self.rows]:
-            raise ValueError(f"splits must be {everywhere} numbers on each rank that add up to its rows={self.rows}")
-        sent = max((sum(row[r * self.experts : (r + 1) * self.experts]) for s, row in enumerate(self.splits)
-                    for r in range(self.world_size) if r != s), default=0)  # fmt: skip
-        if sent > self.most:
-            raise ValueError(f"a rank sends {sent} tokens to one other, and most={self.most}")
-
-    def __str__(self) -> str:
-        """As repr, but splits, a number for each expert of all, only where they are not even."""
-        shown = (f for f in fields(self) if f.name != "splits" or self.splits != self._even_splits())
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
-
-    def _even_splits(self) -> tuple[tuple[int, ...], ...]:
-        everywhere = self.world_size * self.experts
-        return tuple(
-            tuple(count // everywhere + (expert < count % everywhere) for expert in range(everywhere))
-            for count in self.rows
-        )
-
-    @staticmethod
-    def even(rows: int, n: int, k: int, experts: int, world_size: int, dtype: str = "bf16") -> AllToAllMatmul:
-        """`rows` tokens on each rank, as many for each of `experts` of a rank."""
-        return AllToAllMatmul(world_size, experts, (rows,) * world_size, n, k, dtype, most=rows)
-
-    @classmethod
-    def sized(
-        cls, m: int, n: int, k: int, ranks: int, dtype: str, *, experts: int | None = None, bounded: bool = False
-    ) -> AllToAllMatmul:
-        """m: tokens of each rank. experts: of all ranks. bounded: with `max_rows`."""
-        if experts is None or experts < 1 or ranks < 1 or experts % ranks:
-            above = max(1, -(-(experts or 1) // max(1, ranks))) * ranks
-            raise ValueError(
-                f"experts={experts} must be a positive multiple of ranks={ranks}: {cls.name} has so many, on all ranks "
-                f"together; use {above}"
-            )
-        return replace(cls.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
 
     @property
     def not_captured(self) -> str:
@@ -99,15 +35,10 @@ class AllToAllMatmul(Problem):
 
     @property
     def text(self) -> str:
-        rows = str(self.rows[0]) if len(set(self.rows)) == 1 else f"({', '.join(map(str, self.rows))})"
         return (
-            f"{rows} tokens [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of "
+            f"{self.tokens} [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of "
             f"their experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
         )
-
-    @property
-    def has_work(self) -> bool:
-        return sum(self.rows) > 0 and self.k > 0 and self.n > 0
 
     def worth_running(self, candidate: Candidate) -> bool:
         given = dict(candidate.parameters)

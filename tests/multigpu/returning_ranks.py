@@ -1,0 +1,120 @@
+"""Schedules of the combine on GPUs: what runs on the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from combine import assert_rows, inputs, received_of
+from dispatch import random_splits
+from schedule_ranks import device
+
+from weft import symm
+from weft.runtime.cuda.schedule import CudaSchedule
+from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
+from weft.timeline import Timeline
+
+
+class Case:
+    """Fresh random data on this rank. h and y have room for `room` rows more than there are; `p.rows` are the ranks' tokens."""
+
+    def __init__(self, p: MatmulAllToAll, rank: int, seed: int, *, room: int = 0, transposed: bool = False) -> None:
+        self.p, self.rank = p, rank
+        self.splits = random_splits(p.world_size, p.experts, p.rows, seed)
+        self.hs, self.weights = inputs(self.splits, p.k, p.n, p.dtype, seed)
+        mine = self.weights.split(p.experts)[rank].to(device())
+        h = torch.full((sum(p.rows) + room, p.k), torch.nan, dtype=mine.dtype)
+        h[: len(self.hs[rank])] = self.hs[rank]
+        self.out = torch.full((p.rows[rank] + room, p.n), torch.nan, dtype=mine.dtype, device=device())
+        self.tensors: dict[str, Any] = {
+            "h": h.to(device()),
+            "received": received_of(rank, self.splits).to(device()),
+            "splits": torch.tensor(self.splits[rank], device=device()).view(p.world_size, p.experts),
+            "w": mine.mT.contiguous().mT if transposed else mine,
+            "y": self.out,
+        }
+
+    def fill(self, other: Case) -> None:
+        """Another case's data into this one's tensors, and poison into the result."""
+        self.splits, self.hs, self.weights = other.splits, other.hs, other.weights
+        for name in ("h", "received", "splits", "w"):
+            self.tensors[name].copy_(other.tensors[name])
+        self.out.fill_(torch.nan)
+
+    def check(self, what: str) -> None:
+        rows = self.p.rows[self.rank]
+        assert self.out[rows:].isnan().all(), f"{what}, rank {self.rank}: rows beyond its tokens are written"
+        assert_rows(self.out[:rows].cpu(), self.rank, self.splits, self.hs, self.weights, what)
+
+
+def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: bool) -> int:
+    """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were."""
+    domain, count = symm.domain(group, device()), 0
+    for candidate in candidates(p, ("combine", "combine_by_expert")):
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        executor = CudaSchedule(schedule, domain)
+        for name, own in executor.context.own.items():
+            if name != "counts":
+                own.fill_(torch.nan)
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        cases = [Case(p, group.rank(), seed, room=0 if p.exact else 5, transposed=transposed) for seed in range(4)]
+        for number, case in enumerate(cases):
+            if number % 3 == 2 * group.rank():
+                torch.cuda._sleep(2_000_000)
+            executor.run(case.tensors)
+        torch.cuda.synchronize()
+        for number, case in enumerate(cases):
+            case.check(f"{candidate.name}, run {number}")
+        first = cases[0].out.clone()
+        cases[0].out.fill_(torch.nan)
+        executor.run(cases[0].tensors)
+        torch.cuda.synchronize()
+        assert torch.equal(first.nan_to_num(), cases[0].out.nan_to_num()), f"{candidate.name}: other bits"
+        count += 1
+        dist.barrier(group)
+        executor.close()
+    return count
+
+
+def replays(group: dist.ProcessGroup, p: MatmulAllToAll, name: str, count: int) -> None:
+    """A captured graph with other sizes at every replay; one rank late now and then."""
+    domain, rank = symm.domain(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    held = Case(p, rank, 0)
+    executor.run(held.tensors)
+    torch.cuda.synchronize()
+    held.check("before the capture")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        executor.run(held.tensors)
+    cases = [Case(p, rank, 100 + seed) for seed in range(count)]
+    for number, case in enumerate(cases):
+        held.fill(case)
+        if number % 7 == 3 * rank:
+            torch.cuda._sleep(2_000_000)
+        graph.replay()
+        torch.cuda.synchronize()
+        held.check(f"replay {number}")
+    executor.run(held.tensors)  # and a call between replays
+    graph.replay()
+    torch.cuda.synchronize()
+    held.check("after another call")
+    dist.barrier(group)
+    executor.close()
+
+
+def timeline(group: dist.ProcessGroup, p: MatmulAllToAll, name: str) -> list[str]:
+    domain, rank = symm.domain(group, device()), group.rank()
+    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    for seed in range(2):
+        case, found = Case(p, rank, seed), Timeline()
+        executor.run(case.tensors, timeline=found)
+        case.check("with a timeline")
+    dist.barrier(group)
+    executor.close()
+    return [span.name for span in found]

@@ -1,0 +1,147 @@
+"""weft.matmul_all_to_all on two GPUs: every schedule by itself and by the operator, CUDA graphs, gradients; most functions are
+those of the CPU tests."""
+
+from __future__ import annotations
+
+import combine_ranks as ranks
+import gpu_ranks
+import pytest
+import returning_ranks
+import torch
+import torch.distributed as dist
+from expert_ranks import tokens_gradient_alone
+
+import weft
+from weft.launch import Pool
+from weft.schedule import MatmulAllToAll
+
+pytestmark = gpu_ranks.MARKS
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DMA, KERNEL, STORE = (f"combine[chunks=1,by={by}]" for by in ("dma", "kernel", "store"))
+BY_EXPERT = "combine_by_expert[chunks=2,by=kernel]"
+
+
+def problem(
+    rows: tuple[int, int], experts: int, n: int, k: int, dtype: str = "bf16", exact: bool = True
+) -> MatmulAllToAll:
+    return MatmulAllToAll(2, experts, rows, n, k, dtype, most=max(rows), exact=exact)
+
+
+CASES = {
+    "bf16": (problem((512, 512), 4, 256, 192), False),
+    "bf16, weights transposed": (problem((512, 384), 4, 256, 192), True),
+    "bf16, told": (problem((300, 512), 4, 256, 192, exact=False), True),
+    "bf16, large": (problem((8192, 8192), 4, 1024, 2048), False),
+    "fp32, odd sizes": (problem((37, 61), 3, 19, 43, "fp32"), False),
+    "fp16, odd sizes, told": (problem((137, 61), 3, 33, 40, "fp16", exact=False), True),
+    "a rank without tokens": (problem((0, 64), 2, 64, 64), False),
+    "one expert": (problem((256, 256), 1, 128, 64), False),
+    "many experts": (problem((1000, 1024), 128, 64, 128), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_is_right(pair: Pool, name: str) -> None:
+    p, transposed = CASES[name]
+    counts = pair.run(returning_ranks.every_candidate, p, transposed, timeout_s=120)
+    assert min(counts) >= (3 if p.exact and p.experts > 1 else 2)
+
+
+@pytest.mark.parametrize("name", [KERNEL, STORE, BY_EXPERT])
+def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str) -> None:
+    pair.run(returning_ranks.replays, problem((256, 256), 4, 128, 192, exact=False), name, 100, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", [DMA, KERNEL, STORE])
+def test_what_ran_can_be_seen(pair: Pool, name: str) -> None:
+    for names in pair.run(returning_ranks.timeline, problem((256, 256), 4, 128, 192), name, timeout_s=60):
+        assert sum("returning_matmul" in name for name in names) == 2
+        assert sum("-> y" in name for name in names) == 1
+
+
+@pytest.mark.parametrize("schedule", [None, "serial", DMA, STORE], ids=str)
+@pytest.mark.parametrize("traffic", ["uneven", "all to one", "one has nothing", "nothing"])
+def test_results(pair: Pool, traffic: str, schedule: str | None) -> None:
+    pair.run(ranks.forward, 3, BF16, traffic, True, schedule, False, 6, timeout_s=60)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("schedule", [None, "serial", KERNEL, STORE, BY_EXPERT], ids=str)
+def test_results_where_the_host_is_told(pair: Pool, schedule: str | None, dtype: torch.dtype) -> None:
+    pair.run(ranks.forward, 2, dtype, "uneven", False, schedule, True, 6, (64, 40), timeout_s=60)
+
+
+@pytest.mark.parametrize("schedule", [None, "serial", STORE], ids=str)
+def test_a_gemm_before_an_all_to_all(pair: Pool, schedule: str | None) -> None:
+    pair.run(ranks.dense, schedule, BF16, timeout_s=60)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "h", "weights"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
+def test_gradients(pair: Pool, exact: bool, wanted: tuple[bool, bool]) -> None:
+    pair.run(ranks.backward, 2, exact, STORE, False, wanted, timeout_s=120)
+
+
+def test_compiled_gradients(pair: Pool) -> None:
+    pair.run(ranks.backward, 2, False, None, True, timeout_s=200)
+
+
+@pytest.mark.parametrize("schedules", [(None, None), ("dispatch[by=kernel,rest=each]", STORE)], ids=str)
+def test_there_and_back(pair: Pool, schedules: tuple[str | None, str | None]) -> None:
+    pair.run(ranks.round_trip, schedules, timeout_s=120)
+
+
+@pytest.mark.parametrize("max_rows", [False, True], ids=["exact", "room to spare"])
+def test_the_gradient_of_tokens_alone_is_a_combine(pair: Pool, max_rows: bool) -> None:
+    pair.run(tokens_gradient_alone, max_rows, timeout_s=60)
+
+
+def captured(group: dist.ProcessGroup, schedule: str) -> str:
+    """The operator in a graph, replayed with other rows and tables; what is told of a capture without rows."""
+    rank, world = group.rank(), group.size()
+    cases = [ranks.Case(rank, returning_ranks.random_splits(world, 2, (64,) * world, seed), 64, 32, BF16, seed)
+             for seed in range(6)]  # fmt: skip
+    held = ranks.Case(rank, returning_ranks.random_splits(world, 2, (64,) * world, 9), 64, 32, BF16, 9)
+    h = torch.full((64 * world, 64), torch.nan, dtype=BF16, device="cuda")
+
+    def fill(case: ranks.Case) -> None:
+        h.fill_(torch.nan)
+        h[: len(case.h)] = case.h
+        for name in ("w", "received", "given"):
+            getattr(held, name).copy_(getattr(case, name))
+
+    def call(rows: int | None = 64) -> torch.Tensor:
+        return weft.matmul_all_to_all(
+            h, held.w, held.received, held.given, group=group, rows=rows, capacity=64, schedule=schedule
+        )
+
+    with torch.no_grad():
+        fill(cases[0])
+        cases[0].check(call())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call()
+        for case in cases:
+            fill(case)
+            y.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            case.check(y)
+        return ranks.told(lambda: _captured_without_rows(call))
+
+
+def _captured_without_rows(call: ranks.Callable[..., torch.Tensor]) -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call(None)
+
+
+@pytest.mark.parametrize("schedule", [KERNEL, STORE, BY_EXPERT])
+def test_a_call_in_a_graph(pair: Pool, schedule: str) -> None:
+    for told in pair.run(captured, schedule, timeout_s=60):
+        assert "give rows" in told
+
+
+def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
+    steps = ["library_grouped_matmul", "permute", "exchange ordered -> y"]
+    assert pair.run(ranks.serial_steps, timeout_s=60) == [steps * 2, []]

@@ -1,0 +1,49 @@
+"""What the ranks of `test_schedule_combine` do."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import torch
+from combine import assert_rows, inputs, received_of
+from dispatch import random_splits
+from schedule_cpu_ranks import domain_of
+
+from weft.runtime.cpu.schedule import CpuSchedule
+from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
+
+
+def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:
+    """Each schedule, run on splits that it was not made for; how many there were."""
+    rank, count = group.rank(), 0
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            schedule = candidate.build()
+            count += 1
+            with CpuSchedule(schedule, domain_of(group)) as executor:
+                bits = [run_once(executor, p, rank, seed + run, candidate.name) for run in [*range(runs), 0]]
+                assert torch.equal(bits[0], bits[-1]), candidate.name
+    return count
+
+
+def run_once(executor: CpuSchedule, p: MatmulAllToAll, rank: int, seed: int, name: str) -> torch.Tensor:
+    splits = random_splits(p.world_size, p.experts, p.rows, seed)
+    h, weights = inputs(splits, p.k, p.n, p.dtype, seed)
+    spare = 0 if p.exact else 3  # rows of h that are no tokens
+    given = torch.full((len(h[rank]) + spare, p.k), torch.nan, dtype=h[rank].dtype)
+    given[: len(h[rank])] = h[rank]
+    y = torch.full((p.rows[rank], p.n), torch.nan, dtype=h[rank].dtype)
+    time.sleep(random.random() * 0.002)
+    executor.run(
+        {
+            "h": given,
+            "received": received_of(rank, splits),
+            "splits": torch.tensor(splits[rank]).view(p.world_size, p.experts),
+            "w": weights.split(p.experts)[rank].flatten(0, 1),
+            "y": y,
+        }
+    )
+    assert_rows(y, rank, splits, h, weights, f"{name}, seed {seed}")
+    return y

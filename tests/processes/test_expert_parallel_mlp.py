@@ -1,0 +1,45 @@
+"""weft.nn.ExpertParallelMLP on CPU processes, against a dense layer in float64 that one process computes for all ranks' tokens."""
+
+from __future__ import annotations
+
+import expert_module_ranks as ranks
+import pytest
+
+from weft.launch import Pool
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two GEMMs"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results_and_gradients(pool: Pool, world: int, gated: bool, bounded: bool) -> None:
+    pool.run(ranks.agrees, 2 * world, gated, bounded, False, ranks=world, timeout_s=60)
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])
+def test_compiled(pool: Pool, bounded: bool) -> None:
+    pool.run(ranks.agrees, 4, True, bounded, True, ranks=2, timeout_s=120)
+
+
+def test_it_learns_as_a_dense_layer_does(pool: Pool) -> None:
+    for ours, dense in pool.run(ranks.trains, 20, ranks=2, timeout_s=60):
+        assert ours == pytest.approx(dense, rel=1e-5)
+        assert ours[-1] < 0.7 * ours[0]
+
+
+def test_copies_state_dicts_and_bad_arguments(pool: Pool) -> None:
+    for rank, told in enumerate(pool.run(ranks.handled, ranks=2, timeout_s=60)):
+        assert told["missing"].startswith(
+            "ValueError: the state dict has no gate_up_proj, and of single experts 1 weights are"
+        )
+        assert f"first {2 * rank}.up_proj.weight" in told["missing"]
+        assert "num_experts=5 must be positive and divisible by world_size=2" in told["experts"]
+        assert "use 6, or other ranks" in told["experts"]
+        assert "top_k_index (3, 2) and top_k_weights (6, 2) must both be [6, top_k], as x has 6 tokens" in told["index"]
+        assert "top_k_index (6, 2) and top_k_weights (6, 1) must both be [6, top_k]" in told["weights"]
+        assert f"num_experts=4, gated=True, rank={rank} of 2" in told["shown"]
+
+
+def test_rows_for_which_there_is_no_room_are_an_error(pool: Pool) -> None:
+    with Pool(2) as alone:
+        told = alone.run(ranks.rows_lost, timeout_s=60)
+    assert any(one.startswith("TooManyRowsError") for one in told)

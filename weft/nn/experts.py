@@ -1,0 +1,177 @@
+"""Experts of a mixture, divided over the ranks of a group: tokens travel to their experts and back beside the GEMMs.
+
+    x, routing      top_k experts of each token, and how much each counts: a router's choice, made outside
+    sort            each token once for each of its experts, by expert of all ranks
+    h               weft.all_to_all_matmul: tokens to their experts' ranks, times gate_up_proj, as they arrive
+    a               activation(gate) * up
+    y               weft.matmul_all_to_all: times down_proj, and back, as they are computed
+    sum             each token's rows, weighted
+
+Source: "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 3.2 (experts of all ranks, dispatch and
+combine).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from weft.operator.prepared import group_of
+from weft.ops.all_to_all_matmul import all_to_all_matmul
+from weft.ops.matmul_all_to_all import matmul_all_to_all
+
+_ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+class ExpertParallelMLP(nn.Module):
+    """For each token the weighted sum of its experts' down_proj(activation(gate_proj(x)) * up_proj(x)), experts divided over ranks.
+
+        x [..., hidden], top_k_index [tokens, top_k], top_k_weights [tokens, top_k]  ->  [..., hidden]
+
+    Every rank has its own tokens and experts rank * E .. of num_experts = W * E. The router is outside: models differ in it, and
+    every rank has it whole (give its parameters the sum of the ranks' gradients, as data parallelism does). Tokens are neither
+    dropped nor padded. Every call is collective over `group`, and so is its backward: gradients of experts are sums over all
+    ranks' tokens, so take no further sum of them.
+
+    hidden, intermediate: of an expert. num_experts: of all ranks, divisible by their number.
+    group: a process group, or its name.
+    activation: of the gate. gated=False: experts are down_proj(activation(up_proj(x))), two GEMMs.
+    max_rows: rows that an expert's rank may get in a call; then the host waits for nothing on GPUs, a CUDA graph can capture the
+        call, and rows beyond are lost, which on CPU is an error (`all_to_all_matmul`). None: as many as come.
+    capacity: the most tokens times top_k that a rank has in any call, the same on all ranks; default: a little above the first
+        call's.
+    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, in which x is too. Autocast does not apply.
+
+    Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
+    hidden]), and `down_proj` [E, hidden, intermediate]: rows of Hugging Face's `MixtralExperts`, whose forward this has.
+    `local_part` takes them from a whole model's state dict, in that form or one expert by one. `deepcopy` and pickle keep the
+    group's name. Rows are weighted in x's dtype and added up in fp32, in the order of top_k: equal calls give equal bits.
+    Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        *,
+        group: dist.ProcessGroup | str,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+        gated: bool = True,
+        max_rows: int | None = None,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        group = group_of(group)
+        self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
+        if num_experts < 1 or num_experts % self.world_size:
+            above = max(1, -(-num_experts // self.world_size)) * self.world_size
+            raise ValueError(
+                f"num_experts={num_experts} must be positive and divisible by world_size={self.world_size}, as every rank has as "
+                f"many: use {above}, or other ranks"
+            )
+        self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
+        self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity
+        local = num_experts // self.world_size
+        rows = 2 * intermediate if gated else intermediate
+        first = nn.Parameter(torch.empty(local, rows, hidden, device=device, dtype=dtype))
+        self.register_parameter(self.first_name, first)
+        self.down_proj = nn.Parameter(torch.empty(local, hidden, intermediate, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @property
+    def first_name(self) -> str:
+        """Of the parameter of the first GEMM."""
+        return "gate_up_proj" if self.gated else "up_proj"
+
+    def reset_parameters(self) -> None:
+        """Each expert as `nn.Linear` draws its weights, one after the other: ranks with equal seeds have parts of one model."""
+        first, down = self.get_parameter(self.first_name), self.down_proj
+        if first.is_meta:
+            return
+        with torch.no_grad():
+            for expert in range(self.num_experts):
+                drawn = [
+                    torch.empty_like(w[0]).uniform_(-(w.shape[2] ** -0.5), w.shape[2] ** -0.5) for w in (first, down)
+                ]
+                here = expert - self.rank * len(first)
+                if 0 <= here < len(first):
+                    first[here], down[here] = drawn
+
+    def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of the state dict of all experts this rank's. `whole` has stacked weights of this module's names and num_experts, or for
+        every expert i `i.gate_proj.weight`, `i.up_proj.weight` and `i.down_proj.weight`, or `i.w1.weight`, `i.w3.weight` and
+        `i.w2.weight` (Mixtral's): copied then, otherwise views."""
+        local = self.num_experts // self.world_size
+        mine = range(self.rank * local, (self.rank + 1) * local)
+        if self.first_name in whole:
+            return {name: whole[name][mine.start : mine.stop] for name in (self.first_name, "down_proj")}
+        found = {
+            (int(match[1]), _WHICH.get(match[2], match[2])): weight
+            for name, weight in whole.items()
+            if (match := _ONE_BY_ONE.fullmatch(name))
+        }
+        parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        missing = [f"{i}.{name}.weight" for i in mine for name in (*parts, "down_proj") if (i, name) not in found]
+        if missing:
+            raise ValueError(
+                f"the state dict has no {self.first_name}, and of single experts {len(missing)} weights are missing, first "
+                f"{missing[0]}; it has {', '.join(list(whole)[:4])}, ...: strip the prefix of the experts' names"
+            )
+        first = [torch.cat([found[i, name] for name in parts]) for i in mine]
+        return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
+
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """top_k_index: which experts of all each token has. top_k_weights: how much each counts, in any floating dtype."""
+        tokens = x.reshape(-1, x.shape[-1])
+        if top_k_index.dim() != 2 or top_k_index.shape != top_k_weights.shape or len(top_k_index) != len(tokens):
+            raise ValueError(
+                f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be "
+                f"[{len(tokens)}, top_k], as x has {len(tokens)} tokens"
+            )
+        top_k = top_k_index.shape[1]
+        expert, order = top_k_index.flatten().to(torch.int64).sort(stable=True)
+        splits = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        splits = splits.scatter_add(0, expert, torch.ones_like(expert))  # bincount would wait for the device
+        received: torch.Tensor
+        h, received = all_to_all_matmul(
+            tokens[order // top_k], _columns(self.get_parameter(self.first_name)), splits, group=self.group_name,
+            max_rows=self.max_rows, return_received=True, capacity=self.capacity,
+        )  # fmt: skip
+        if self.gated:
+            gate, up = h.chunk(2, dim=1)
+            h = self.activation(gate) * up
+        else:
+            h = self.activation(h)
+        y = matmul_all_to_all(
+            h,
+            _columns(self.down_proj),
+            received,
+            splits,
+            group=self.group_name,
+            rows=len(order),
+            capacity=self.capacity,
+        )
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = y[place].view(len(tokens), top_k, self.hidden)
+        weighted: torch.Tensor = (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
+        return weighted.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, num_experts={self.num_experts}, gated={self.gated}, "
+            f"rank={self.rank} of {self.world_size}"
+        )
+
+
+def _columns(weight: torch.Tensor) -> torch.Tensor:
+    """[E, in, out] of [E, out, in]: on GPUs the same memory."""
+    return weight.mT if weight.is_cuda else weight.mT.contiguous()

@@ -1,0 +1,338 @@
+"""weft.matmul_all_to_all: mixture of experts - rows go back to their tokens' ranks as the GEMMs of experts make them.
+
+It follows `weft.all_to_all_matmul`: how many rows go where is in that call's splits and result. Without overlap it is done as
+`weft.runtime.exchanged` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft import plan
+from weft.arguments import check_tensor
+from weft.operator.calls import made, registered
+from weft.operator.prepared import contiguous, strided
+from weft.operator.spec import Operator
+from weft.ops.all_to_all_matmul import all_to_all_matmul, check_count, expert_weights, rounded_up
+from weft.runtime.exchanged import Sizes, begin_in_expert_order, grad_of_weights, grouped_matmul, returned_by_library
+from weft.runtime.in_turn import Turn
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import MatmulAllToAll
+from weft.timeline import Timeline
+from weft.words import counted
+
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def matmul_all_to_all(
+    h: torch.Tensor,
+    w_experts: torch.Tensor,
+    received: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+    rows: int | None = None,
+    capacity: int | None = None,
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Multiply every row with its expert's weights, and send it back to the rank whose token it is: what follows
+    `all_to_all_matmul` in a mixture of experts, its combine. Equals, on W ranks with E experts each,
+
+        y = grouped_mm(h, w_experts, offs=received.sum(0).cumsum(0))
+        y = y in the order of source ranks                             # and for one source by expert
+        return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
+
+    but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how. On GPUs the library's
+    way is what runs unless you pin a schedule, or "autotune": the others have not been timed there yet. Collective over `group`.
+    Differentiable in h and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same ones.
+    Backward sends the gradient of y to the experts while it multiplies with it, by `all_to_all_matmul`. Autocast does not apply.
+
+    A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that are
+    all `len(h) // W`.
+
+    h: [R, K] in fp32, fp16 or bf16, ordered as the result of `all_to_all_matmul`: by local expert, and for one expert by the rank
+        that a row came from. R may be more than the rows that came, as with `max_rows`; those beyond have no part in anything, and
+        zero as gradients. Copied if not contiguous.
+    w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
+        is copied at every call.
+    received: [W, E] int64 (int32 is converted), on h's device: how many rows came from each rank for each local expert, as
+        `all_to_all_matmul(..., return_received=True)` says.
+    splits: [W * E] int64 (int32 is converted), on h's device: how many of this rank's tokens are for each expert of all ranks, as
+        it was given there. Values of both are checked on CPU; on GPUs that would be a wait, so you must have them right.
+    group: a process group, or its name; default: the world.
+    rows: how many tokens this rank has, the sum of splits. Then the host waits for nothing, unless the schedule is "serial", and
+        the call can be captured in a CUDA graph. None: it is read from the device, and the host waits at every call. Give it on
+        all ranks or on none.
+    capacity: the most tokens that a rank has in any call, the same on all ranks; default: a little above the largest number at the
+        first call of this shape.
+    schedule: pin one by name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block), forward only;
+        "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
+        serial schedule and a part of backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that
+        ranks call the same, once a shape is known.
+    timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
+
+    Returns y [rows, N] in h's dtype, in the order of this rank's tokens as `all_to_all_matmul` was given them: by expert of all
+        ranks; on GPUs valid in stream order, in ordinary memory. Every row is one product, in fp32, rounded once: equal calls give
+        equal bits. The first call of a shape (K, N, E, dtype, capacity, whether rows is given), and its backward, are collective
+        set-up of milliseconds to seconds: before capturing a CUDA graph.
+        Under torch.compile y without rows has a size that is known when it runs, for which
+        `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
+    Memory: y; and of (W - 1) x capacity x N elements, for each of the last 64 shapes, as for `weft.all_to_all_matmul`, symmetric
+        memory and, for schedules with by=kernel, as much other. The serial schedule takes twice the rows that came, N wide.
+
+    Calls on one group are made by one thread at a time.
+
+    Raises `ValueError` for bad arguments, for received or splits that do not fit (on CPU, where they are read), and for more
+        tokens than the capacity (but with "serial", which has none). It is a `RefusedError` on every rank, and the group lives on;
+        on GPUs this holds for the first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError`
+        on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a
+        shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all
+    behind the GEMM that produces it, experts).
+    """
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        for name, tensor in (("h", h), ("w_experts", w_experts), ("received", received), ("splits", splits)):
+            check_tensor(name, tensor)
+        for name, count in (("rows", rows), ("capacity", capacity)):
+            check_count(name, count)
+        return _Call(h, w_experts, received, splits, rows, capacity)
+
+    (y,) = made(OPERATOR, group, h, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    return y
+
+
+class _Call(NamedTuple):
+    """tokens: how many this rank has, once that is known."""
+
+    h: torch.Tensor
+    w: torch.Tensor
+    received: torch.Tensor
+    splits: torch.Tensor
+    rows: int | None
+    capacity: int | None
+    tokens: int | None = None
+
+
+class _MatmulAllToAll(Operator[_Call]):
+    """With grad y of all ranks where their rows were multiplied, by expert, as G:
+
+    grad h_e = G_e @ w_e^T      grad w_e = h_e^T @ G_e
+    """
+
+    name, form = "matmul_all_to_all", _Call
+    gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
+
+    def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
+        h, _, received, splits, rows, _, _ = call
+        if h.device.type == "cpu":
+            _check(call, group.size(), group.rank())
+        if (
+            received.dtype == torch.int32
+            or splits.dtype == torch.int32
+            or not (received.is_contiguous() and splits.is_contiguous())
+        ):
+            received, splits = (
+                (t.to(torch.int64) if t.dtype == torch.int32 else t).contiguous() for t in (received, splits)
+            )
+            call = call._replace(received=received, splits=splits)
+        if rows is not None:
+            return call._replace(tokens=rows)
+        if splits.dtype != torch.int64 or splits.device != h.device:
+            return call  # which is refused
+        if h.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "matmul_all_to_all reads the number of tokens on the host here, which a captured CUDA graph cannot: give rows"
+            )
+        return call._replace(tokens=int(splits.sum()))
+
+    # --- what is asked for ---
+
+    def size(self, call: _Call) -> int:
+        return call.tokens or 0
+
+    def key(self, call: _Call) -> Hashable:
+        h, w, received, splits, rows, capacity, _ = call
+        likes = tuple((t.shape, t.dtype, t.device) for t in (w, received, splits))
+        return h.shape[1:], h.dtype, h.device, likes, rows is None, capacity
+
+    def said(self, call: _Call, world: int) -> str:
+        h, w, _, _, rows, capacity, tokens = call
+        _check_shapes(call, world)
+        if capacity is not None and capacity < max(1, tokens or 0):
+            raise ValueError(
+                f"capacity={capacity} must be at least 1, and at least the {counted(tokens or 0, 'token')} of splits: pass the "
+                "largest number of tokens that any rank has in any call"
+            )
+        return (
+            f"h [R, {h.shape[-1]}] {h.dtype}, w_experts {list(w.shape)}, rows {'not ' * (rows is None)}given, "
+            f"capacity {capacity}"
+        )
+
+    def problem(self, call: _Call, world: int, most: int) -> MatmulAllToAll:
+        """Of `capacity` tokens on each rank, if it was given."""
+        h, w = call.h, call.w
+        most = rounded_up(most) if call.capacity is None else call.capacity
+        exact = call.rows is None
+        return MatmulAllToAll(
+            world, w.shape[0], (most,) * world, w.shape[2], h.shape[-1], _DTYPES[h.dtype], most, exact
+        )
+
+    # --- memory ---
+
+    def inputs(self, p: MatmulAllToAll, call: _Call) -> dict[str, Any]:
+        return {
+            "h": contiguous(call.h, "h"), "received": call.received, "splits": call.splits.view(call.received.shape),
+            "w": expert_weights(call.w),
+        }  # fmt: skip
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        return {"y": call.h.new_empty(call.tokens or 0, call.w.shape[2])}
+
+    def fake(self, call: _Call, world: int) -> list[torch.Tensor]:
+        rows = torch.library.get_ctx().new_dynamic_size() if call.rows is None else call.rows
+        return [call.h.new_empty(rows, call.w.shape[2])]
+
+    def does_not_fit(self, p: MatmulAllToAll, call: _Call) -> str:
+        if (call.tokens or 0) <= p.most:
+            return ""
+        return (
+            f"this rank has {counted(call.tokens or 0, 'token')}, and memory was made for capacity={p.most}: pass the largest "
+            "number of tokens that any call has as capacity, on every rank"
+        )
+
+    def to_choose_with(self, p: MatmulAllToAll, rank: int, call: _Call) -> _Call:
+        """Of the description's number of tokens, as many for each expert: the first call may have hardly any."""
+        first = rank * p.experts
+        received = torch.tensor([row[first : first + p.experts] for row in p.splits], device=call.received.device)
+        splits = torch.tensor(p.splits[rank], device=call.splits.device)
+        h = call.h.new_zeros(sum(sum(row[first : first + p.experts]) for row in p.splits), p.k)
+        return call._replace(h=h, received=received, splits=splits, tokens=p.rows[rank])
+
+    # --- gradients ---
+
+    def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Of h, from which the gradient of weights is made, else only how many rows it has."""
+        h = call.h if wanted[1] else call.h.new_empty(call.h.shape[0], 0)
+        return [h, call.w, call.received, call.splits]
+
+    def beside(self, saved: Sequence[torch.Tensor | None]) -> Sizes:
+        """So that backward finds them on the host."""
+        _, _, received, splits = saved
+        assert received is not None
+        assert splits is not None
+        sizes = Sizes(splits.to(torch.int64), received.to(torch.int64))
+        sizes.fetch()
+        return sizes
+
+    def gradients(
+        self, p: MatmulAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
+        wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """Gradients of weights need all of grad y where its rows were multiplied: it comes by the library while the others are
+        computed, which bring what they need themselves."""
+        (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
+        arriving, grad_w = None, None
+        if wanted[1]:
+            arriving = begin_in_expert_order(grad, beside, group, turn, "exchange gradients of y")
+        grad_h = self._grad_h(p, group, grad, w, came, turn, beside) if wanted[0] else None
+        if grad_h is not None and came < h.shape[0]:
+            grad_h = torch.cat((grad_h, grad_h.new_zeros(h.shape[0] - came, p.k)))
+        if arriving is not None:
+            grad_w = grad_of_weights(h[:came], arriving(), w, beside)
+        return [grad_h, grad_w, None, None]
+
+    def _grad_h(
+        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, came: int, turn: Turn | None,
+        sizes: Sizes,
+    ) -> torch.Tensor:  # fmt: skip
+        """The dispatch that this is the combine of, with the weights transposed."""
+        transposed = w.transpose(1, 2)
+        if p.world_size == 1:
+            return grouped_matmul(grad, transposed, sizes)
+        deadline_s = None if turn is None else turn.deadline_s
+        with plan.use(None):  # what is pinned is this operator's
+            grad_h = all_to_all_matmul(
+                grad, transposed if w.is_cuda else transposed.contiguous(), sizes.splits, group=group, max_rows=came,
+                capacity=p.most, deadline_s=deadline_s,
+            )  # fmt: skip
+        assert isinstance(grad_h, torch.Tensor)
+        return grad_h
+
+    # --- the way without overlap ---
+
+    def unfused(
+        self, p: MatmulAllToAll, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+    ) -> list[torch.Tensor]:
+        h = contiguous(call.h, "h")
+        w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
+        sizes = Sizes(call.splits, call.received)
+        return [returned_by_library(h, w, sizes, group, call.tokens or 0, turn)]
+
+
+def _check_shapes(call: _Call, world: int) -> None:
+    """Raises `ValueError` for what cannot be."""
+    h, w, received, splits, *_ = call
+    shape = tuple(h.shape)
+    if h.dtype not in _DTYPES:
+        raise ValueError(f"h is {h.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
+    if len(shape) != 2 or shape[1] == 0:
+        raise ValueError(f"h has shape {shape}: pass [R, K] with K of at least 1, as all_to_all_matmul returns it")
+    for name, t in (("w_experts", w), ("received", received), ("splits", splits)):
+        if t.device != h.device:
+            raise ValueError(f"{name} is on {t.device} and h on {h.device}: move it there")
+    if w.dim() != 3 or w.shape[1] != shape[1] or 0 in w.shape:
+        raise ValueError(
+            f"w_experts has shape {tuple(w.shape)}: it must be [E, K={shape[1]}, N] to follow h {shape}, with E and N of at least 1"
+        )
+    if w.dtype != h.dtype:
+        raise ValueError(f"w_experts is {w.dtype} and h {h.dtype}: use one dtype")
+    experts = w.shape[0]
+    for name, t, wanted in (("received", received, (world, experts)), ("splits", splits, (world * experts,))):
+        if t.dtype not in _INTEGERS:
+            raise ValueError(f"{name} is {t.dtype}: use torch.int64")
+        if tuple(t.shape) != wanted:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}: it must be {list(wanted)}, for {counted(experts, 'expert')} of each of "
+                f"{counted(world, 'rank')}, as all_to_all_matmul {'returns' if name == 'received' else 'takes'} it"
+            )
+
+
+def _check(call: _Call, world: int, rank: int) -> None:
+    """Raises `ValueError` for what cannot be, tables included, which the host can read without a wait."""
+    _check_shapes(call, world)
+    h, w, received, splits, rows, *_ = call
+    for name, t in (("received", received), ("splits", splits)):
+        numbers = t.flatten().tolist()
+        if min(numbers) < 0:
+            at = numbers.index(min(numbers))
+            raise ValueError(
+                f"{name} has {min(numbers)} at {at if t.dim() == 1 else divmod(at, t.shape[1])}: numbers must not be negative"
+            )
+    came, tokens = sum(received.flatten().tolist()), sum(splits.tolist())  # which do not wrap around
+    if came > h.shape[0]:
+        raise ValueError(
+            f"received adds up to {came} and h has {counted(h.shape[0], 'row')}: pass what all_to_all_matmul returned with "
+            "return_received=True"
+        )
+    experts = w.shape[0]
+    kept, mine = received[rank].tolist(), splits[rank * experts : (rank + 1) * experts].tolist()
+    if kept != mine:
+        raise ValueError(
+            f"received says that {kept} rows for its experts came from rank {rank} itself, and splits say {mine}: pass both as "
+            "all_to_all_matmul had them"
+        )
+    if rows is not None and rows != tokens:
+        raise ValueError(f"rows={rows} and splits add up to {tokens}: pass how many tokens this rank has")
+
+
+OPERATOR = registered(_MatmulAllToAll())

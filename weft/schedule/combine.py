@@ -1,0 +1,236 @@
+"""Rows are multiplied by their experts' weights and sent back to the ranks whose tokens they are: what follows a dispatch.
+
+    h         rows at their experts' rank: by expert, and for one expert by the rank that they came from
+    counts    two tables [ranks, experts] one below the other: how many rows of h each rank has for each local expert, and how
+              many of this rank's tokens each rank has for each of its experts
+    y         this rank's tokens, by expert of all ranks: each rank's rows are one block of it
+
+Every number of rows follows from a rank's own two tables: how many rows it sends to each other, and where each block of its
+result begins. So nothing is exchanged before the GEMMs, and a rank sends a block without knowing where it belongs: the receiver
+does. The GEMMs of many (source, expert) segments are one kernel, which reads rows in place and puts those of one source
+together. What is done first can be sent first in two ways:
+
+    combine            source by source: rank + 1's rows first, then those of rank + 2 ..., the own last, so that no two ranks send
+                       to one and nothing is left to be sent when the own rows are multiplied
+    combine_by_expert  expert by expert, a few at a time for all sources: every weight is read once, and the last are sent last
+
+and what has been computed gets to its rank in three ways:
+
+    dma      the receiver's copy engine takes it from the sender, straight into the result
+    kernel   the sender's kernel puts it into a slot at the receiver, which copies from there: for sizes that the host does not know
+    store    the GEMM itself stores it into that slot: no copy at the sender's
+
+Sources: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (staggered producers, stores
+into a peer's memory), 7.1 and 7.2 (all-to-all, experts).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from weft.schedule.builders import NotApplicableError, builder
+from weft.schedule.expr import RANK, Expr, Index, total
+from weft.schedule.kernels import LibraryGroupedMatmul, Permute, ReturningMatmul
+from weft.schedule.operands import cut, peer
+from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
+from weft.schedule.schedule import Draft, LaneDraft, Schedule
+from weft.schedule.steps import Compute, Copy, ReadBy, Region
+
+Transport: TypeAlias = Literal["dma", "kernel", "store"]
+_TILE = "t"
+
+
+@builder(MatmulAllToAll)
+def serial(p: MatmulAllToAll) -> Schedule:
+    """The library's GEMMs; what they made is put in the order of sources; then its all-to-all."""
+    d, world, expert = _Combine("serial", p), p.world_size, Expr(_TILE)
+    lane, of_expert = d.learn(d.lane("compute"), "host"), (d.first_in_h(0, expert), d.of_expert(expert))
+    room = sum(p.rows)
+    made = d.y if world == 1 else d.buffer("made", room, p.n, p.dtype, "scratch")
+    gemm = d.matmul(made.part(rows=of_expert), of_expert, expert)
+    lane.tiles(LibraryGroupedMatmul(), _TILE, p.experts, gemm)
+    if world > 1:
+        ordered = d.buffer("ordered", room, p.n, p.dtype, "scratch")
+        begin: Index = 0
+        for source in range(world):
+            rows, target = d.received(source, expert, 1), begin + d.received(source, 0, expert)
+            computed = made.part(rows=(d.first_in_h(source, expert), rows))
+            lane.tiles(Permute(), _TILE, p.experts, Copy(computed, ordered.part(rows=(target, rows)), "kernel"))
+            begin = begin + d.received(source)
+        to_each, from_each = ([of(rank) for rank in range(world)] for of in (d.received, d.given))
+        lane.exchange(ordered.part(rows=(0, d.came)), d.y.part(), to_each, from_each)
+    return d.schedule()
+
+
+@builder(MatmulAllToAll, chunks=(1, 2, 4), by=("dma", "kernel", "store"))
+def combine(p: MatmulAllToAll, *, chunks: int, by: Transport) -> Schedule:
+    """chunks: in how many parts the experts of a peer's rows are taken."""
+    d = _Sending("combine", p, by, chunks)
+    for distance in range(1, p.world_size):
+        for c, piece in enumerate(d.pieces):
+            d.multiply(distance, 1, *piece)
+            d.send(distance, c)
+    d.multiply(0, 1, 0, p.experts)
+    return d.done()
+
+
+@builder(MatmulAllToAll, chunks=(1, 2, 4, 8), by=("dma", "kernel"))
+def combine_by_expert(p: MatmulAllToAll, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
+    """chunks: in how many parts the experts are taken. 1: everything is multiplied at once, then everything is sent."""
+    d = _Sending("combine_by_expert", p, by, chunks)
+    for c, piece in enumerate(d.pieces):
+        d.multiply(0, p.world_size, *piece)
+        for distance in range(1, p.world_size):
+            d.send(distance, c)
+    return d.done()
+
+
+class _Combine(Draft):
+    """The caller's tensors, and the numbers that follow from `counts`."""
+
+    def __init__(self, name: str, p: MatmulAllToAll) -> None:
+        super().__init__(name, p.world_size)
+        self.p, self._all, world = p, p.world_size * p.experts, p.world_size
+        self.counts = self.buffer("counts", 2 * world, p.experts, "int64", "scratch")
+        came = [[n for of_rank in p.splits for n in of_rank[r * p.experts : (r + 1) * p.experts]] for r in range(world)]
+        self.holds(self.counts, [[*came[r], *p.splits[r]] for r in range(world)])
+        self.came = total("counts", 0, self._all)
+        self.h = self.buffer("h", self.came, p.k, p.dtype, "input")
+        self._received = self.buffer("received", world, p.experts, "int64", "input")
+        self._splits = self.buffer("splits", world, p.experts, "int64", "input")
+        self.weights = self.buffer("w", p.experts * p.k, p.n, p.dtype, "input")
+        self.y = self.buffer("y", total("counts", self._all, 2 * self._all), p.n, p.dtype, "output")
+
+    def learn(self, lane: LaneDraft, by: ReadBy) -> LaneDraft:
+        """Both tables, where numbers are read from."""
+        world = self.world_size
+        lane.copy(self._received.part(), self.counts.part(rows=(0, world)), "kernel")
+        return lane.copy(self._splits.part(), self.counts.part(rows=(world, world)), "kernel").read(self.counts, by)
+
+    def received(self, source: Index, first: Index = 0, count: Index | None = None) -> Index:
+        """Rows of h from `source`, for so many local experts."""
+        return self._of_row(source, first, count)
+
+    def given(self, rank: Index, first: Index = 0, count: Index | None = None) -> Index:
+        """This rank's tokens for so many experts of `rank`."""
+        return self._of_row(self.world_size + rank, first, count)
+
+    def of_expert(self, expert: Index) -> Index:
+        """Rows of h for a local expert."""
+        return total("counts", expert, self._all, self.p.experts)
+
+    def first_in_h(self, source: Index, expert: Index) -> Index:
+        """Where in h the rows of a local expert that came from `source` begin."""
+        begin: Index = 0
+        for any_source in range(self.world_size):
+            begin = begin + self.received(any_source, 0, expert)
+        return begin + total("counts", expert, source * self.p.experts + expert, self.p.experts)
+
+    def first_in_y(self, rank: Index, expert: Index = 0) -> Index:
+        """Where in y the rows that an expert of `rank` has made begin."""
+        return total("counts", self._all, self._all + rank * self.p.experts + expert)
+
+    def matmul(self, out: Region, rows: tuple[Index, Index], expert: Index) -> Compute:
+        weights = self.weights.part(rows=(expert * self.p.k, self.p.k))
+        return Compute("matmul", out, (self.h.part(rows=rows), weights))
+
+    def _of_row(self, row: Index, first: Index, count: Index | None) -> Index:
+        begin = row * self.p.experts + first
+        return total("counts", begin, begin + (self.p.experts if count is None else count))
+
+
+class _Sending(_Combine):
+    """Rows of others are computed into a slot for each, and sent in `chunks` parts of the experts (`pieces`) with a signal each.
+
+    A slot is filled again when its reader has said that it has read all of it: once in every run, whatever the sizes."""
+
+    def __init__(self, name: str, p: MatmulAllToAll, by: Transport, chunks: int) -> None:
+        super().__init__(name, p)
+        if p.world_size == 1:
+            raise NotApplicableError("one rank has nobody to send to")
+        if by == "dma" and not p.exact:
+            raise NotApplicableError("copy engines take sizes from the host, which may not wait for them here")
+        self.pieces = cut(p.experts, chunks, what="experts of a rank")
+        read_by: ReadBy = "host" if by == "dma" else "device"
+        self._by, peers = by, p.world_size - 1
+        room = peers * p.most, p.n, p.dtype
+        if by == "kernel":
+            self._outbox, self._inbox = (
+                self.buffer("outbox", *room, "scratch"),
+                self.buffer("inbox", *room, "symmetric"),
+            )
+        else:  # one is at the sender, the other at the receiver
+            self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
+        self._free, self._there = self.signals("free", peers), self.signals("there", peers * chunks)
+        self._compute = self.learn(self.lane("compute"), read_by)
+        if by != "store":
+            told = self.signals("told", 1)
+            self._compute.set(told)
+            self._mover = self.lane("from peers" if by == "dma" else "to peers", "copy").wait(told)
+            self._mover.read(self.counts, read_by)
+        if by == "kernel":
+            self._computed = self.signals("computed", peers * chunks)
+        for i in range(peers):
+            (self._mover if by == "kernel" else self._compute).wait(self._free, i, previous=True)
+
+    def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
+        """The rows of so many ranks, from the one so far ahead on, for so many experts."""
+        p, expert = self.p, Expr(_TILE) + first
+        at = peer(p.world_size, first_source) if self._by == "store" else RANK
+        kernel = ReturningMatmul(
+            self.counts.name, self.h.name, self.weights.name, self.y.name, self._outbox.name, at, p.experts, p.most,
+            first_source, n_sources, first, count,
+        )  # fmt: skip
+        segments = [self._segment(first_source + i, expert, at) for i in range(n_sources)]
+        self._compute.tiles(kernel, _TILE, count, *segments)
+
+    def _segment(self, distance: int, expert: Index, at: Index) -> Compute:
+        source = peer(self.world_size, distance) if distance else RANK
+        rows = self.received(source, expert, 1)
+        if distance:
+            begin = self._slot(distance) + self.received(source, 0, expert)
+            out = self._outbox.part(rows=(begin, rows), at=at)
+        else:
+            out = self.y.part(rows=(self.first_in_y(RANK, expert), rows))
+        return self.matmul(out, (self.first_in_h(source, expert), rows), expert)
+
+    def send(self, distance: int, chunk: int) -> None:
+        """To the rank so far ahead what these experts have made of its rows; by copy engines, those fetch it that it is for."""
+        number, to = (distance - 1) * len(self.pieces) + chunk, peer(self.world_size, distance)
+        piece = self.pieces[chunk]
+        if self._by == "kernel":
+            first, _ = piece
+            rows = self._slot(distance) + self.received(to, 0, first), self.received(to, *piece)
+            self._compute.set(self._computed, number)
+            self._mover.wait(self._computed, number)
+            self._mover.copy(self._outbox.part(rows=rows), self._inbox.part(rows=rows, at=to), "kernel")
+            self._mover.set(self._there, number, at=to)
+            return
+        self._compute.set(self._there, number, at=to)
+        if self._by == "dma":
+            self._mover.wait(self._there, number)
+            self._place(self._mover, distance, piece)
+
+    def done(self) -> Schedule:
+        """What came is put in its place, and who sent it may send again."""
+        chunks = len(self.pieces)
+        for distance in range(1, self.world_size):
+            receiver = self._mover if self._by == "dma" else self._compute
+            if self._by != "dma":
+                for number in range((distance - 1) * chunks, distance * chunks):
+                    receiver.wait(self._there, number)
+                self._place(receiver, distance, (0, self.p.experts))
+            receiver.set(self._free, distance - 1, at=peer(self.world_size, -distance))
+        return self.schedule()
+
+    def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:
+        """What these experts of the rank so far behind have made of this rank's tokens."""
+        source, (first, _) = peer(self.world_size, -distance), piece
+        rows = self.given(source, *piece)
+        begin, at = self._slot(distance) + self.given(source, 0, first), source if self._by == "dma" else RANK
+        target = self.y.part(rows=(self.first_in_y(source, first), rows))
+        lane.copy(self._inbox.part(rows=(begin, rows), at=at), target, "dma" if self._by == "dma" else "kernel")
+
+    def _slot(self, distance: int) -> int:
+        """Where the rows for the rank so far ahead begin, and at the receiver those from the one so far behind."""
+        return (distance - 1) * self.p.most

@@ -1,0 +1,47 @@
+"""Rows times the weights of their experts, and back to the ranks whose tokens they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.schedule.candidate import Candidate
+from weft.schedule.problems.experts import ExpertsProblem
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulAllToAll(ExpertsProblem):
+    """What came to a rank's experts times their weights, and every row back to the rank that it came from.
+
+    exact: the host reads how many tokens there are; otherwise it was told, and waits for nothing.
+
+    Buffers: h [rows that came, k] by local expert and then by the rank that they came from, received [ranks, experts] int64, how
+    many these are, splits [1, experts of all] int64, this rank's tokens for each expert, w [experts * k, n], one expert below the
+    other, in; y [rows[rank], n] in the order of this rank's tokens, by expert of all, out. Source: "T3: Transparent Tracking &
+    Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
+    """
+
+    name: ClassVar[str] = "matmul_all_to_all"
+    tried_on_gpus: ClassVar[bool] = False
+
+    @property
+    def not_captured(self) -> str:
+        if not self.exact:
+            return ""
+        return (
+            f"no graph can capture {self.name} without rows, since the host reads how many there are; plan it with --bounded (in "
+            "Python bounded=True), and call it with rows"
+        )
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.tokens} of each of {counted(self.world_size, 'rank')}, [{self.k}] of them @ [{self.experts}, {self.k}, "
+            f"{self.n}] at their experts' ranks, and back, {self.dtype}, {'counted by the host' if self.exact else 'bounded'}"
+        )
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name == "serial" or dict(candidate.parameters)["chunks"] == 1 + (
+            candidate.builder != "combine"
+        )
