@@ -4,6 +4,7 @@ from weft.schedule import dispatch, ficco, gather, scatter, serial, shard, slice
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
+from weft.schedule.output_map import MatmulInto, OutputMap, schedule_of
 from weft.schedule.problem import Problem, described
 from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
@@ -35,7 +36,7 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set",
-    "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "total",
-    "unregister", "value",
+    "Lane", "MatmulInto", "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region",
+    "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described",
+    "lookup", "named", "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip

@@ -4,8 +4,8 @@ A GEMM whose result goes into a collective computes its output chunk by chunk. A
 nothing else; who waits, copies and adds follows from that (`weft.schedule.output_steps`).
 
     local(c)                        stays
-    remote_map(c, to=, op=)         the GEMM's stores go straight to a peer: nothing is written here
-    dma_map(c, to=, op=, after=)    stays until it has got so many updates, the GEMM's own among them; then a copy engine sends it on
+    remote_map(c, to=, op=)         the GEMM's stores go straight to a peer: nothing is written here, unless it is local too
+    dma_map(c, to=, op=, after=)    stays until it has so many updates, the GEMM's own among them; then a copy engine sends it
 
 op="update" adds to what the peer computes of the same chunk, and op="store" is all that the peer has of it. Chunks are numbered as
 their rank computes them, and ranks are staggered: rank r computes the rows of rank r + 1 first, those of r + 2 next, its own last.
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from weft.schedule.builders import NotApplicableError
-from weft.schedule.expr import RANK, Index
+from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.output_routes import CollectiveName, Entry, Op, routes_of
 from weft.schedule.output_steps import Add, By, Product, scheduled
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
@@ -60,11 +60,14 @@ class MatmulInto:
 
 @dataclass(frozen=True, slots=True)
 class OutputMap:
-    """Where each chunk of a GEMM's output goes. `rows`: of the whole output, with all ranks' parts. `chunks`: of it, as many for each
-    rank's rows. Each call returns a larger map. `ValueError`, here or by `schedule`, names the chunk, the value and what to write.
+    """Where each chunk of a GEMM's output goes. Each call returns a larger map; what cannot be is a `ValueError`, here or by
+    `schedule`, that names the chunk, the value and what to write.
 
-    order: which chunk of the whole is computed when, if not in the staggered order: with chunks // world_size = c for each rank,
-        `owner * c + piece` for each. Of an all-gather other ranks' chunks are numbered too, and none is computed here.
+    rows: of the whole output, with all ranks' parts.
+    chunks: of the whole output; each rank's rows are cut into as many.
+
+    order: what chunk 0, 1, ... is, if not in the staggered order: places in the whole output, `owner * c + piece`, where each
+        rank's rows are c chunks. Other ranks' chunks are numbered too where they are not computed here, as in an all-gather.
     """
 
     rows: int
@@ -90,27 +93,37 @@ class OutputMap:
         """A copy engine sends the chunk to rank `to` when it has been written or updated `after` times: by the own GEMM, if that
         computes it, and by each rank that sends it here."""
         if not isinstance(after, int) or after < 1:
-            raise ValueError(f"chunk {chunk}: after={after!r} must be at least 1: what nobody has written cannot be sent")
+            raise ValueError(
+                f"chunk {chunk}: after={after!r} must be at least 1: what nobody has written cannot be sent"
+            )
         return self._with(Entry("dma_map", chunk, to, op, after))
 
     def _with(self, entry: Entry) -> OutputMap:
         if not isinstance(entry.chunk, int) or not 0 <= entry.chunk < self.chunks:
             raise ValueError(f"chunk {entry.chunk!r} is none of {self.chunks}: use 0 to {self.chunks - 1}")
+        if not isinstance(entry.to, int | Expr):
+            raise ValueError(
+                f"chunk {entry.chunk}: to={entry.to!r} is no rank: use a number, or an expression such as (RANK + 1) % 4"
+            )
         if entry.op not in get_args(Op):
             raise ValueError(f"chunk {entry.chunk}: op={entry.op!r} is not known: use 'store' or 'update'")
         return replace(self, entries=(*self.entries, entry))
 
     def schedule(
-        self, problem: MatmulReduceScatter | MatmulInto, *, add: Add = "gemm", by: By = "dma", name: str = "output map"
-    ) -> Schedule:
+        self, problem: MatmulReduceScatter | MatmulInto, *, add: Add = "gemm", by: By = "dma", engines: int = 1,
+        name: str = "output map",
+    ) -> Schedule:  # fmt: skip
         """The schedule in which every rank's output is mapped so.
 
         add: who adds up a reduce-scatter's updates. "gemm": the one that computes the same chunk, which waits for them. "reduce": a
-            kernel beside the GEMMs, which wait for nothing. by: what copies dma-mapped chunks, a copy engine or a kernel.
+            kernel beside the GEMMs, which wait for nothing.
+        by: what copies dma-mapped chunks, a copy engine or a kernel.
+        engines: chunks that a rank copies at a time, each to other ranks: 1 where one peer at a time can have all of a GPU's
+            bandwidth (a switch), world_size - 1 where each link leads to one peer (a mesh).
 
         `ValueError` if the map cannot be; `NotApplicableError` if there is nothing to compute, or fewer rows than chunks.
         """
-        return schedule_of([self] * problem.world_size, problem, add=add, by=by, name=name)
+        return schedule_of([self] * problem.world_size, problem, add=add, by=by, engines=engines, name=name)
 
     def __str__(self) -> str:
         return "\n".join([f"output of {self.rows} rows in {self.chunks} chunks", *(f"  {e}" for e in self.entries)])
@@ -118,32 +131,38 @@ class OutputMap:
 
 def schedule_of(
     maps: Sequence[OutputMap], problem: MatmulReduceScatter | MatmulInto, *, add: Add = "gemm", by: By = "dma",
-    name: str = "output map",
+    engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
     """`OutputMap.schedule`, of a map for each rank."""
     p = problem if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     if add not in get_args(Add) or by not in get_args(By):
         raise ValueError(f"add={add!r}, by={by!r}: use add='gemm' or 'reduce', by='dma' or 'kernel'")
+    if not isinstance(engines, int) or engines < 1:
+        raise ValueError(f"engines={engines!r} must be at least 1: on how many lanes copies to other ranks are")
     if len(maps) != p.world_size:
         raise ValueError(f"{len(maps)} maps, and world_size={p.world_size}: give one for each rank")
     first = maps[0]
     for rank, one in enumerate(maps):
         if (one.rows, one.chunks) != (first.rows, first.chunks):
             raise ValueError(
-                f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, and rank 0 {first.rows} in {first.chunks}: these are the "
-                f"same on every rank"
+                f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, and rank 0 {first.rows} in {first.chunks}: use the same "
+                f"numbers on every rank"
             )
     rows = first.rows if isinstance(problem, MatmulInto) else problem.m
     if first.rows != rows:
-        raise ValueError(f"the map is of {first.rows} rows, and the problem has m={rows}: use OutputMap(rows={rows}, ...)")
+        raise ValueError(
+            f"the map is of {first.rows} rows, and the problem has m={rows}: use OutputMap(rows={rows}, ...)"
+        )
     if rows % p.world_size:
-        raise ValueError(f"rows={rows} must be divisible by world_size={p.world_size}: pad to {-(-rows // p.world_size) * p.world_size}")
+        raise ValueError(
+            f"rows={rows} must be divisible by world_size={p.world_size}: pad to {-(-rows // p.world_size) * p.world_size}"
+        )
     if not rows * p.n * p.k:
         raise NotApplicableError("there is nothing to multiply")
     plain = [(one.order, one.entries) for one in maps]
     same = all(one is first for one in maps)
     routes = routes_of(p.collective, p.world_size, first.chunks, tuple(plain[:1] if same else plain))
-    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), add=add, by=by)
+    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), add=add, by=by, engines=engines)
 
 
 def _as_matmul_into(p: MatmulReduceScatter) -> MatmulInto:
@@ -171,22 +190,26 @@ def ring_reduce_scatter(
 
 
 def direct_reduce_scatter(
-    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", rank: Index = RANK
+    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
 ) -> OutputMap:
-    """7.1: each chunk goes straight to the rank whose rows it has."""
-    return _to_owners(rows, world, per_rank, by, "update", rank)
+    """7.1: each chunk goes straight to the rank whose rows it has. sliced: a chunk of each rank's rows after the other, so that all
+    links are busy from the first on; else all of one rank's rows before those of the next."""
+    return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 
 
-def all_to_all(rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", rank: Index = RANK) -> OutputMap:
+def all_to_all(
+    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
+) -> OutputMap:
     """7.1: as the direct reduce-scatter, but nothing is added up."""
-    return _to_owners(rows, world, per_rank, by, "store", rank)
+    return _to_owners(rows, world, per_rank, by, "store", sliced, rank)
 
 
 def ring_all_gather(
-    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", rank: Index = RANK
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "dma", rank: Index = RANK
 ) -> OutputMap:
     """7.1: "reuses ring-RS's configuration", with stores for updates. What is computed here stays and goes to the left; what came
-    from the right goes on, but for the last, which the left neighbour has computed."""
+    from the right goes on, but for the last, which the left neighbour has computed. A GEMM stores once, so that with
+    first="store" a kernel behind it stores again."""
     made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
     for chunk in range(world * per_rank):
         distance = chunk // per_rank
@@ -199,9 +222,7 @@ def ring_all_gather(
     return made
 
 
-def direct_all_gather(
-    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", rank: Index = RANK
-) -> OutputMap:
+def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
     """7.1: what is computed here stays, and goes straight to every other rank."""
     made = OutputMap(rows, world * per_rank)
     for chunk in range((world - 1) * per_rank, world * per_rank):
@@ -211,12 +232,14 @@ def direct_all_gather(
     return made
 
 
-def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: Op, rank: Index) -> OutputMap:
-    made = OutputMap(rows, world * per_rank)
-    for chunk in range((world - 1) * per_rank):
-        made = _send(made, chunk, (rank + 1 + chunk // per_rank) % world, by, op)
-    for chunk in range((world - 1) * per_rank, world * per_rank):
-        made = made.local(chunk)
+def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: Op, sliced: bool, rank: Index) -> OutputMap:
+    pieces, distances = range(per_rank), range(1, world + 1)
+    staggered = [(distance, piece) for distance in distances for piece in pieces]
+    chunks = [(distance, piece) for piece in pieces for distance in distances] if sliced else staggered
+    order = tuple((rank + distance) % world * per_rank + piece for distance, piece in chunks)
+    made = OutputMap(rows, world * per_rank, order if sliced else None)
+    for chunk, (distance, _) in enumerate(chunks):
+        made = made.local(chunk) if distance == world else _send(made, chunk, (rank + distance) % world, by, op)
     return made
 
 

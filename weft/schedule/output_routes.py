@@ -98,7 +98,7 @@ class Routes:
                     self.sources[send.to][self.landing(source, place)].append(source)
         for rank, places in enumerate(self.sources):
             for sources in places.values():
-                sources.sort(key=lambda source: (rank - source) % world)  # noqa: B023
+                sources.sort(key=lambda source: (rank - source) % world)
         for rank in range(world):
             self._check_arrivals(rank)
         self.times()
@@ -123,8 +123,8 @@ class Routes:
         return [] if self.collective == "all_to_all" else self.sources[rank].get(place, [])
 
     def times(self, in_turn: bool = False) -> dict[Node, int]:
-        """When each chunk may be sent on, counted in chunks; of every two that wait for one another the later has the larger. in_turn:
-        a GEMM that adds to what comes waits for it, and later GEMMs of the rank with it. `ValueError` if one waits for itself."""
+        """When each chunk may be sent on, counted in chunks: later than all that it waits for. in_turn: a GEMM that adds to what
+        comes waits for it, and later GEMMs of the rank with it. `ValueError` if a chunk waits for itself."""
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
         for rank in range(self.world):
@@ -149,7 +149,9 @@ class Routes:
                 if not left[one]:
                     ready.append(one)
         if len(found) < len(before):
-            self._refuse_circle({node: [n for n in e if n not in found] for node, e in before.items() if node not in found})
+            self._refuse_circle(
+                {node: [n for n in e if n not in found] for node, e in before.items() if node not in found}
+            )
         return found
 
     def _order(self, rank: int, order: Order) -> tuple[int, ...]:
@@ -204,10 +206,11 @@ class Routes:
         owner, to, c, gather = self.owner(place), int(e.to), e.chunk, self.collective == "all_gather"
         own, computes = owner == rank, self.computes(rank, place)
         if e.how == "local":
-            if not own:
-                then = f"dma_map({c}, to=..., after=1), or nothing if it goes no further" if gather else f"map it to {owner}"
-                return f"local, and this is not the rank that keeps it: {then}"
-            return ""
+            if own:
+                return ""
+            if gather:
+                return f"local, and rank {owner} computes it: use dma_map({c}, to=..., after=1), or nothing if it goes no further"
+            return f"local, and rank {owner} keeps it: use remote_map({c}, to=...) or dma_map({c}, to=..., after=...)"
         if not 0 <= to < self.world:
             return f"to={to} is no rank of this group: use 0 to {self.world - 1}"
         if to == rank:
@@ -236,7 +239,9 @@ class Routes:
             self._refuse(rank, place, f"it is unwritten here, where it belongs: add local({c})")
         if not entries and self.computes(rank, place):
             self._refuse(
-                rank, place, f"it is unwritten: add remote_map({c}, to=..., op=...) or dma_map({c}, to=..., op=..., after=...)"
+                rank,
+                place,
+                f"it is unwritten: add remote_map({c}, to=..., op=...) or dma_map({c}, to=..., op=..., after=...)",
             )
 
     def _check_arrivals(self, rank: int) -> None:
@@ -276,8 +281,12 @@ class Routes:
         circle = path[path.index(node) :]
         names = [f"chunk {self.number[rank][place]} of rank {rank}" for rank, place in circle]
         in_turn = len({place for _, place in circle}) > 1
-        fix = "GEMMs that add to what comes wait for it in turn: use add='reduce'" if in_turn else "have one go elsewhere"
-        self._refuse(*circle[0], f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none is ever sent: {fix}")
+        fix = (
+            "GEMMs that add to what comes wait for it in turn: use add='reduce'" if in_turn else "have one go elsewhere"
+        )
+        self._refuse(
+            *circle[0], f"it waits for {', which waits for '.join([*names[1:], names[0]])}: none is ever sent: {fix}"
+        )
 
     def arrivals(self) -> Iterator[tuple[int, int, int, int]]:
         """(rank, place there, how many came before it, source)"""

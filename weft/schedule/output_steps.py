@@ -1,7 +1,8 @@
 """A schedule of an output map: who computes, copies, adds and waits where the map says only where each chunk goes.
 
-    compute     GEMMs, chunk by chunk in the order of production; a chunk that is remote-mapped they store in the peer's slot
-    to peers    copy engines send dma-mapped chunks on, in the order in which these are complete
+    compute     GEMMs, chunk by chunk in the order of production. What is remote-mapped they store in the peer's slot; what stays
+                too they store here, and a kernel behind them stores it there
+    to peers    copy engines send dma-mapped chunks on, in the order in which these are complete; one lane, or several
     sums        add=reduce: adds what came to a chunk that is sent on, beside the GEMMs
     to y        brings what came from slots to the result
 
@@ -17,7 +18,7 @@ since a run of other sizes may have its chunks elsewhere.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from weft.schedule.expr import RANK, Index, lookup
@@ -28,7 +29,10 @@ from weft.schedule.steps import Buffer, Region, Resource, Signals
 
 Add: TypeAlias = Literal["gemm", "reduce"]
 By: TypeAlias = Literal["dma", "kernel"]
-_LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to y": "copy", "to peers": "copy"}
+Rows: TypeAlias = tuple[int, int]
+"""(first, count), of an owner's"""
+_LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to y": "copy"}
+"""Besides, those to peers are copy lanes."""
 
 
 class Product(NamedTuple):
@@ -40,14 +44,14 @@ class Product(NamedTuple):
     dtype: str
 
 
-def scheduled(name: str, routes: Routes, p: Product, *, add: Add, by: By) -> Schedule:
+def scheduled(name: str, routes: Routes, p: Product, *, add: Add, by: By, engines: int) -> Schedule:
     """`ValueError` if GEMMs that add to what comes would wait for one another; `NotApplicableError` for fewer rows than pieces."""
-    plan = _Plan(name, routes, p, add, by)
+    plan = _Plan(name, routes, p, add, by, engines)
     if routes.alike:
         _Rank(plan, 0, lambda rank: peer(routes.world, rank) if rank else RANK, plan.d.lane).write()
         return plan.d.schedule()
-    for name, resource in _LANES.items():
-        plan.d.lane(name, resource)
+    for name in plan.lanes:
+        plan.d.lane(name, _resource(name))
     for rank in range(routes.world):
         lanes: dict[str, LaneDraft] = {}
 
@@ -64,6 +68,10 @@ def scheduled(name: str, routes: Routes, p: Product, *, add: Add, by: By) -> Sch
     return plan.d.schedule()
 
 
+def _resource(lane: str) -> Resource:
+    return _LANES.get(lane, "copy")
+
+
 class _Plan:
     """What holds for all ranks: memory, signals, who reads which slot last.
 
@@ -71,8 +79,10 @@ class _Plan:
     is, counted in m rows. frees: of each rank, who tells it that its slots there are free: (rank, lane).
     """
 
-    def __init__(self, name: str, routes: Routes, p: Product, add: Add, by: By) -> None:
+    def __init__(self, name: str, routes: Routes, p: Product, add: Add, by: By, engines: int) -> None:
         self.routes, self.p, self.add, self.by = routes, p, add, by
+        self._senders = ["to peers" if engines == 1 else f"to peers {i}" for i in range(engines)]
+        self.lanes = [*_LANES, *self._senders]
         self.d, self.m = Draft(name, routes.world), p.rows // routes.world
         self.pieces = cut(self.m, routes.per_rank, what="rows of a rank's part")
         self.times = routes.times(in_turn=routes.sums and add == "gemm")
@@ -85,10 +95,9 @@ class _Plan:
         self.box, self.made = self._memory("box", boxes, "symmetric"), self._memory("made", scratch, "scratch")
         telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
         for rank, place, nth, source in routes.arrivals():
-            telling[source].add((rank, self.last_reader(rank, place, nth)))
-        order = list(_LANES)
+            telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
         self.frees = {
-            source: sorted(told, key=lambda one: ((one[0] - source) % routes.world, order.index(one[1])))  # noqa: B023
+            source: sorted(told, key=lambda one: ((one[0] - source) % routes.world, self.lanes.index(one[1])))
             for source, told in telling.items()
         }
         self._counts = {
@@ -97,7 +106,6 @@ class _Plan:
             "computed": routes.chunks,
             "added": routes.chunks,
             "placed": routes.per_rank,
-            "passed": boxes * routes.per_rank,
         }
         self._signals: dict[str, Signals] = {}
 
@@ -115,16 +123,21 @@ class _Plan:
             return by_engine and (self.add == "reduce" or not self.routes.arriving(rank, place))
         return by_engine and self.routes.collective == "all_to_all"
 
-    def last_reader(self, rank: int, place: int, nth: int) -> str:
-        """The lane behind which a slot is free, of the one that the nth source of a node fills."""
+    def sender(self, rank: int, to: int) -> str:
+        """The lane on which a rank's engines send to another."""
+        return self._senders[((to - rank) % self.routes.world - 1) % len(self._senders)]
+
+    def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
+        """The lanes behind which a slot is free, of the one that the nth source of a node fills."""
         routes = self.routes
+        sent_on = [self.sender(rank, send.to) for send in routes.sends[rank].get(place, ())]
         if not routes.sums:
-            return "to y"
-        if routes.owner(place) == rank:
-            return "to y" if self.add == "gemm" and len(routes.sources[rank][place]) == 1 else "compute"
+            return ["to y"] if routes.computes(rank, place) else ["to y", *sent_on]
+        if not sent_on:
+            return ["to y" if self.add == "gemm" and len(routes.sources[rank][place]) == 1 else "compute"]
         if self.add == "reduce":
-            return "sums"
-        return "compute" if nth else "to peers"
+            return ["sums"]
+        return ["compute"] if nth else sent_on
 
     def _memory(self, name: str, parts: int, role: Literal["symmetric", "scratch"]) -> Buffer:
         declared = self.d.buffer if parts else Draft("", 1).buffer  # what nobody uses is not in the schedule
@@ -151,29 +164,40 @@ class _Rank:
         self, plan: _Plan, rank: int, at: Callable[[int], Index], lane: Callable[[str, Resource], LaneDraft]
     ) -> None:
         self.plan, self.routes, self.rank, self.at = plan, plan.routes, rank, at
-        self.lane = lambda name: lane(name, _LANES[name])
+        gather = plan.routes.collective == "all_gather"
+        self.lane = lambda name: lane(name, _resource(name))
         self._sent_by_gemm = {
             send.to for sends in plan.routes.sends[rank].values() for send in sends if send.how == "remote_map"
         }
         self._opened: set[tuple[str, int]] = set()
+        self._computed = self.routes.computed(rank)
+        self._own = self._joined([] if gather else [p for p in self._computed if self.routes.owner(p) == rank])
+
+    def _joined(self, own: list[int]) -> dict[int, list[int]]:
+        """Chunks that stay, by the first of those that go together: nobody is told of them one by one. All, where they follow each
+        other and no GEMM of one waits for what comes to it."""
+        sources = {tuple(self._sources(place)) for place in own}
+        begin = self._computed.index(own[0]) if own else 0
+        together = len(sources) == 1 and sorted(own) == self._computed[begin : begin + len(own)]
+        if together and (self.plan.add == "reduce" or sources == {()}):
+            return {own[0]: own}
+        return {place: [place] for place in own}
 
     def write(self) -> None:
         routes, rank, gather = self.routes, self.rank, self.routes.collective == "all_gather"
-        computed = routes.computed(rank)
-        for place in computed:
+        for place in self._computed:
             if gather:
                 self._compute_gathered(place)
-            elif routes.owner(place) == rank:
-                self._compute_own(place)
-            else:
+            elif place in self._own:
+                self._compute_own(place, self._rows(self._own[place]))
+            elif routes.owner(place) != rank:
                 self._compute_sent(place, *routes.sends[rank][place])
         if routes.sums and self.plan.add == "reduce":
-            self._add_up(computed)
-        order = sorted(routes.order[rank], key=lambda place: self.plan.times[rank, place])
-        for place in order:
+            self._add_up()
+        for place in sorted(routes.order[rank], key=lambda place: self.plan.times[rank, place]):
             self._send(place)
         if not routes.sums:
-            self._receive(order)
+            self._receive()
         self._free()
 
     def _compute_gathered(self, place: int) -> None:
@@ -203,11 +227,11 @@ class _Rank:
             self._multiply(place, self._kept(place))
         compute.set(plan.signals("computed"), self._number(place))
 
-    def _compute_own(self, place: int) -> None:
-        """A chunk of the result, and of a sum what others add to it."""
-        plan, compute, result = self.plan, self.lane("compute"), self._result(place)
+    def _compute_own(self, place: int, rows: Rows) -> None:
+        """What stays, and to a sum what others add to it."""
+        plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
         if not self._sources(place) or plan.add == "reduce":
-            self._multiply(place, result)
+            self._multiply(place, result, rows)
         elif len(self._sources(place)) > 1:
             compute.reduce(result, *self._arrived(compute, place))
             self._multiply(place, result, add=True)
@@ -218,51 +242,51 @@ class _Rank:
             compute.wait(placed, piece)
             self._multiply(place, result, add=True)
 
-    def _add_up(self, computed: list[int]) -> None:
+    def _add_up(self) -> None:
         """What came, behind the GEMMs: on a lane of its own where it is sent on, so that no GEMM waits for it."""
         plan, rank = self.plan, self.rank
-        for place in sorted(computed, key=lambda place: plan.times[rank, place]):
+        for place in sorted(self._computed, key=lambda place: plan.times[rank, place]):
             if not self._sources(place):
                 continue
-            if self.routes.owner(place) == rank:
-                compute, result = self.lane("compute"), self._result(place)
-                compute.reduce(result, result, *self._arrived(compute, place))
-            else:
+            if place in self._own:
+                rows, compute = self._rows(self._own[place]), self.lane("compute")
+                slots = self._arrived(compute, *self._own[place])
+                compute.reduce(self._result(place, rows), self._result(place, rows), *slots)
+            elif self.routes.owner(place) != rank:
                 sums, kept = self.lane("sums").wait(plan.signals("computed"), self._number(place)), self._kept(place)
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
         """By engine, where it is complete."""
-        plan, sources = self.plan, self._sources(place)
-        sends = [send for send in self.routes.sends[self.rank].get(place, ()) if send.how == "dma_map"]
-        if not sends:
-            return
-        sender, forwarded = self.lane("to peers"), not self.routes.computes(self.rank, place)
-        for send in sends:
+        plan, sources, seen = self.plan, self._sources(place), set[str]()
+        done = "added" if self.routes.sums and sources and plan.add == "reduce" else "computed"
+        for send in self.routes.sends[self.rank].get(place, ()):
+            if send.how == "remote_map":
+                continue
+            sender = self.lane(plan.sender(self.rank, send.to))
             if send.to not in self._sent_by_gemm or self.routes.collective == "all_gather":
                 self._open(sender, send.to)
-        if forwarded:
-            (source,) = self._arrived(sender, place)
-        else:
-            done = "added" if self.routes.sums and sources and plan.add == "reduce" else "computed"
-            sender.wait(plan.signals(done), self._number(place))
-            source = self._complete(place)
-        for send in sends:
+            forwarded = not self.routes.computes(self.rank, place)
+            if sender.name not in seen:
+                seen.add(sender.name)
+                if forwarded:
+                    self._arrived(sender, place)
+                else:
+                    sender.wait(plan.signals(done), self._number(place))
+            source = self._slot(self.rank, place) if forwarded else self._complete(place)
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
-        if forwarded:
-            sender.set(plan.signals("passed"), self._signal(self.rank, place))
 
-    def _receive(self, order: list[int]) -> None:
+    def _receive(self) -> None:
         """What others computed and this rank keeps."""
         times, rank, receiver = self.plan.times, self.rank, self.lane("to y")
         came = [(place, source) for place, sources in self.routes.sources[rank].items() for source in sources]
-        distance = {source: (rank - source) % self.routes.world for _, source in came}
-        for place, source in sorted(came, key=lambda one: (times[one[1], one[0]], distance[one[1]], one[0])):
-            if self.routes.sends[rank].get(place) and not self.routes.computes(rank, place):
-                receiver.wait(self.plan.signals("passed"), self._signal(rank, place))
-                arrived = self._slot(rank, place)
-            else:
-                (arrived,) = self._arrived(receiver, place)
+
+        def when(one: tuple[int, int]) -> tuple[int, int, int]:
+            place, source = one
+            return times[source, self.routes.landing(rank, place)], (rank - source) % self.routes.world, place
+
+        for place, _ in sorted(came, key=when):
+            (arrived,) = self._arrived(receiver, place)
             receiver.copy(arrived, self._result(place))
 
     def _free(self) -> None:
@@ -281,24 +305,27 @@ class _Rank:
                 if rank == to:
                     lane.wait(self.plan.signals("free"), index, previous=True)
 
-    def _multiply(self, place: int, out: Region, *, add: bool = False) -> LaneDraft:
-        first, count = self._piece(place)
+    def _multiply(self, place: int, out: Region, rows: Rows | None = None, *, add: bool = False) -> LaneDraft:
+        begin, count = rows or self._rows([place])
+        first: Index = begin
         if self.routes.collective != "all_gather":  # of which the own rows are all there are
             first = self.at(self.routes.owner(place)) * self.plan.m + first
-        rows = self.plan.x.part(rows=(first, count))
-        return self.lane("compute").matmul(out, rows, self.plan.w.part(), accumulate=add)
+        return self.lane("compute").matmul(
+            out, self.plan.x.part(rows=(first, count)), self.plan.w.part(), accumulate=add
+        )
 
     def _sent(self, lane: LaneDraft, place: int, send: Send) -> None:
         landing = self.routes.landing(self.rank, place)
         nth = self.routes.sources[send.to][landing].index(self.rank)
         lane.set(self.plan.signals("there"), self._signal(send.to, landing, nth), at=self.at(send.to))
 
-    def _arrived(self, lane: LaneDraft, place: int) -> list[Region]:
-        """The slots of a chunk, on a lane that has waited for all of them."""
-        slots = range(len(self.routes.sources[self.rank][place]))
+    def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
+        """The slots of chunks beside each other, on a lane that has waited for all of them."""
+        slots = range(len(self.routes.sources[self.rank][places[0]]))
         for nth in slots:
-            lane.wait(self.plan.signals("there"), self._signal(self.rank, place, nth))
-        return [self._slot(self.rank, place, nth) for nth in slots]
+            for place in places:
+                lane.wait(self.plan.signals("there"), self._signal(self.rank, place, nth))
+        return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 
     def _sources(self, place: int) -> list[int]:
         return self.routes.arriving(self.rank, place)
@@ -306,15 +333,17 @@ class _Rank:
     def _number(self, place: int) -> int:
         return self.routes.number[self.rank][place]
 
-    def _piece(self, place: int) -> tuple[int, int]:
-        return self.plan.pieces[place % self.routes.per_rank]
+    def _rows(self, places: Sequence[int]) -> Rows:
+        """Of an owner's, those of its chunks there, which follow each other."""
+        pieces = [self.plan.pieces[place % self.routes.per_rank] for place in places]
+        return pieces[0][0], sum(count for _, count in pieces)
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
         """Its number, of what the nth source sends there."""
         return (self.plan.slots[rank, place] + nth) * self.routes.per_rank + place % self.routes.per_rank
 
-    def _slot(self, rank: int, place: int, nth: int = 0) -> Region:
-        first, count = self._piece(place)
+    def _slot(self, rank: int, place: int, nth: int = 0, rows: Rows | None = None) -> Region:
+        first, count = rows or self._rows([place])
         row = (self.plan.slots[rank, place] + nth) * self.plan.m + first
         return self.plan.box.part(rows=(row, count), at=self.at(rank))
 
@@ -323,7 +352,7 @@ class _Rank:
         return self._slot(send.to, landing, self.routes.sources[send.to][landing].index(self.rank))
 
     def _kept(self, place: int) -> Region:
-        first, count = self._piece(place)
+        first, count = self._rows([place])
         return self.plan.made.part(rows=(self.plan.made_slots[self.rank, place] * self.plan.m + first, count))
 
     def _complete(self, place: int) -> Region:
@@ -332,7 +361,7 @@ class _Rank:
             return self._kept(place)
         return self._slot(self.rank, place) if self.routes.sums else self._result(place)
 
-    def _result(self, place: int) -> Region:
-        first, count = self._piece(place)
+    def _result(self, place: int, rows: Rows | None = None) -> Region:
+        first, count = rows or self._rows([place])
         row = 0 if self.routes.sums else self.at(self.routes.owner(place)) * self.plan.m
         return self.plan.y.part(rows=(row + first, count))
