@@ -192,8 +192,8 @@ def ring_reduce_scatter(
 def direct_reduce_scatter(
     rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
 ) -> OutputMap:
-    """7.1: each chunk goes straight to the rank whose rows it has. sliced: a chunk of each rank's rows after the other, so that all
-    links are busy from the first on; else all of one rank's rows before those of the next."""
+    """7.1: each chunk goes straight to the rank whose rows it has. sliced: a chunk for every peer before another one for any, so that
+    all links are busy from the first on; else all of a peer's rows before those of the next."""
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 
 
@@ -233,9 +233,12 @@ def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = 
 
 
 def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: Op, sliced: bool, rank: Index) -> OutputMap:
-    pieces, distances = range(per_rank), range(1, world + 1)
-    staggered = [(distance, piece) for distance in distances for piece in pieces]
-    chunks = [(distance, piece) for piece in pieces for distance in distances] if sliced else staggered
+    pieces, peers = range(per_rank), range(1, world)
+    if sliced:
+        chunks = [(distance, piece) for piece in pieces for distance in peers]
+    else:
+        chunks = [(distance, piece) for distance in peers for piece in pieces]
+    chunks += [(world, piece) for piece in pieces]
     order = tuple((rank + distance) % world * per_rank + piece for distance, piece in chunks)
     made = OutputMap(rows, world * per_rank, order if sliced else None)
     for chunk, (distance, _) in enumerate(chunks):

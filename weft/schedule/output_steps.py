@@ -148,8 +148,7 @@ class _Plan:
         routes, most, found = self.routes, 0, dict[Node, int]()
         for rank in range(routes.world):
             begin = 0
-            for distance in range(1, routes.world + 1):
-                owner = (rank + distance) % routes.world
+            for owner in dict.fromkeys(map(routes.owner, routes.order[rank])):
                 nodes = [(rank, owner * routes.per_rank + piece) for piece in range(routes.per_rank)]
                 found |= dict.fromkeys(nodes, begin)
                 begin += max(counts[node] for node in nodes)
