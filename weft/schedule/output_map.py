@@ -192,8 +192,8 @@ def ring_reduce_scatter(
 def direct_reduce_scatter(
     rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
 ) -> OutputMap:
-    """7.1: each chunk goes straight to the rank whose rows it has. sliced: a chunk for every peer before another one for any, so that
-    all links are busy from the first on; else all of a peer's rows before those of the next."""
+    """7.1: each chunk goes straight to the rank whose rows it has. sliced: a chunk for every peer before another one for any, so
+    that all links are busy from the first on; else all of a peer's rows before those of the next."""
     return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
 
 

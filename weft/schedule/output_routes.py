@@ -66,8 +66,8 @@ class Routes:
     """Of all ranks, in numbers.
 
     order: the places of a rank's chunks by their numbers. sends: by rank and place, where its GEMM or a copy engine sends it.
-    sources: by rank and place, who sends to it, the nearest behind in the ring first. alike: whether ranks do the same but for
-    where in the ring they are.
+    targets: the ranks to which a rank's engines send. sources: by rank and place, who sends to it, the nearest behind in the ring
+    first. alike: whether ranks do the same but for where in the ring they are.
     """
 
     def __init__(
@@ -91,6 +91,10 @@ class Routes:
         self.sends: list[dict[int, tuple[Send, ...]]] = [{} for _ in range(world)]
         for rank in range(world):
             self._check_rank(rank)
+        self.targets = [
+            list(dict.fromkeys(s.to for place in order for s in sends[place] if s.how == "dma_map"))
+            for order, sends in zip(self.order, self.sends, strict=True)
+        ]
         self.sources: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(world)]
         for source, of_source in enumerate(self.sends):
             for place, sends in of_source.items():

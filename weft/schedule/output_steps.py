@@ -124,13 +124,14 @@ class _Plan:
         return by_engine and self.routes.collective == "all_to_all"
 
     def sender(self, rank: int, to: int) -> str:
-        """The lane on which a rank's engines send to another."""
-        return self._senders[((to - rank) % self.routes.world - 1) % len(self._senders)]
+        """The lane on which a rank's engines send to another: they take turns by the ranks that it sends to."""
+        return self._senders[self.routes.targets[rank].index(to) % len(self._senders)]
 
     def last_readers(self, rank: int, place: int, nth: int) -> list[str]:
         """The lanes behind which a slot is free, of the one that the nth source of a node fills."""
         routes = self.routes
-        sent_on = [self.sender(rank, send.to) for send in routes.sends[rank].get(place, ())]
+        engines = [send.to for send in routes.sends[rank].get(place, ()) if send.how == "dma_map"]
+        sent_on = [self.sender(rank, to) for to in engines]
         if not routes.sums:
             return ["to y"] if routes.computes(rank, place) else ["to y", *sent_on]
         if not sent_on:
