@@ -60,14 +60,22 @@ class MatmulInto:
 
 @dataclass(frozen=True, slots=True)
 class OutputMap:
-    """Where each chunk of a GEMM's output goes. Each call returns a larger map; what cannot be is a `ValueError`, here or by
-    `schedule`, that names the chunk, the value and what to write.
+    """Where each chunk of a GEMM's output goes, as T3 configures it: a value of which `schedule` makes a schedule. Each call returns a
+    larger map.
+
+    left = (RANK + 3) % 4
+    ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
+    ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
 
     rows: of the whole output, with all ranks' parts.
     chunks: of the whole output; each rank's rows are cut into as many.
-
     order: what chunk 0, 1, ... is, if not in the staggered order: places in the whole output, `owner * c + piece`, where each
         rank's rows are c chunks. Other ranks' chunks are numbered too where they are not computed here, as in an all-gather.
+    entries: the calls so far.
+
+    What cannot be is a `ValueError`, at the call or by `schedule`, that names the chunk, the value and what to write.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4, figures 11 and 12.
     """
 
     rows: int
