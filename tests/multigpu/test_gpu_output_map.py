@@ -1,4 +1,4 @@
-"""Output maps on two GPUs: weft's and random ones, behind stragglers and captured, and beside the schedules that are written by hand.
+"""Output maps on two GPUs: weft's and random ones, behind stragglers and captured, and beside schedules that are written by hand.
 The functions that run on the ranks are those of the CPU tests but for `captured`.
 """
 

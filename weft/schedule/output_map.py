@@ -60,8 +60,7 @@ class MatmulInto:
 
 @dataclass(frozen=True, slots=True)
 class OutputMap:
-    """Where each chunk of a GEMM's output goes, as T3 configures it: a value of which `schedule` makes a schedule. Each call returns a
-    larger map.
+    """Where each chunk of a GEMM's output goes, as T3 configures it; `schedule` makes a schedule of it. Each call returns a larger map.
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
