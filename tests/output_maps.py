@@ -32,17 +32,24 @@ class Mapped(NamedTuple):
         return schedule_of(self.maps, p, **self.options)
 
 
+LARGEST_TILE = 128
+"""Rows of a tracked GEMM's."""
+
+
 def library(world: int, rows: int) -> dict[str, Mapped]:
-    """Every map of weft's, by engines and by stores, in one chunk for each rank and in two. rows: of a rank's part."""
+    """Every map of weft's, by engines and by stores, in one chunk for each rank and in two, and with tracked GEMMs where chunks are
+    tiles. rows: of a rank's part."""
     found: dict[str, tuple[Any, OutputMap, dict[str, Any]]] = {}
     whole = world * rows
     for per in (1, 2):
+        track = world > 1 and (per == 1 or rows > LARGEST_TILE)
         for by in ("dma", "store"):
-            for add in ("gemm", "reduce"):
+            for add in ("gemm", "reduce", *["tracked"] * track):
+                options = {"gemm": "tracked"} if add == "tracked" else {"add": add}
                 ring = maps.ring_reduce_scatter(whole, world, per_rank=per, first=by)
-                found[f"ring, {per}, {by}, {add}"] = "reduce_scatter", ring, {"add": add}
+                found[f"ring, {per}, {by}, {add}"] = "reduce_scatter", ring, options
                 direct = maps.direct_reduce_scatter(whole, world, per_rank=per, by=by)
-                found[f"direct, {per}, {by}, {add}"] = "reduce_scatter", direct, {"add": add}
+                found[f"direct, {per}, {by}, {add}"] = "reduce_scatter", direct, options
             sliced = maps.direct_reduce_scatter(whole, world, per_rank=per, by=by, sliced=True)
             found[f"sliced, {per}, {by}"] = "reduce_scatter", sliced, {"engines": max(1, world - 1)}
             ring = maps.ring_all_gather(whole, world, per_rank=per, first=by)
@@ -51,13 +58,22 @@ def library(world: int, rows: int) -> dict[str, Mapped]:
             found[f"direct gather, {per}, {by}"] = "all_gather", direct, {"engines": 2}
             exchange = maps.all_to_all(whole, world, per_rank=per, by=by, sliced=by == "dma")
             found[f"all-to-all, {per}, {by}"] = "all_to_all", exchange, {"engines": per}
+            if track:
+                found[f"all-to-all, {per}, {by}, tracked"] = "all_to_all", exchange, {"gemm": "tracked"}
+                if by == "dma":
+                    found[f"ring gather, {per}, {by}, tracked"] = "all_gather", ring, {"gemm": "tracked"}
     found["ring, copied by kernels"] = "reduce_scatter", maps.ring_reduce_scatter(whole, world), {"by": "kernel"}
     return {name: Mapped(one, [the] * world, options) for name, (one, the, options) in found.items()}
 
 
 def random_map(rng: random.Random, collective: Any, world: int, rows: int) -> Mapped:
     """Each chunk takes a tree of its own: to its owner, or from there. Every rank has an order of production of its own."""
-    per = rng.randint(1, 2)
+    per, options = (
+        rng.randint(1, 2),
+        {"add": "reduce", "engines": rng.randint(1, 2), "by": rng.choice(("dma", "kernel"))},
+    )
+    if world > 1 and (per == 1 or rows > LARGEST_TILE) and rng.random() < 0.5:
+        options["gemm"] = "tracked"
     places = range(world * per)
     order = [rng.sample(places, len(places)) for _ in range(world)]
     found = [OutputMap(world * rows, len(places), tuple(of_rank)) for of_rank in order]
@@ -69,10 +85,9 @@ def random_map(rng: random.Random, collective: Any, world: int, rows: int) -> Ma
             if collective == "reduce_scatter":
                 found[rank] = _towards_root(rng, found[rank], chunk, above.get(rank), len(below[rank]))
             else:
-                found[rank] = _from_root(rng, found[rank], chunk, rank == place // per, below[rank])
-    return Mapped(
-        collective, found, {"add": "reduce", "engines": rng.randint(1, 2), "by": rng.choice(("dma", "kernel"))}
-    )
+                stores = rank == place // per and "gemm" not in options  # a tracked GEMM stores once
+                found[rank] = _from_root(rng, found[rank], chunk, rank == place // per, stores, below[rank])
+    return Mapped(collective, found, options)
 
 
 def _tree(rng: random.Random, root: int, world: int) -> dict[int, int]:
@@ -93,10 +108,12 @@ def _towards_root(rng: random.Random, made: OutputMap, chunk: int, parent: int |
     return made.dma_map(chunk, to=parent, op="update", after=1 + children)
 
 
-def _from_root(rng: random.Random, made: OutputMap, chunk: int, root: bool, children: list[int]) -> OutputMap:
+def _from_root(
+    rng: random.Random, made: OutputMap, chunk: int, root: bool, stores: bool, children: list[int]
+) -> OutputMap:
     made = made.local(chunk) if root else made
     for child in children:
-        by_gemm = root and rng.random() < 0.5
+        by_gemm = stores and rng.random() < 0.5
         made = made.remote_map(chunk, to=child) if by_gemm else made.dma_map(chunk, to=child, after=1)
     return made
 

@@ -32,7 +32,7 @@ from typing import Literal, TypeAlias, get_args
 from weft.schedule.builders import NotApplicableError
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.output_routes import CollectiveName, Entry, Op, routes_of
-from weft.schedule.output_steps import Add, By, Product, scheduled
+from weft.schedule.output_steps import Add, By, Gemm, Product, scheduled
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Schedule
 
@@ -60,7 +60,7 @@ class MatmulInto:
 
 @dataclass(frozen=True, slots=True)
 class OutputMap:
-    """Where each chunk of a GEMM's output goes, as T3 configures it; `schedule` makes a schedule of it. Each call returns a larger map.
+    """Where each chunk of a GEMM's output goes, as T3 configures it. Each call returns a larger map.
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
@@ -117,33 +117,39 @@ class OutputMap:
         return replace(self, entries=(*self.entries, entry))
 
     def schedule(
-        self, problem: MatmulReduceScatter | MatmulInto, *, add: Add = "gemm", by: By = "dma", engines: int = 1,
-        name: str = "output map",
+        self, problem: MatmulReduceScatter | MatmulInto, *, gemm: Gemm = "chunks", add: Add | None = None,
+        by: By = "dma", engines: int = 1, name: str = "output map",
     ) -> Schedule:  # fmt: skip
         """The schedule in which every rank's output is mapped so.
 
+        gemm: "chunks": a GEMM of the library's for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
         add: who adds up a reduce-scatter's updates. "gemm": the one that computes the same chunk, which waits for them. "reduce": a
-            kernel beside the GEMMs, which wait for nothing.
+            kernel beside the GEMMs, which wait for nothing: what goes with a tracked one.
         by: what copies dma-mapped chunks, a copy engine or a kernel.
         engines: chunks that a rank copies at a time, each to other ranks: 1 where one peer at a time can have all of a GPU's
             bandwidth (a switch), world_size - 1 where each link leads to one peer (a mesh).
 
         `ValueError` if the map cannot be; `NotApplicableError` if there is nothing to compute, or fewer rows than chunks.
         """
-        return schedule_of([self] * problem.world_size, problem, add=add, by=by, engines=engines, name=name)
+        return schedule_of([self] * problem.world_size, problem, gemm=gemm, add=add, by=by, engines=engines, name=name)
 
     def __str__(self) -> str:
         return "\n".join([f"output of {self.rows} rows in {self.chunks} chunks", *(f"  {e}" for e in self.entries)])
 
 
 def schedule_of(
-    maps: Sequence[OutputMap], problem: MatmulReduceScatter | MatmulInto, *, add: Add = "gemm", by: By = "dma",
-    engines: int = 1, name: str = "output map",
+    maps: Sequence[OutputMap], problem: MatmulReduceScatter | MatmulInto, *, gemm: Gemm = "chunks",
+    add: Add | None = None, by: By = "dma", engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
     """`OutputMap.schedule`, of a map for each rank."""
     p = problem if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
-    if add not in get_args(Add) or by not in get_args(By):
-        raise ValueError(f"add={add!r}, by={by!r}: use add='gemm' or 'reduce', by='dma' or 'kernel'")
+    add = add or ("reduce" if gemm == "tracked" else "gemm")
+    if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(By):
+        raise ValueError(
+            f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'"
+        )
+    if gemm == "tracked" and add == "gemm":
+        raise ValueError("add='gemm': a tracked GEMM computes all chunks at once and adds to none: use add='reduce'")
     if not isinstance(engines, int) or engines < 1:
         raise ValueError(f"engines={engines!r} must be at least 1: on how many lanes copies to other ranks are")
     if len(maps) != p.world_size:
@@ -166,10 +172,22 @@ def schedule_of(
         )
     if not rows * p.n * p.k:
         raise NotApplicableError("there is nothing to multiply")
+    if gemm == "tracked":
+        _require_tracked(maps, p)
     plain = [(one.order, one.entries) for one in maps]
     same = all(one is first for one in maps)
     routes = routes_of(p.collective, p.world_size, first.chunks, tuple(plain[:1] if same else plain))
-    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), add=add, by=by, engines=engines)
+    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), gemm=gemm, add=add, by=by, engines=engines)
+
+
+def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
+    if p.world_size == 1:
+        raise NotApplicableError("one rank has nothing to send")
+    for rank, one in enumerate(maps):
+        if p.collective == "all_gather" and (e := next((e for e in one.entries if e.how == "remote_map"), None)):
+            raise ValueError(
+                f"chunk {e.chunk} of rank {rank}: a tracked GEMM stores it once, here: use dma_map({e.chunk}, to={e.to}, after=1)"
+            )
 
 
 def _as_matmul_into(p: MatmulReduceScatter) -> MatmulInto:

@@ -11,6 +11,9 @@ chunk that comes, and the receiver adds: add=gemm with the GEMM that computes th
 which waits for that; add=reduce with a kernel behind the GEMM, which does not. What several peers have sent is added up in fp32,
 nearest behind in the ring first, so that equal calls give equal bits.
 
+gemm=tracked: one kernel computes all chunks in the order of production, and sets a chunk's signal when all its tiles are stored,
+here or in a peer's slot: T3's tracker in software. It waits for nothing, so that add=reduce.
+
 A slot is filled again when who read it last says so (`free`), to each of those who fill slots here: of all their slots together,
 since a run of other sizes may have its chunks elsewhere.
 """
@@ -24,11 +27,13 @@ from typing import Literal, NamedTuple, TypeAlias
 from weft.schedule.expr import RANK, Index, lookup
 from weft.schedule.operands import cut, peer
 from weft.schedule.output_routes import Node, Routes, Send
+from weft.schedule.output_tiles import Tiled, Tiling
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
-from weft.schedule.steps import Buffer, Region, Resource, Signals
+from weft.schedule.steps import Buffer, Compute, Region, Resource, Set, Signals
 
 Add: TypeAlias = Literal["gemm", "reduce"]
 By: TypeAlias = Literal["dma", "kernel"]
+Gemm: TypeAlias = Literal["chunks", "tracked"]
 Rows: TypeAlias = tuple[int, int]
 """(first, count), of an owner's"""
 _LANES: dict[str, Resource] = {"compute": "compute", "sums": "compute", "to y": "copy"}
@@ -44,9 +49,9 @@ class Product(NamedTuple):
     dtype: str
 
 
-def scheduled(name: str, routes: Routes, p: Product, *, add: Add, by: By, engines: int) -> Schedule:
+def scheduled(name: str, routes: Routes, p: Product, *, gemm: Gemm, add: Add, by: By, engines: int) -> Schedule:
     """`ValueError` if GEMMs that add to what comes would wait for one another; `NotApplicableError` for fewer rows than pieces."""
-    plan = _Plan(name, routes, p, add, by, engines)
+    plan = _Plan(name, routes, p, gemm, add, by, engines)
     if routes.alike:
         _Rank(plan, 0, lambda rank: peer(routes.world, rank) if rank else RANK, plan.d.lane).write()
         return plan.d.schedule()
@@ -79,12 +84,13 @@ class _Plan:
     is, counted in m rows. frees: of each rank, who tells it that its slots there are free: (rank, lane).
     """
 
-    def __init__(self, name: str, routes: Routes, p: Product, add: Add, by: By, engines: int) -> None:
+    def __init__(self, name: str, routes: Routes, p: Product, gemm: Gemm, add: Add, by: By, engines: int) -> None:
         self.routes, self.p, self.add, self.by = routes, p, add, by
         self._senders = ["to peers" if engines == 1 else f"to peers {i}" for i in range(engines)]
         self.lanes = [*_LANES, *self._senders]
         self.d, self.m = Draft(name, routes.world), p.rows // routes.world
-        self.pieces = cut(self.m, routes.per_rank, what="rows of a rank's part")
+        self.tiling = Tiling(self.m, p.n, routes.per_rank) if gemm == "tracked" else None
+        self.pieces = self.tiling.pieces if self.tiling else cut(self.m, routes.per_rank, what="rows of a rank's part")
         self.times = routes.times(in_turn=routes.sums and add == "gemm")
         gather = routes.collective == "all_gather"
         self.x = self.d.buffer("x", self.m if gather else p.rows, p.k, p.dtype, "input")
@@ -92,7 +98,13 @@ class _Plan:
         self.y = self.d.buffer("y", self.m if routes.sums else p.rows, p.n, p.dtype, "output")
         self.slots, boxes = self._placed({node: len(routes.sources[node[0]].get(node[1], ())) for node in self.times})
         self.made_slots, scratch = self._placed({node: int(self.has_scratch(node)) for node in self.times})
-        self.box, self.made = self._memory("box", boxes, "symmetric"), self._memory("made", scratch, "scratch")
+        # Tiles of one kernel are stored in one buffer, here or at a peer.
+        shared = self.tiling is not None and any(
+            s.how == "remote_map" for one in routes.sends for sends in one.values() for s in sends
+        )
+        self.box = self._memory("box", boxes + scratch * shared, "symmetric")
+        self.made = self.box if shared else self._memory("made", scratch, "scratch")
+        self.made_first = boxes * shared
         telling: dict[int, set[tuple[int, str]]] = defaultdict(set)
         for rank, place, nth, source in routes.arrivals():
             telling[source] |= {(rank, lane) for lane in self.last_readers(rank, place, nth)}
@@ -106,6 +118,7 @@ class _Plan:
             "computed": routes.chunks,
             "added": routes.chunks,
             "placed": routes.per_rank,
+            "done": routes.chunks + boxes * routes.per_rank,
         }
         self._signals: dict[str, Signals] = {}
 
@@ -119,9 +132,15 @@ class _Plan:
         """Whether its product is kept to be sent, and not in a slot or in the result."""
         rank, place = node
         by_engine = any(send.how == "dma_map" for send in self.routes.sends[rank].get(place, ()))
+        if self.tiling is not None:
+            return self.routes.collective != "all_gather" and (by_engine or self.routes.owner(place) == rank)
         if self.routes.sums:
             return by_engine and (self.add == "reduce" or not self.routes.arriving(rank, place))
         return by_engine and self.routes.collective == "all_to_all"
+
+    def slot(self, rank: int, place: int, nth: int) -> int:
+        """The number of the slot for what the nth source sends there."""
+        return self.slots[rank, place] + nth
 
     def sender(self, rank: int, to: int) -> str:
         """The lane on which a rank's engines send to another: they take turns by the ranks that it sends to."""
@@ -185,13 +204,15 @@ class _Rank:
 
     def write(self) -> None:
         routes, rank, gather = self.routes, self.rank, self.routes.collective == "all_gather"
-        for place in self._computed:
+        for place in [] if self.plan.tiling else self._computed:
             if gather:
                 self._compute_gathered(place)
             elif place in self._own:
                 self._compute_own(place, self._rows(self._own[place]))
             elif routes.owner(place) != rank:
                 self._compute_sent(place, *routes.sends[rank][place])
+        if self.plan.tiling:
+            self._compute_tracked(self.plan.tiling)
         if routes.sums and self.plan.add == "reduce":
             self._add_up()
         for place in sorted(routes.order[rank], key=lambda place: self.plan.times[rank, place]):
@@ -227,6 +248,46 @@ class _Rank:
             self._multiply(place, self._kept(place))
         compute.set(plan.signals("computed"), self._number(place))
 
+    def _compute_tracked(self, tiling: Tiling) -> None:
+        """All chunks in one launch, each stored where it goes or is kept until an engine sends it."""
+        plan, routes, rank, compute = self.plan, self.routes, self.rank, self.lane("compute")
+        sends = [next((s for s in routes.sends[rank][p] if s.how == "remote_map"), None) for p in self._computed]
+        for send in filter(None, sends):
+            self._open(compute, send.to)
+        tiled = tiling.numbered([place % routes.per_rank for place in self._computed])
+        owner = self._ranks(tiled, [routes.owner(place) for place in self._computed])
+        at = self._ranks(tiled, [send.to if send else rank for send in sends])
+        chunks = list(zip(self._computed, sends, strict=True))
+        first, count = tiled.rows
+        if routes.collective == "all_gather":
+            rows, out = first, plan.y.part(rows=(owner * plan.m + first, count), cols=tiled.cols)
+        else:
+            parts = [
+                plan.slot(send.to, *self._arrival(place, send))
+                if send
+                else plan.made_first + plan.made_slots[rank, place]
+                for place, send in chunks
+            ]
+            rows, row = owner * plan.m + first, tiled.by_chunk(parts) * plan.m + first
+            out = plan.made.part(rows=(row, count), cols=tiled.cols, at=at)
+        numbers = [
+            routes.chunks + self._signal(send.to, *self._arrival(place, send)) if send else self._number(place)
+            for place, send in chunks
+        ]
+        matmul = Compute("matmul", out, (plan.x.part(rows=(rows, count)), plan.w.part(cols=tiled.cols)))
+        told = Set(plan.signals("done").name, tiled.by_chunk(numbers), at)
+        compute.tiles(tiling.kernel, "t", tiled.extent, matmul, told)
+
+    def _ranks(self, tiled: Tiled, ranks: list[int]) -> Index:
+        """By chunk."""
+        if len(set(ranks)) == 1:
+            return self.at(ranks[0])
+        if self.routes.alike:
+            return (
+                RANK + tiled.by_chunk([(rank - self.rank) % self.routes.world for rank in ranks])
+            ) % self.routes.world
+        return tiled.by_chunk(ranks)
+
     def _compute_own(self, place: int, rows: Rows) -> None:
         """What stays, and to a sum what others add to it."""
         plan, compute, result = self.plan, self.lane("compute"), self._result(place, rows)
@@ -250,16 +311,16 @@ class _Rank:
                 continue
             if place in self._own:
                 rows, compute = self._rows(self._own[place]), self.lane("compute")
-                slots = self._arrived(compute, *self._own[place])
-                compute.reduce(self._result(place, rows), self._result(place, rows), *slots)
+                product = self._kept(place, rows) if plan.tiling else self._result(place, rows)
+                compute.reduce(self._result(place, rows), product, *self._arrived(compute, *self._own[place]))
             elif self.routes.owner(place) != rank:
-                sums, kept = self.lane("sums").wait(plan.signals("computed"), self._number(place)), self._kept(place)
+                sums, kept = self._after_gemm("sums", place), self._kept(place)
                 sums.reduce(kept, kept, *self._arrived(sums, place)).set(plan.signals("added"), self._number(place))
 
     def _send(self, place: int) -> None:
         """By engine, where it is complete."""
         plan, sources, seen = self.plan, self._sources(place), set[str]()
-        done = "added" if self.routes.sums and sources and plan.add == "reduce" else "computed"
+        added = self.routes.sums and bool(sources) and plan.add == "reduce"
         for send in self.routes.sends[self.rank].get(place, ()):
             if send.how == "remote_map":
                 continue
@@ -271,8 +332,10 @@ class _Rank:
                 seen.add(sender.name)
                 if forwarded:
                     self._arrived(sender, place)
+                elif added:
+                    sender.wait(plan.signals("added"), self._number(place))
                 else:
-                    sender.wait(plan.signals(done), self._number(place))
+                    self._after_gemm(sender.name, place)
             source = self._slot(self.rank, place) if forwarded else self._complete(place)
             self._sent(sender.copy(source, self._slot_at(place, send), plan.by), place, send)
 
@@ -285,6 +348,11 @@ class _Rank:
             place, source = one
             return times[source, self.routes.landing(rank, place)], (rank - source) % self.routes.world, place
 
+        for place in self._own if self.plan.tiling else ():
+            rows = self._rows(self._own[place])
+            for one in self._own[place]:
+                self._after_gemm(receiver.name, one)
+            receiver.copy(self._kept(place, rows), self._result(place, rows))
         for place, _ in sorted(came, key=when):
             (arrived,) = self._arrived(receiver, place)
             receiver.copy(arrived, self._result(place))
@@ -315,17 +383,32 @@ class _Rank:
         )
 
     def _sent(self, lane: LaneDraft, place: int, send: Send) -> None:
-        landing = self.routes.landing(self.rank, place)
-        nth = self.routes.sources[send.to][landing].index(self.rank)
-        lane.set(self.plan.signals("there"), self._signal(send.to, landing, nth), at=self.at(send.to))
+        lane.set(self.plan.signals("there"), self._signal(send.to, *self._arrival(place, send)), at=self.at(send.to))
 
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
         """The slots of chunks beside each other, on a lane that has waited for all of them."""
         slots = range(len(self.routes.sources[self.rank][places[0]]))
         for nth in slots:
             for place in places:
-                lane.wait(self.plan.signals("there"), self._signal(self.rank, place, nth))
+                self._wait_for(lane, place, nth)
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
+
+    def _wait_for(self, lane: LaneDraft, place: int, nth: int) -> None:
+        """What the nth source sends there; if its tracked GEMM stores that, all its tiles."""
+        plan, routes, number = self.plan, self.routes, self._signal(self.rank, place, nth)
+        source = routes.sources[self.rank][place][nth]
+        sends = routes.sends[source][routes.landing(self.rank, place)]
+        if plan.tiling and any(send == ("remote_map", self.rank) for send in sends):
+            lane.wait(plan.signals("done"), routes.chunks + number, count=plan.tiling.tiles[place % routes.per_rank])
+        else:
+            lane.wait(plan.signals("there"), number)
+
+    def _after_gemm(self, name: str, place: int) -> LaneDraft:
+        """The lane of that name, behind this rank's product."""
+        lane, plan, number = self.lane(name), self.plan, self._number(place)
+        if plan.tiling:
+            return lane.wait(plan.signals("done"), number, count=plan.tiling.tiles[place % self.routes.per_rank])
+        return lane.wait(plan.signals("computed"), number)
 
     def _sources(self, place: int) -> list[int]:
         return self.routes.arriving(self.rank, place)
@@ -340,20 +423,26 @@ class _Rank:
 
     def _signal(self, rank: int, place: int, nth: int = 0) -> int:
         """Its number, of what the nth source sends there."""
-        return (self.plan.slots[rank, place] + nth) * self.routes.per_rank + place % self.routes.per_rank
+        return self.plan.slot(rank, place, nth) * self.routes.per_rank + place % self.routes.per_rank
 
     def _slot(self, rank: int, place: int, nth: int = 0, rows: Rows | None = None) -> Region:
         first, count = rows or self._rows([place])
-        row = (self.plan.slots[rank, place] + nth) * self.plan.m + first
+        row = self.plan.slot(rank, place, nth) * self.plan.m + first
         return self.plan.box.part(rows=(row, count), at=self.at(rank))
 
     def _slot_at(self, place: int, send: Send) -> Region:
-        landing = self.routes.landing(self.rank, place)
-        return self._slot(send.to, landing, self.routes.sources[send.to][landing].index(self.rank))
+        landing, nth = self._arrival(place, send)
+        return self._slot(send.to, landing, nth)
 
-    def _kept(self, place: int) -> Region:
-        first, count = self._rows([place])
-        return self.plan.made.part(rows=(self.plan.made_slots[self.rank, place] * self.plan.m + first, count))
+    def _arrival(self, place: int, send: Send) -> tuple[int, int]:
+        """Of what is sent: where it is there, and how many came to that place before it."""
+        landing = self.routes.landing(self.rank, place)
+        return landing, self.routes.sources[send.to][landing].index(self.rank)
+
+    def _kept(self, place: int, rows: Rows | None = None) -> Region:
+        first, count = rows or self._rows([place])
+        part = self.plan.made_first + self.plan.made_slots[self.rank, place]
+        return self.plan.made.part(rows=(part * self.plan.m + first, count))
 
     def _complete(self, place: int) -> Region:
         """Where a chunk is that this rank computes and an engine sends on."""
