@@ -206,16 +206,21 @@ def direct_map(p: MatmulReduceScatter, *, add: Any, by: Any) -> Schedule:
     return maps.direct_reduce_scatter(p.m, p.world_size, by=by).schedule(p, add=add)
 
 
+def tracked_map(p: MatmulReduceScatter, *, by: Any) -> Schedule:
+    return maps.direct_reduce_scatter(p.m, p.world_size, by=by).schedule(p, gemm="tracked")
+
+
 @contextmanager
 def registered() -> Iterator[None]:
     """What a user does for good with `@builder(MatmulReduceScatter)` above a function."""
     builder(MatmulReduceScatter)(to_the_right)
     builder(MatmulReduceScatter, add=("gemm", "reduce"), by=("dma", "store"))(direct_map)
+    builder(MatmulReduceScatter, by=("dma", "store"))(tracked_map)
     try:
         yield
     finally:
-        unregister(MatmulReduceScatter, to_the_right.__name__)
-        unregister(MatmulReduceScatter, direct_map.__name__)
+        for made in (to_the_right, direct_map, tracked_map):
+            unregister(MatmulReduceScatter, made.__name__)
 
 
 def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
@@ -225,6 +230,7 @@ def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
         for add in ("gemm", "reduce")
         for by in ("dma", "store")
     }
+    pairs |= {f"tracked_map[by={by}]": f"tracked[chunks=1,to={by}]" for by in ("dma", "store")}
     if group.size() > 2:
         pairs["to_the_right"] = "ring[chunks=2,by=dma]"
     x = Operands(group.size(), (48 * group.size(), 64), 0, 40, dtype, "sum", 3)
