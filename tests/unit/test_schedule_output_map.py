@@ -329,6 +329,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "after nothing": (lambda: OutputMap(20, 4).dma_map(1, to=0, after=0), "chunk 1: after=0 must be at least 1"),
     "no chunks": (lambda: OutputMap(20, 0), "rows=20, chunks=0: an output has rows from 0 and chunks from 1 on"),
+    "no such collective": (
+        lambda: MatmulInto("broadcast", 4, N, K, "fp32"),  # type: ignore[arg-type]
+        "collective='broadcast' is not known: use one of reduce_scatter, all_gather, all_to_all",
+    ),
+    "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: ranks are 1 at least, and sizes 0"),
     "no engine": (
         lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, engines=0),
         "engines=0 must be at least 1",

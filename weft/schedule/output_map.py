@@ -44,10 +44,10 @@ Sender: TypeAlias = Literal["store", "dma"]
 class MatmulInto:
     """What a map is made into a schedule for, where no problem says it: y = the collective of every rank's x @ w.
 
-    collective  x                     y                     result of rank r
-    reduce_scatter   [rows, k]        [rows / ranks, n]     its rows of the sum of all ranks' products
-    all_gather       [rows / ranks, k]   [rows, n]          the rows of all ranks, by rank
-    all_to_all       [rows, k]        [rows, n]             of each rank, by rank, the product's r-th part
+    collective       x [.., k]      y [.., n]      result of rank r
+    reduce_scatter   rows           rows / ranks   its rows of the sum of all ranks' products
+    all_gather       rows / ranks   rows           all ranks' products, by rank
+    all_to_all       rows           rows           of each rank, by rank, the r-th part of its product
 
     rows are the map's; w is [k, n]."""
 
@@ -56,6 +56,14 @@ class MatmulInto:
     n: int
     k: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        if self.collective not in get_args(CollectiveName):
+            raise ValueError(
+                f"collective={self.collective!r} is not known: use one of {', '.join(get_args(CollectiveName))}"
+            )
+        if self.world_size < 1 or min(self.n, self.k) < 0:
+            raise ValueError(f"world_size={self.world_size}, n={self.n}, k={self.k}: ranks are 1 at least, and sizes 0")
 
 
 @dataclass(frozen=True, slots=True)

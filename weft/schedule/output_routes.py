@@ -105,6 +105,7 @@ class Routes:
                 sources.sort(key=lambda source: (rank - source) % world)
         for rank in range(world):
             self._check_arrivals(rank)
+        self._times: dict[bool, dict[Node, int]] = {}
         self.times()
         self.alike = all(self._seen_from(rank) == self._seen_from(0) for rank in range(1, world))
 
@@ -129,6 +130,8 @@ class Routes:
     def times(self, in_turn: bool = False) -> dict[Node, int]:
         """When each chunk may be sent on, counted in chunks: later than all that it waits for. in_turn: a GEMM that adds to what
         comes waits for it, and later GEMMs of the rank with it. `ValueError` if a chunk waits for itself."""
+        if in_turn in self._times:
+            return self._times[in_turn]
         before: dict[Node, list[Node]] = {}
         least: dict[Node, int] = {}
         for rank in range(self.world):
@@ -156,6 +159,7 @@ class Routes:
             self._refuse_circle(
                 {node: [n for n in e if n not in found] for node, e in before.items() if node not in found}
             )
+        self._times[in_turn] = found
         return found
 
     def _order(self, rank: int, order: Order) -> tuple[int, ...]:

@@ -254,7 +254,7 @@ class _Rank:
         sends = [next((s for s in routes.sends[rank][p] if s.how == "remote_map"), None) for p in self._computed]
         for send in filter(None, sends):
             self._open(compute, send.to)
-        tiled = tiling.numbered([place % routes.per_rank for place in self._computed])
+        tiled = Tiled(tiling, [place % routes.per_rank for place in self._computed])
         owner = self._ranks(tiled, [routes.owner(place) for place in self._computed])
         at = self._ranks(tiled, [send.to if send else rank for send in sends])
         chunks = list(zip(self._computed, sends, strict=True))

@@ -30,10 +30,6 @@ class Tiling:
         self.pieces = [(height * i, sum(self._heights[i : i + count])) for i, count in self._of_piece]
         self.tiles = [count * self.across for _, count in self._of_piece]
 
-    def numbered(self, pieces: Sequence[int]) -> Tiled:
-        """pieces: of each chunk in the order of production, which of its owner's it is."""
-        return Tiled(self, pieces)
-
     def groups(self, piece: int) -> list[tuple[int, int]]:
         first, count = self._of_piece[piece]
         return [(i, min(_GROUP, first + count - i)) for i in range(first, first + count, _GROUP)]
@@ -46,7 +42,8 @@ class Tiling:
 
 
 class Tiled:
-    """As expressions of t. rows, cols: (first, count), rows of the owner's. extent: of t."""
+    """As expressions of t. pieces: of each chunk in the order of production, which of its owner's it is. rows, cols: (first, count),
+    rows of the owner's. extent: of t."""
 
     def __init__(self, tiling: Tiling, pieces: Sequence[int]) -> None:
         groups = [(chunk, *group) for chunk, piece in enumerate(pieces) for group in tiling.groups(piece)]
