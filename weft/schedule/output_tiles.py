@@ -42,8 +42,8 @@ class Tiling:
 
 
 class Tiled:
-    """As expressions of t. pieces: of each chunk in the order of production, which of its owner's it is. rows, cols: (first, count),
-    rows of the owner's. extent: of t."""
+    """As expressions of t. pieces: of each chunk in the order of production, which of its owner's it is. rows, cols: (first,
+    count), rows of the owner's. extent: of t."""
 
     def __init__(self, tiling: Tiling, pieces: Sequence[int]) -> None:
         groups = [(chunk, *group) for chunk, piece in enumerate(pieces) for group in tiling.groups(piece)]
