@@ -19,6 +19,7 @@ _HOME = {
     "EmbeddingSharding": "weft.embedding",
     "KeyedJaggedTensor": "weft.embedding",
     "KeyedTensor": "weft.embedding",
+    "OutputMap": "weft.schedule.output_map",
     "Timeline": "weft.timeline",
     "all_gather_matmul": "weft.ops.all_gather_matmul",
     "all_gather_scaled_matmul": "weft.ops.all_gather_scaled_matmul",

@@ -8,6 +8,7 @@ import dispatch_ranks
 import gathered_product_ranks
 import gpu_ranks
 import matmul_ranks
+import output_maps
 import pytest
 import reduce_ranks
 import scatter_ranks
@@ -95,3 +96,8 @@ def test_stragglers_and_graphs(ranks: Pool, name: str) -> None:
 
 def test_the_operator(ranks: Pool) -> None:
     ranks.run(matmul_ranks.forward, (256, 512), 0, [384], None, torch.bfloat16, False, None, 3, timeout_s=90)
+
+
+def test_every_output_map(ranks: Pool) -> None:
+    ranks.run(output_maps.run_library, (256, 128, 192), torch.bfloat16, timeout_s=300)
+    ranks.run(output_maps.run_random, (256, 128, 192), torch.bfloat16, range(10), timeout_s=200)

@@ -14,6 +14,7 @@ from slow import slow
 
 from weft.errors import ScheduleError
 from weft.hw import load_machine
+from weft.schedule import MatmulReduceScatter, named, unregister
 from weft.schedule.verify import verify
 from weft.sim import model_of, simulate
 
@@ -131,7 +132,7 @@ def test_its_help_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 # -- the page on schedules
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()
-SCRIPT, LATE, SEEING = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SCRIPT, LATE, SEEING, MAP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 TABLE, RACE, HANG = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
@@ -170,6 +171,15 @@ def test_the_page_sees_its_schedule(
     exec(SEEING, functions_of(SCRIPT))
     assert re.fullmatch(r"\d+ us, and for \d+ us of it a rank has nothing to compute\n", capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == {"from_the_left.json", "from_the_left.png"}
+
+
+def test_the_pages_output_map_is_a_candidate() -> None:
+    try:
+        exec(MAP, functions_of(SCRIPT))
+        for world in (2, 3, 4):
+            verify(named(MatmulReduceScatter(world, 8 * world, 3, 2, "bf16"), "both_ways").build())
+    finally:
+        unregister(MatmulReduceScatter, "both_ways")
 
 
 def test_the_pages_links_exist() -> None:

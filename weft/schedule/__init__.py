@@ -16,6 +16,7 @@ from weft.schedule import (  # noqa: F401  (registers their builders)
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
+from weft.schedule.output_map import MatmulInto, OutputMap, schedule_of
 from weft.schedule.problem import Problem, described
 from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
@@ -50,7 +51,8 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
     "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulReduceScatter", "NotApplicableError", "Problem", "Read",
-    "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
-    "candidates", "described", "lookup", "named", "total", "unregister", "value",
+    "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulInto", "MatmulReduceScatter",
+    "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals",
+    "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "schedule_of",
+    "total", "unregister", "value",
 ]  # fmt: skip

@@ -1,0 +1,445 @@
+"""Output maps: each of weft's and random ones make schedules that verify, keep their value in JSON, are taken by GPUs and give the
+collective's result in random legal orders; the paper's example is what it says; what cannot be is refused by chunk, with a fix.
+
+Small whole numbers, so that sums are exact in any order and results are compared for equality.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import output_maps
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_up import require_runnable_on_gpus
+from schedule_interpreter import Tensors, edited, interpret
+from sim_toys import gpu
+from slow import mostly
+from test_schedule_candidates import check_order, same
+
+import weft
+from weft.schedule import (
+    RANK,
+    Draft,
+    MatmulInto,
+    MatmulReduceScatter,
+    NotApplicableError,
+    OutputMap,
+    Schedule,
+    Wait,
+    named,
+    schedule_of,
+)
+from weft.schedule import output_map as maps
+from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
+from weft.sim import NULL, simulate
+
+ROWS, N, K = 5, 3, 2
+SCATTER = MatmulReduceScatter(4, 20, N, K, "fp32")
+
+
+def check(collective: str, schedule: Schedule, seed: int = 0, runs: int = 3) -> None:
+    world = schedule.world_size
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    check_order(schedule)
+    assert simulate(schedule, NULL).end_us >= 0
+    for rank in range(world):
+        require_runnable_on_gpus(schedule, rank)
+    inputs = inputs_of(schedule, runs, seed)
+    assert same(interpret(schedule, inputs, seed), expected(collective, inputs))
+
+
+def inputs_of(schedule: Schedule, runs: int, seed: int) -> list[list[Tensors]]:
+    rng = np.random.default_rng(seed)
+    shapes = {b.name: (b.rows, b.cols) for b in schedule.buffers_of_rank(0) if b.role == "input"}
+    ranks = range(schedule.world_size)
+    return [
+        [{name: rng.integers(-4, 5, shape).astype(np.float64) for name, shape in shapes.items()} for _ in ranks]
+        for _ in range(runs)
+    ]
+
+
+def expected(collective: str, inputs: list[list[Tensors]]) -> list[list[Tensors]]:
+    found = []
+    for ranks in inputs:
+        products = [t["x"] @ t["w"] for t in ranks]
+        world = len(products)
+        if collective == "reduce_scatter":
+            results = np.split(np.asarray(sum(products)), world)
+        elif collective == "all_gather":
+            results = [np.concatenate(products)] * world
+        else:
+            results = [np.concatenate([np.split(one, world)[rank] for one in products]) for rank in range(world)]
+        found.append([{"y": one} for one in results])
+    return found
+
+
+@pytest.mark.parametrize("world", mostly([1, 2, 3, 4, 8], 1, 2, 3, 4))
+def test_every_map_of_wefts(world: int) -> None:
+    found = output_maps.library(world, ROWS)
+    assert len(found) == (33 if world == 1 else 40)
+    for name, one in found.items():
+        check(one.collective, one.schedule(N, K, "fp32"), len(name), runs=2 if world == 8 else 3)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_larger_maps_verify(world: int) -> None:
+    for one in output_maps.library(world, 150).values():
+        verify(one.schedule(20, 4, "bf16"))
+
+
+def test_the_papers_example() -> None:
+    """Figures 11 and 12: GPU 0 of four stores its first chunk in GPU 3's memory, sends the next two there when they have been
+    updated twice, and keeps the last."""
+    ring = OutputMap(rows=20, chunks=4).remote_map(0, to=3, op="update")
+    ring = ring.dma_map(1, to=3, op="update", after=2).dma_map(2, to=3, op="update", after=2).local(3)
+    assert maps.ring_reduce_scatter(20, 4, rank=0) == ring
+    of_each = [maps.ring_reduce_scatter(20, 4, rank=rank) for rank in range(4)]
+    assert schedule_of(of_each, SCATTER) == maps.ring_reduce_scatter(20, 4).schedule(SCATTER)
+    assert weft.OutputMap is OutputMap
+
+
+def test_a_function_that_asks_for_its_rank() -> None:
+    """Ranks 0 and 1, 2 and 3 first add up what they compute; of each pair one sends the sum to the owner."""
+
+    def in_pairs(rank: int) -> OutputMap:
+        made = OutputMap(20, 4, order=(0, 1, 2, 3))
+        for owner in range(4):
+            other = rank ^ 1
+            if rank == owner:
+                made = made.local(owner)
+            elif other == owner:  # a pair's two products meet in the owner
+                made = made.remote_map(owner, to=owner, op="update")
+            elif rank % 2 == owner % 2:
+                made = made.dma_map(owner, to=owner, op="update", after=2)
+            else:
+                made = made.remote_map(owner, to=other, op="update")
+        return made
+
+    check("reduce_scatter", schedule_of([in_pairs(rank) for rank in range(4)], SCATTER, add="reduce"))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    world=st.integers(1, 5),
+    collective=st.sampled_from(["reduce_scatter", "all_gather"]),
+    gemm=st.booleans(),
+)
+def test_random_trees(seed: int, world: int, collective: str, gemm: bool) -> None:
+    """With add="gemm", too, unless GEMMs would wait for one another: that is said, with the remedy."""
+    one = output_maps.random_map(random.Random(seed), collective, world, ROWS)
+    gemm = gemm and "gemm" not in one.options
+    if gemm:
+        one.options["add"] = "gemm"
+    try:
+        schedule = one.schedule(N, K, "fp32")
+    except ValueError as error:
+        schedule, told = None, str(error)
+    if schedule is None:
+        assert gemm
+        assert "GEMMs that add to what comes wait for it in turn: use add='reduce'" in told
+        return
+    check(collective, schedule, seed, runs=2)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_direct_maps_make_the_schedules_that_are_written_by_hand(world: int, chunks: int) -> None:
+    p = MatmulReduceScatter(world, world * 8, N, K, "fp32")
+    for add in ("gemm", "reduce"):
+        for by in ("dma", "kernel", "store"):
+            by_hand = named(p, f"direct[chunks={chunks},by={by},add={add}]").build()
+            sender: Any = "store" if by == "store" else "dma"
+            made = maps.direct_reduce_scatter(p.m, world, per_rank=chunks, by=sender).schedule(
+                p, add=add, by="kernel" if by == "kernel" else "dma"
+            )
+            assert {lane.name: lane.steps for lane in made.lanes} == {lane.name: lane.steps for lane in by_hand.lanes}
+            assert set(made.buffers) == set(by_hand.buffers)
+
+
+@pytest.mark.parametrize("world", [3, 4, 8])
+def test_a_map_to_the_right_makes_the_ring_that_is_written_by_hand(world: int) -> None:
+    """But for names."""
+    p = MatmulReduceScatter(world, world * 8, N, K, "fp32")
+    lanes = [
+        {lane.name: lane.steps for lane in schedule.lanes}
+        for schedule in (output_maps.to_the_right(p), named(p, "ring[chunks=2,by=dma]").build())
+    ]
+    names = {"to the right": "to peers", "first": "made", "summed": "computed"}
+    by_hand = {names.get(name, name): renamed(steps, names) for name, steps in lanes[1].items()}
+    assert lanes[0] == by_hand
+
+
+def renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, tuple):
+        return tuple(renamed(one, names) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: renamed(getattr(value, f.name), names) for f in fields(value)})
+    return value
+
+
+@pytest.mark.parametrize(
+    "name", ["ring, 1, store, gemm", "direct, 2, store, reduce", "ring gather, 1, dma", "all-to-all, 1, store"]
+)
+def test_who_fills_a_slot_again_too_early_is_noticed(name: str) -> None:
+    one = output_maps.library(3, ROWS)[name]
+    schedule = one.schedule(N, K, "fp32")
+    hasty = edited(schedule, lambda step: None if isinstance(step, Wait) and step.previous else step)
+    inputs = inputs_of(schedule, 3, seed=0)
+    assert not all(same(interpret(hasty, inputs, seed), expected(one.collective, inputs)) for seed in range(20))
+
+
+# --- what is refused ---
+
+
+def scatter(*, world: int = 4, ranks: dict[int, Callable[[OutputMap], OutputMap]] | None = None) -> Schedule:
+    """A ring in which some ranks write their maps anew."""
+    changed = ranks or {}
+    of_each = [changed.get(r, lambda made: made)(maps.ring_reduce_scatter(20, world, rank=r)) for r in range(world)]
+    return schedule_of(of_each, MatmulReduceScatter(world, 20, N, K, "fp32"))
+
+
+def without(made: OutputMap, chunk: int) -> OutputMap:
+    return replace(made, entries=tuple(e for e in made.entries if e.chunk != chunk))
+
+
+def gathered(change: Callable[[OutputMap], OutputMap]) -> Schedule:
+    return change(maps.ring_all_gather(20, 4)).schedule(MatmulInto("all_gather", 4, N, K, "fp32"))
+
+
+def exchanged(change: Callable[[OutputMap], OutputMap]) -> Schedule:
+    return change(maps.all_to_all(20, 4)).schedule(MatmulInto("all_to_all", 4, N, K, "fp32"))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "unwritten": (
+        lambda: scatter(ranks={0: lambda m: without(m, 1)}),
+        "chunk 1 of rank 0, rows of rank 2: it is unwritten: add remote_map(1, to=..., op=...) or dma_map(1, to=...",
+    ),
+    "unwritten where it belongs": (
+        lambda: scatter(ranks={2: lambda m: without(m, 3)}),
+        "chunk 3 of rank 2, its own rows: it is unwritten here, where it belongs: add local(3)",
+    ),
+    "written twice": (
+        lambda: scatter(ranks={0: lambda m: m.remote_map(1, to=2, op="update")}),
+        "chunk 1 of rank 0, rows of rank 2: it is written twice, by dma_map(1, to=3, op='update', after=2) and "
+        "remote_map(1, to=2, op='update'): keep one of them",
+    ),
+    "to itself": (
+        lambda: scatter(ranks={1: lambda m: without(m, 0).remote_map(0, to=1, op="update")}),
+        "chunk 0 of rank 1, rows of rank 2: to=1 is this rank itself: use local(0)",
+    ),
+    "outside": (
+        lambda: scatter(ranks={1: lambda m: without(m, 0).remote_map(0, to=4, op="update")}),
+        "chunk 0 of rank 1, rows of rank 2: to=4 is no rank of this group: use 0 to 3",
+    ),
+    "outside, as an expression": (
+        lambda: schedule_of(
+            [without(maps.ring_reduce_scatter(20, 4), 0).remote_map(0, to=RANK + 1, op="update")] * 4, SCATTER
+        ),
+        "chunk 0 of rank 3, rows of rank 0: to=4 is no rank of this group: use 0 to 3",
+    ),
+    "waits for more than come": (
+        lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=3)}),
+        "chunk 2 of rank 0, rows of rank 3: after=3, and it gets 2, its own GEMM's and rank 1's: it would never be sent: "
+        "use after=2, or change who sends it here",
+    ),
+    "sent too early": (
+        lambda: scatter(ranks={0: lambda m: without(m, 2).dma_map(2, to=3, op="update", after=1)}),
+        "chunk 2 of rank 0, rows of rank 3: after=1, and it gets 2, its own GEMM's and rank 1's: it would be sent before "
+        "all have come: use after=2",
+    ),
+    "ranks disagree": (  # rank 1 sends the rows of rank 0 straight there, and rank 0's ring has no place for that
+        lambda: scatter(ranks={3: lambda m: without(m, 1).dma_map(1, to=1, op="update", after=2)}),
+        "chunk 2 of rank 2, rows of rank 1: after=2, and it gets 1, its own GEMM's: it would never be sent: use after=1",
+    ),
+    "updates of what is not here": (
+        lambda: scatter(
+            ranks={
+                1: lambda m: without(m, 2).dma_map(2, to=0, op="update", after=1),
+                2: lambda m: without(m, 1).dma_map(1, to=3, op="update", after=2),
+            }
+        ),
+        "chunk 0 of rank 3, rows of rank 0: rank 2 sends updates here, and remote_map keeps nothing here",
+    ),
+    "round and round": (
+        lambda: scatter(world=4, ranks={
+            0: lambda m: without(m, 0).dma_map(0, to=3, op="update", after=2),
+            2: lambda m: without(m, 2).dma_map(2, to=0, op="update", after=2),
+        }),
+        "chunk 0 of rank 0, rows of rank 1: it waits for chunk 2 of rank 2, which waits for chunk 1 of rank 3, which waits "
+        "for chunk 0 of rank 0: none is ever sent: have one go elsewhere",
+    ),
+    "a store among updates": (
+        lambda: scatter(ranks={0: lambda m: without(m, 0).remote_map(0, to=3)}),
+        "chunk 0 of rank 0, rows of rank 1: op='store' would take the place of what rank 3 computes: use op='update'",
+    ),
+    "a sum in the wrong place": (
+        lambda: scatter(ranks={0: lambda m: without(m, 0).local(0)}),
+        "chunk 0 of rank 0, rows of rank 1: local, and rank 1 keeps it: use remote_map(0, to=...) or dma_map(0, to=..., after=...)",
+    ),
+    "a result sent away": (
+        lambda: scatter(ranks={0: lambda m: without(m, 3).dma_map(3, to=3, op="update", after=2)}),
+        "chunk 3 of rank 0, its own rows: to=3, and what becomes of it is this rank's result: use local(3)",
+    ),
+    "another number of chunks": (
+        lambda: scatter(ranks={1: lambda m: maps.ring_reduce_scatter(20, 4, per_rank=2, rank=1)}),
+        "rank 1 maps 20 rows in 8 chunks, and rank 0 20 in 4: use the same numbers on every rank",
+    ),
+    "chunks of no rank": (
+        lambda: OutputMap(20, 6).schedule(SCATTER),
+        "chunks=6 must be a multiple of world_size=4, for each rank's rows to be cut into as many: use 4 or 8",
+    ),
+    "other rows": (
+        lambda: maps.ring_reduce_scatter(16, 4).schedule(SCATTER),
+        "the map is of 16 rows, and the problem has m=20: use OutputMap(rows=20, ...)",
+    ),
+    "uneven rows": (
+        lambda: maps.all_to_all(21, 4).schedule(MatmulInto("all_to_all", 4, N, K, "fp32")),
+        "rows=21 must be divisible by world_size=4: pad to 24",
+    ),
+    "an order with a chunk twice": (
+        lambda: replace(maps.ring_reduce_scatter(20, 4), order=(0, 1, 1, 3)).schedule(SCATTER),
+        "chunk 1 of rank 0: order=[0, 1, 1, 3] says place 1: it must name each of the 4 places, 0 to 3, once",
+    ),
+    "an order of fewer": (lambda: OutputMap(20, 4, order=(0, 1)), "order has 2 places and chunks=4: give each chunk its place"),
+    "a map too few": (
+        lambda: schedule_of([maps.ring_reduce_scatter(20, 4)] * 3, SCATTER),
+        "3 maps, and world_size=4: give one for each rank",
+    ),
+    "no such chunk": (lambda: OutputMap(20, 4).local(4), "chunk 4 is none of 4: use 0 to 3"),
+    "no such op": (
+        lambda: OutputMap(20, 4).remote_map(1, to=0, op="add"),  # type: ignore[arg-type]
+        "chunk 1: op='add' is not known: use 'store' or 'update'",
+    ),
+    "no rank": (
+        lambda: OutputMap(20, 4).remote_map(1, to="left", op="update"),  # type: ignore[arg-type]
+        "chunk 1: to='left' is no rank: use a number, or an expression such as (RANK + 1) % 4",
+    ),
+    "after nothing": (lambda: OutputMap(20, 4).dma_map(1, to=0, after=0), "chunk 1: after=0 must be at least 1"),
+    "no chunks": (lambda: OutputMap(20, 0), "rows=20, chunks=0: an output has rows from 0 and chunks from 1 on"),
+    "no such collective": (
+        lambda: MatmulInto("broadcast", 4, N, K, "fp32"),  # type: ignore[arg-type]
+        "collective='broadcast' is not known: use one of reduce_scatter, all_gather, all_to_all",
+    ),
+    "no ranks": (lambda: MatmulInto("all_gather", 0, N, K, "fp32"), "world_size=0, n=3, k=2: ranks are 1 at least, and sizes 0"),
+    "no engine": (
+        lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, engines=0),
+        "engines=0 must be at least 1",
+    ),
+    "no such way to add": (
+        lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, add="atomics"),  # type: ignore[arg-type]
+        "gemm='chunks', add='atomics', by='dma': use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'",
+    ),
+    "a tracked GEMM that adds": (
+        lambda: maps.ring_reduce_scatter(20, 4).schedule(SCATTER, gemm="tracked", add="gemm"),
+        "add='gemm': a tracked GEMM computes all chunks at once and adds to none: use add='reduce'",
+    ),
+    "a tracked GEMM that stores twice": (
+        lambda: maps.direct_all_gather(20, 4, by="store").schedule(MatmulInto("all_gather", 4, N, K, "fp32"), gemm="tracked"),
+        "chunk 3 of rank 0: a tracked GEMM stores it once, here: use dma_map(3, to=(rank + 1) % 4, after=1)",
+    ),
+    "a gather's chunk that is not kept": (
+        lambda: gathered(lambda m: without(m, 3).dma_map(3, to=(RANK + 3) % 4)),
+        "chunk 3 of rank 0, its own rows: it is unwritten here, where it belongs: add local(3)",
+    ),
+    "a gather's chunk that never comes": (
+        lambda: gathered(lambda m: without(m, 1)),
+        "chunk 2 of rank 0, rows of rank 3: it is unwritten: no rank sends it here: have one remote_map or dma_map it to=0",
+    ),
+    "a gather's chunk that comes twice": (
+        lambda: gathered(lambda m: m.dma_map(3, to=(RANK + 2) % 4)),
+        "chunk 1 of rank 0, rows of rank 2: it is written twice, by rank 2 and rank 1: have one of them send it",
+    ),
+    "a gather's chunk back to its rank": (
+        lambda: gathered(lambda m: m.dma_map(2, to=(RANK + 3) % 4)),
+        "chunk 2 of rank 0, rows of rank 3: to=3 is written twice: that rank has computed it: leave it out",
+    ),
+    "a gather's chunk stored by who does not compute it": (
+        lambda: gathered(lambda m: without(m, 0).remote_map(0, to=(RANK + 3) % 4)),
+        "chunk 0 of rank 0, rows of rank 1: remote_map, and no GEMM of this rank computes it: use dma_map(0, to=3, op='store'",
+    ),
+    "a gather that updates": (
+        lambda: gathered(lambda m: without(m, 0).dma_map(0, to=(RANK + 3) % 4, op="update")),
+        "chunk 0 of rank 0, rows of rank 1: op='update' adds to what nothing has written on rank 3: use op='store'",
+    ),
+    "a gather's chunk that is local elsewhere": (
+        lambda: gathered(lambda m: without(m, 0).local(0)),
+        "chunk 0 of rank 0, rows of rank 1: local, and rank 1 computes it: use dma_map(0, to=..., after=1), or nothing",
+    ),
+    "an exchange to another": (
+        lambda: exchanged(lambda m: without(m, 0).remote_map(0, to=(RANK + 2) % 4)),
+        "chunk 0 of rank 0, rows of rank 1: to=2, and an all-to-all brings it to rank 1: use to=1",
+    ),
+    "an exchange that waits for others": (
+        lambda: exchanged(lambda m: without(m, 0).dma_map(0, to=(RANK + 1) % 4, after=2)),
+        "chunk 0 of rank 0, rows of rank 1: after=2, and it gets 1, its own GEMM's: it would never be sent: use after=1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name: str) -> None:
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call()
+
+
+def test_nothing_to_multiply_and_rows_that_cannot_be_cut() -> None:
+    with pytest.raises(NotApplicableError, match="nothing to multiply"):
+        maps.ring_reduce_scatter(0, 4).schedule(MatmulReduceScatter(4, 0, N, K, "fp32"))
+    with pytest.raises(NotApplicableError, match="1 cannot be cut into 2 pieces"):
+        maps.ring_reduce_scatter(4, 4, per_rank=2).schedule(MatmulReduceScatter(4, 4, N, K, "fp32"))
+    with pytest.raises(NotApplicableError, match="row tiles of a rank's part: 1 cannot be cut into 2 pieces"):
+        maps.ring_reduce_scatter(64, 4, per_rank=2).schedule(MatmulReduceScatter(4, 64, N, K, "fp32"), gemm="tracked")
+    with pytest.raises(NotApplicableError, match="one rank has nothing to send"):
+        maps.ring_reduce_scatter(64, 1).schedule(MatmulReduceScatter(1, 64, N, K, "fp32"), gemm="tracked")
+
+
+# --- simulated ---
+
+
+def serial(collective: str, world: int, m: int, n: int, k: int) -> Schedule:
+    if collective == "reduce_scatter":
+        return named(MatmulReduceScatter(world, m, n, k, "bf16"), "serial").build()
+    d, rows = Draft("serial", world), m // world if collective == "all_gather" else m
+    x, w = d.buffer("x", rows, k, "bf16", "input"), d.buffer("w", k, n, "bf16", "input")
+    y, made = d.buffer("y", m, n, "bf16", "output"), d.buffer("made", rows, n, "bf16", "scratch")
+    lane, each = d.lane("compute").matmul(made.part(), x.part(), w.part()), [m // world] * world
+    if collective == "all_gather":
+        lane.all_gather(made.part(), y.part())
+    else:
+        lane.exchange(made.part(), y.part(), each, each)
+    return d.schedule()
+
+
+@pytest.mark.parametrize("world", mostly(range(2, 9), 2, 4))
+def test_they_are_simulated_and_faster_than_serial_where_there_is_much_to_do(world: int) -> None:
+    """On a switch all maps are; on a mesh of links, where one link at a time is a seventh of the bandwidth, those that send to all
+    peers at once, and the ring is slower than they."""
+    m, n, k = 4096 * world, 8192, 1024
+    switch, mesh = gpu("h200", world), gpu("mi300x", world)
+    times = {
+        one: simulate(serial(one, world, m, n, k), switch).end_us
+        for one in ("reduce_scatter", "all_gather", "all_to_all")
+    }
+    for name, one in output_maps.library(world, m // world).items():
+        found = simulate(one.schedule(n, k, "bf16"), switch).end_us
+        if ", 2, dma" in name:
+            assert found < times[one.collective], name
+    direct = maps.direct_reduce_scatter(m, world, per_rank=2, by="dma", sliced=True)
+    p = MatmulReduceScatter(world, m, n, k, "bf16")
+    at_once = simulate(direct.schedule(p, add="reduce", engines=world - 1), mesh).end_us
+    ring = simulate(maps.ring_reduce_scatter(m, world, per_rank=2, first="dma").schedule(p), mesh).end_us
+    assert at_once < min(ring, simulate(serial("reduce_scatter", world, m, n, k), mesh).end_us)

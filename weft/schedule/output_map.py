@@ -1,0 +1,283 @@
+"""T3's configuration of where a GEMM's output lives, as a value from which a schedule is made.
+
+A GEMM whose result goes into a collective computes its output chunk by chunk. An output map says of each chunk where it goes, and
+nothing else; who waits, copies and adds follows from that (`weft.schedule.output_steps`).
+
+    local(c)                        stays
+    remote_map(c, to=, op=)         the GEMM's stores go straight to a peer: nothing is written here, unless it is local too
+    dma_map(c, to=, op=, after=)    stays until it has so many updates, the GEMM's own among them; then a copy engine sends it
+
+op="update" adds to what the peer computes of the same chunk, and op="store" is all that the peer has of it. Chunks are numbered as
+their rank computes them, and ranks are staggered: rank r computes the rows of rank r + 1 first, those of r + 2 next, its own last.
+So figure 12's configuration of a ring reduce-scatter on four ranks is
+
+    left = (RANK + 3) % 4
+    ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
+    ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
+    schedule = ring.schedule(MatmulReduceScatter(4, M, N, K, "bf16"))
+
+for every rank at once, as ranks are expressions. Where ranks differ by more than their place in the ring, write a map for each:
+`schedule_of([mine(rank) for rank in range(4)], problem)`. The functions below are the paper's maps, and ours.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4 (figures 11 and 12), 4.2
+(triggers) and 7.1 (other collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+from weft.schedule.builders import NotApplicableError
+from weft.schedule.expr import RANK, Expr, Index
+from weft.schedule.output_routes import CollectiveName, Entry, Op, routes_of
+from weft.schedule.output_steps import Add, By, Gemm, Product, scheduled
+from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.schedule.schedule import Schedule
+
+Sender: TypeAlias = Literal["store", "dma"]
+"""Who sends a chunk that this rank alone computes: the GEMM's stores (remote_map) or a copy engine (dma_map)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulInto:
+    """What a map is made into a schedule for, where no problem says it: y = the collective of every rank's x @ w.
+
+    collective       x [.., k]      y [.., n]      result of rank r
+    reduce_scatter   rows           rows / ranks   its rows of the sum of all ranks' products
+    all_gather       rows / ranks   rows           all ranks' products, by rank
+    all_to_all       rows           rows           of each rank, by rank, the r-th part of its product
+
+    rows are the map's; w is [k, n]."""
+
+    collective: CollectiveName
+    world_size: int
+    n: int
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.collective not in get_args(CollectiveName):
+            raise ValueError(
+                f"collective={self.collective!r} is not known: use one of {', '.join(get_args(CollectiveName))}"
+            )
+        if self.world_size < 1 or min(self.n, self.k) < 0:
+            raise ValueError(f"world_size={self.world_size}, n={self.n}, k={self.k}: ranks are 1 at least, and sizes 0")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMap:
+    """Where each chunk of a GEMM's output goes, as T3 configures it. Each call returns a larger map.
+
+    left = (RANK + 3) % 4
+    ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")
+    ring = ring.dma_map(1, to=left, op="update", after=2).dma_map(2, to=left, op="update", after=2).local(3)
+
+    rows: of the whole output, with all ranks' parts.
+    chunks: of the whole output; each rank's rows are cut into as many.
+    order: what chunk 0, 1, ... is, if not in the staggered order: places in the whole output, `owner * c + piece`, where each
+        rank's rows are c chunks. Other ranks' chunks are numbered too where they are not computed here, as in an all-gather.
+    entries: the calls so far.
+
+    What cannot be is a `ValueError`, at the call or by `schedule`, that names the chunk, the value and what to write.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.4, figures 11 and 12.
+    """
+
+    rows: int
+    chunks: int
+    order: tuple[Index, ...] | None = None
+    entries: tuple[Entry, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1 or self.rows < 0:
+            raise ValueError(f"rows={self.rows}, chunks={self.chunks}: an output has rows from 0 and chunks from 1 on")
+        if self.order is not None and len(self.order) != self.chunks:
+            raise ValueError(f"order has {len(self.order)} places and chunks={self.chunks}: give each chunk its place")
+
+    def local(self, chunk: int) -> OutputMap:
+        """What this rank computes of the chunk is, or is part of, its result."""
+        return self._with(Entry("local", chunk))
+
+    def remote_map(self, chunk: int, *, to: Index, op: Op = "store") -> OutputMap:
+        """The GEMM stores the chunk in the memory of rank `to`."""
+        return self._with(Entry("remote_map", chunk, to, op))
+
+    def dma_map(self, chunk: int, *, to: Index, op: Op = "store", after: int = 1) -> OutputMap:
+        """A copy engine sends the chunk to rank `to` when it has been written or updated `after` times: by the own GEMM, if that
+        computes it, and by each rank that sends it here."""
+        if not isinstance(after, int) or after < 1:
+            raise ValueError(
+                f"chunk {chunk}: after={after!r} must be at least 1: what nobody has written cannot be sent"
+            )
+        return self._with(Entry("dma_map", chunk, to, op, after))
+
+    def _with(self, entry: Entry) -> OutputMap:
+        if not isinstance(entry.chunk, int) or not 0 <= entry.chunk < self.chunks:
+            raise ValueError(f"chunk {entry.chunk!r} is none of {self.chunks}: use 0 to {self.chunks - 1}")
+        if not isinstance(entry.to, int | Expr):
+            raise ValueError(
+                f"chunk {entry.chunk}: to={entry.to!r} is no rank: use a number, or an expression such as (RANK + 1) % 4"
+            )
+        if entry.op not in get_args(Op):
+            raise ValueError(f"chunk {entry.chunk}: op={entry.op!r} is not known: use 'store' or 'update'")
+        return replace(self, entries=(*self.entries, entry))
+
+    def schedule(
+        self, problem: MatmulReduceScatter | MatmulInto, *, gemm: Gemm = "chunks", add: Add | None = None,
+        by: By = "dma", engines: int = 1, name: str = "output map",
+    ) -> Schedule:  # fmt: skip
+        """The schedule in which every rank's output is mapped so.
+
+        gemm: "chunks": a GEMM of the library's for each chunk. "tracked": one kernel, which sets signals when chunks are complete.
+        add: who adds up a reduce-scatter's updates. "gemm": the one that computes the same chunk, which waits for them. "reduce": a
+            kernel beside the GEMMs, which wait for nothing: what goes with a tracked one.
+        by: what copies dma-mapped chunks, a copy engine or a kernel.
+        engines: chunks that a rank copies at a time, each to other ranks: 1 where one peer at a time can have all of a GPU's
+            bandwidth (a switch), world_size - 1 where each link leads to one peer (a mesh).
+
+        `ValueError` if the map cannot be; `NotApplicableError` if there is nothing to compute, or fewer rows than chunks.
+        """
+        return schedule_of([self] * problem.world_size, problem, gemm=gemm, add=add, by=by, engines=engines, name=name)
+
+    def __str__(self) -> str:
+        return "\n".join([f"output of {self.rows} rows in {self.chunks} chunks", *(f"  {e}" for e in self.entries)])
+
+
+def schedule_of(
+    maps: Sequence[OutputMap], problem: MatmulReduceScatter | MatmulInto, *, gemm: Gemm = "chunks",
+    add: Add | None = None, by: By = "dma", engines: int = 1, name: str = "output map",
+) -> Schedule:  # fmt: skip
+    """`OutputMap.schedule`, of a map for each rank."""
+    p = problem if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
+    add = add or ("reduce" if gemm == "tracked" else "gemm")
+    if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(By):
+        raise ValueError(
+            f"gemm={gemm!r}, add={add!r}, by={by!r}: use gemm='chunks' or 'tracked', add='gemm' or 'reduce', by='dma' or 'kernel'"
+        )
+    if gemm == "tracked" and add == "gemm":
+        raise ValueError("add='gemm': a tracked GEMM computes all chunks at once and adds to none: use add='reduce'")
+    if not isinstance(engines, int) or engines < 1:
+        raise ValueError(f"engines={engines!r} must be at least 1: on how many lanes copies to other ranks are")
+    if len(maps) != p.world_size:
+        raise ValueError(f"{len(maps)} maps, and world_size={p.world_size}: give one for each rank")
+    first = maps[0]
+    for rank, one in enumerate(maps):
+        if (one.rows, one.chunks) != (first.rows, first.chunks):
+            raise ValueError(
+                f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, and rank 0 {first.rows} in {first.chunks}: use the same "
+                f"numbers on every rank"
+            )
+    rows = first.rows if isinstance(problem, MatmulInto) else problem.m
+    if first.rows != rows:
+        raise ValueError(
+            f"the map is of {first.rows} rows, and the problem has m={rows}: use OutputMap(rows={rows}, ...)"
+        )
+    if rows % p.world_size:
+        raise ValueError(
+            f"rows={rows} must be divisible by world_size={p.world_size}: pad to {-(-rows // p.world_size) * p.world_size}"
+        )
+    if not rows * p.n * p.k:
+        raise NotApplicableError("there is nothing to multiply")
+    if gemm == "tracked":
+        _require_tracked(maps, p)
+    plain = [(one.order, one.entries) for one in maps]
+    same = all(one is first for one in maps)
+    routes = routes_of(p.collective, p.world_size, first.chunks, tuple(plain[:1] if same else plain))
+    return scheduled(name, routes, Product(rows, p.n, p.k, p.dtype), gemm=gemm, add=add, by=by, engines=engines)
+
+
+def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
+    if p.world_size == 1:
+        raise NotApplicableError("one rank has nothing to send")
+    for rank, one in enumerate(maps):
+        if p.collective == "all_gather" and (e := next((e for e in one.entries if e.how == "remote_map"), None)):
+            raise ValueError(
+                f"chunk {e.chunk} of rank {rank}: a tracked GEMM stores it once, here: use dma_map({e.chunk}, to={e.to}, after=1)"
+            )
+
+
+def _as_matmul_into(p: MatmulReduceScatter) -> MatmulInto:
+    return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype)
+
+
+# --- the paper's maps, and ours. per_rank: chunks of each rank's rows. rank: for one rank's map alone, in numbers ---
+
+
+def ring_reduce_scatter(
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "store", rank: Index = RANK
+) -> OutputMap:
+    """Figures 7, 11 and 12: sums go to the left, and each rank adds its own product to what came from the right. What is computed
+    first, of which nothing comes, the GEMM stores straight in the neighbour's memory (first="dma": as the others)."""
+    made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    for chunk in range(world * per_rank):
+        distance = chunk // per_rank
+        if distance == world - 1:
+            made = made.local(chunk)
+        elif distance or first == "dma":
+            made = made.dma_map(chunk, to=left, op="update", after=2 if distance else 1)
+        else:
+            made = made.remote_map(chunk, to=left, op="update")
+    return made
+
+
+def direct_reduce_scatter(
+    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
+) -> OutputMap:
+    """7.1: each chunk goes straight to the rank whose rows it has. sliced: a chunk for every peer before another one for any, so
+    that all links are busy from the first on; else all of a peer's rows before those of the next."""
+    return _to_owners(rows, world, per_rank, by, "update", sliced, rank)
+
+
+def all_to_all(
+    rows: int, world: int, *, per_rank: int = 1, by: Sender = "store", sliced: bool = False, rank: Index = RANK
+) -> OutputMap:
+    """7.1: as the direct reduce-scatter, but nothing is added up."""
+    return _to_owners(rows, world, per_rank, by, "store", sliced, rank)
+
+
+def ring_all_gather(
+    rows: int, world: int, *, per_rank: int = 1, first: Sender = "dma", rank: Index = RANK
+) -> OutputMap:
+    """7.1: "reuses ring-RS's configuration", with stores for updates. What is computed here stays and goes to the left; what came
+    from the right goes on, but for the last, which the left neighbour has computed. A GEMM stores once, so that with
+    first="store" a kernel behind it stores again."""
+    made, left = OutputMap(rows, world * per_rank), (rank + world - 1) % world
+    for chunk in range(world * per_rank):
+        distance = chunk // per_rank
+        if distance == world - 1:
+            made = made.local(chunk)
+            if world > 1:
+                made = _send(made, chunk, left, first, "store")
+        elif distance < world - 2:
+            made = made.dma_map(chunk, to=left, after=1)
+    return made
+
+
+def direct_all_gather(rows: int, world: int, *, per_rank: int = 1, by: Sender = "dma", rank: Index = RANK) -> OutputMap:
+    """7.1: what is computed here stays, and goes straight to every other rank."""
+    made = OutputMap(rows, world * per_rank)
+    for chunk in range((world - 1) * per_rank, world * per_rank):
+        made = made.local(chunk)
+        for distance in range(1, world):
+            made = _send(made, chunk, (rank + distance) % world, by, "store")
+    return made
+
+
+def _to_owners(rows: int, world: int, per_rank: int, by: Sender, op: Op, sliced: bool, rank: Index) -> OutputMap:
+    pieces, peers = range(per_rank), range(1, world)
+    if sliced:
+        chunks = [(distance, piece) for piece in pieces for distance in peers]
+    else:
+        chunks = [(distance, piece) for distance in peers for piece in pieces]
+    chunks += [(world, piece) for piece in pieces]
+    order = tuple((rank + distance) % world * per_rank + piece for distance, piece in chunks)
+    made = OutputMap(rows, world * per_rank, order if sliced else None)
+    for chunk, (distance, _) in enumerate(chunks):
+        made = made.local(chunk) if distance == world else _send(made, chunk, (rank + distance) % world, by, op)
+    return made
+
+
+def _send(made: OutputMap, chunk: int, to: Index, by: Sender, op: Op) -> OutputMap:
+    return made.remote_map(chunk, to=to, op=op) if by == "store" else made.dma_map(chunk, to=to, op=op, after=1)
