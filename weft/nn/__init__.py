@@ -1,5 +1,24 @@
 """Modules: what a model holds. The operators beneath them are in `weft.ops`."""
 
 from weft.nn.embedding import ShardedEmbeddingBagCollection
+from weft.nn.replicated import RMSNorm, replicated
+from weft.nn.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RowParallelLinear,
+    local_state_dict,
+    rotary_embedding,
+)
 
-__all__ = ["ShardedEmbeddingBagCollection"]
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RMSNorm",
+    "RowParallelLinear",
+    "ShardedEmbeddingBagCollection",
+    "local_state_dict",
+    "replicated",
+    "rotary_embedding",
+]
