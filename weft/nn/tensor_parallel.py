@@ -261,9 +261,20 @@ class ParallelAttention(nn.Module):
     ) -> torch.Tensor:
         """rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding`
         makes them, and Hugging Face's `LlamaRotaryEmbedding`. mask: `scaled_dot_product_attention`'s, of the whole sequence."""
-        projected = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj])
+        q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj])
+        return self.o_proj(self.attend(q, k, v, rotary, mask))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Between the projections, on this rank's heads: [B, S, heads/W x head_dim]; k and v have as many columns as kv_heads."""
         q, k, v = (
-            y.movedim(self.sequence_dim, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected
+            y.movedim(self.sequence_dim, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)
         )
         if rotary is not None:
             cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in rotary)
@@ -272,7 +283,7 @@ class ParallelAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
         )
         # [B, heads, S, head_dim] -> [S, B, heads x head_dim], as the reduce-scatter takes it: one copy at most.
-        return self.o_proj(y.permute(2, 0, 1, 3).flatten(2).movedim(0, self.sequence_dim))
+        return y.permute(2, 0, 1, 3).flatten(2).movedim(0, self.sequence_dim)
 
 
 def rotary_embedding(
