@@ -1,7 +1,7 @@
 """Modules: what a model holds. The operators beneath them are in `weft.ops`."""
 
 from weft.nn.embedding import ShardedEmbeddingBagCollection
-from weft.nn.replicated import RMSNorm, replicated
+from weft.nn.norm import RMSNorm
 from weft.nn.tensor_parallel import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -10,6 +10,7 @@ from weft.nn.tensor_parallel import (
     local_state_dict,
     rotary_embedding,
 )
+from weft.operator.layers import replicated
 
 __all__ = [
     "ColumnParallelLinear",

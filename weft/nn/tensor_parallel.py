@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.nn.replicated import replicated
+from weft.operator.layers import as_autocast, replicated
 from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -137,7 +137,7 @@ class RowParallelLinear(_ParallelLinear):
     divided = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, weight = _as_autocast(x, self.weight)
+        x, weight = as_autocast(x, self.weight)
         y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
         return y if self.bias is None else y + replicated(self.bias, self.group_name).to(y.dtype)
 
@@ -145,7 +145,7 @@ class RowParallelLinear(_ParallelLinear):
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> list[torch.Tensor]:
     """What each of `layers`, of one group, makes of `x`, which is gathered once for all of them."""
     first = layers[0]
-    x, *weights = _as_autocast(x, *(layer.weight for layer in layers))
+    x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     _, ys = all_gather_matmul(x, [w.t() for w in weights], first.sequence_dim, first.group_name, return_A=False)
     biases = (layer.bias for layer in layers)
     return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
@@ -325,12 +325,3 @@ def _part(name: str, value: int, world: int) -> int:
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `nn.functional.linear` would take them: operators of weft multiply in the dtype that they are given."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) for t in tensors)

@@ -1,7 +1,8 @@
-"""Parameters that every rank has whole, in a model whose activations are divided along the sequence.
+"""What layers need around operators, whether they are modules of `weft.nn` or linears that a style of `weft.parallel` has divided.
 
-Each rank uses such a parameter (a norm's weight, an embedding, the bias of a row-parallel layer) on its own positions only, so
-that its gradient is a part of the sum. Ranks that step with parts drift apart, and nothing says so.
+Parameters that every rank has whole, in a model whose activations are divided along the sequence: each rank uses such a parameter
+(a norm's weight, an embedding, the bias of a row-parallel layer) on its own positions only, so that its gradient is a part of the
+sum. Ranks that step with parts drift apart, and nothing says so.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import together
@@ -34,28 +33,13 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
     return _Replicated.apply(parameter, group if isinstance(group, str) else group_of(group).group_name)
 
 
-class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` of activations that are divided along the sequence: the weight's gradient is the sum over ranks of `group`.
-
-    Other arguments are those of `nn.RMSNorm`.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        *,
-        group: dist.ProcessGroup | str,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
-        self.group_name = group_of(group).group_name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else replicated(self.weight, self.group_name)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `nn.functional.linear` would take them: operators of weft multiply in the dtype that they are given."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) for t in tensors)
 
 
 class _Replicated(torch.autograd.Function):
