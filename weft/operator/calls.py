@@ -7,6 +7,7 @@ or the library's calls, one after the other (`weft.runtime.unfused`).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -56,6 +57,19 @@ def made(
     with together(op.name, group, like, deadline_s):
         call = form(group)
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
+
+
+def operator_named(name: str) -> Operator[Any]:
+    """Loaded from `weft.ops`, if it is not: an operator and its dual need each other in backward."""
+    if name not in OPERATORS:
+        importlib.import_module(f"weft.ops.{name}")
+    return OPERATORS[name]
+
+
+def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, deadline_s: float | None) -> bool:
+    """Whether calls like this one take another way than the library's; so it seems too until one has been made."""
+    prepared = _prepared_for(op, call, group, None, deadline_s, op.wanted(call))
+    return not prepared.known_serial(prepared.capturing())
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared]:
