@@ -45,10 +45,10 @@ def test_gradients(pool: Pool, rows: list[int], return_A: bool, compiled: bool) 
 @pytest.mark.parametrize(
     ("rows", "widths", "return_A", "dual"),
     [
-        ([6, 6], [8], False, True),
-        ([6] * 4, [8, 3], False, True),
-        ([6, 6], [8], True, False),
-        ([6, 4], [8], False, False),
+        ([10, 10], [8], False, True),
+        ([10] * 4, [8, 3], False, True),
+        ([10, 10], [8], True, False),
+        ([10, 4], [8], False, False),
     ],
     ids=["one", "two weights", "A wanted", "uneven"],
 )
