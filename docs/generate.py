@@ -32,7 +32,7 @@ def api() -> str:
         value = getattr(weft, name)
         if callable(value):
             parts.append(f"### weft.{name}\n\n{_full(value)}")
-    parts.append("### weft.nn.ShardedEmbeddingBagCollection\n\n" + _full(weft.nn.ShardedEmbeddingBagCollection))
+    parts += [f"### weft.nn.{name}\n\n{_full(getattr(weft.nn, name))}" for name in weft.nn.__all__]
     parts.append("## weft.errors\n\n" + _sentence(weft.errors) + "\n")
     parts.append(_table(_defined(weft.errors)))
     for name in _MODULES:

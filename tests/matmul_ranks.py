@@ -439,3 +439,21 @@ def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
     return counts
+
+
+def backward_by_dual(group: dist.ProcessGroup, rows: list[int], widths: list[int], return_A: bool) -> tuple[bool, bool]:
+    """(whether backward makes calls of the dual, whether the gradients of equal calls have equal bits). The first call chooses."""
+    from weft.operator.calls import prepared_calls
+    from weft.ops.matmul_reduce_scatter import OPERATOR
+
+    own = own_group(group)
+    x = data(group.rank(), (rows[group.rank()], 16), torch.float32, 1).requires_grad_()
+    Bs = [data(group.rank(), (16, n), torch.float32, 2).requires_grad_() for n in widths]
+    found = []
+    for _ in range(4):
+        _, ys = weft.all_gather_matmul(x, Bs, 0, own, return_A=return_A, rows=rows)
+        loss = sum((y * data(0, tuple(y.shape), torch.float32, 3)).sum() for y in ys)
+        assert isinstance(loss, torch.Tensor)
+        found.append(torch.autograd.grad(loss, [x, *Bs]))
+    equal = all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
+    return bool(prepared_calls(OPERATOR, own)), equal

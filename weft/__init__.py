@@ -33,7 +33,7 @@ _HOME = {
     "on_failure": "weft.symm",
     "place_tables": "weft.embedding",
 }
-_MODULES = ("embedding", "errors", "hw", "nn", "plan", "schedule", "sim", "symm", "timeline", "trace")
+_MODULES = ("embedding", "errors", "hw", "nn", "parallel", "plan", "schedule", "sim", "symm", "timeline", "trace")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

@@ -42,6 +42,23 @@ def test_gradients(pool: Pool, rows: list[int], return_A: bool, compiled: bool) 
     pool.run(ranks.backward, rows, [6, 3], return_A, compiled, F32, ranks=len(rows), timeout_s=120)
 
 
+@pytest.mark.parametrize(
+    ("rows", "widths", "return_A", "dual"),
+    [
+        ([10, 10], [8], False, True),
+        ([10] * 4, [8, 3], False, True),
+        ([10, 10], [8], True, False),
+        ([10, 4], [8], False, False),
+    ],
+    ids=["one", "two weights", "A wanted", "uneven"],
+)
+def test_backward_is_the_duals_and_its_bits_are_equal(
+    pool: Pool, rows: list[int], widths: list[int], return_A: bool, dual: bool
+) -> None:
+    found = pool.run(ranks.backward_by_dual, rows, widths, return_A, ranks=len(rows), timeout_s=60)
+    assert found == [(dual, True)] * len(rows)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_many_sizes_in_a_row(pool: Pool, world: int) -> None:
     pool.run(ranks.many_sizes, 12, ranks=world, timeout_s=60)

@@ -129,6 +129,53 @@ def test_its_help_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+# -- a tensor-parallel transformer
+
+
+def losses(printed: str) -> list[tuple[float, float]]:
+    """Of weft's model, and of torch's."""
+    found = re.findall(r"^step +\d+  loss (\S+)  unfused (\S+)  apart \S+$", printed, re.MULTILINE)
+    return [(float(ours), float(torchs)) for ours, torchs in found]
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 12), slow(4, 20)])
+def test_the_transformer_learns_as_torchs_does(tmp_path: Path, ranks: int, steps: int) -> None:
+    text = tmp_path / "text"
+    text.write_text("weft weaves communication through computation. " * 30)
+    printed = run(
+        EXAMPLES / "tp_transformer.py", "--unfused", "--ranks", str(ranks), "--steps", str(steps), "--text", text
+    )
+    found = losses(printed)
+    assert len(found) == steps
+    assert all(abs(ours / torchs - 1) < 1e-5 for ours, torchs in found)
+    assert found[0][0] > 5  # of 256 bytes it knows nothing: log(256) = 5.5
+    assert found[-1][0] < (2.7 if steps == 12 else 2.0)
+    assert f"{text.stat().st_size} bytes of {text}" in printed
+
+
+def test_the_transformers_help_teaches_and_bad_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    module = load(EXAMPLES / "tp_transformer.py")
+    module.parser().print_help()
+    text = capsys.readouterr().out
+    for words in (
+        "weft.nn.ParallelMLP",
+        "--unfused",
+        "--ranks 4 --text FILE",
+        "torchrun --nproc-per-node 2",
+        "(default: 60)",
+    ):
+        assert words in text
+    for words, ranks, message in (
+        (["--text", "nowhere"], 2, "--text nowhere: there is no such file"),
+        (["--length", "129"], 2, "--length 129 must be divisible by the 2 ranks"),
+        (["--hidden", "96"], 2, "--hidden 96 must be divisible by 64"),
+        (["--length", "1000000"], 2, "give more than --length"),
+        (["--steps", "0"], 2, "must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            module.check(module.parser().parse_args(words), ranks)
+
+
 # -- the page on schedules
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()

@@ -2,5 +2,26 @@
 
 from weft.nn.embedding import ShardedEmbeddingBagCollection
 from weft.nn.experts import ExpertParallelMLP
+from weft.nn.norm import RMSNorm
+from weft.nn.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    RowParallelLinear,
+    local_state_dict,
+    rotary_embedding,
+)
+from weft.operator.layers import replicated
 
-__all__ = ["ExpertParallelMLP", "ShardedEmbeddingBagCollection"]
+__all__ = [
+    "ColumnParallelLinear",
+    "ExpertParallelMLP",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RMSNorm",
+    "RowParallelLinear",
+    "ShardedEmbeddingBagCollection",
+    "local_state_dict",
+    "replicated",
+    "rotary_embedding",
+]

@@ -59,12 +59,18 @@ def made(
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
 
 
-def operator(name: str) -> Operator[Any]:
+def operator_named(name: str) -> Operator[Any]:
     """The house's of that name, whose file is imported when it is asked for: duals are each other's gradients, and imports have no
     cycles."""
     if name not in OPERATORS:
         importlib.import_module(f"weft.ops.{name}")
     return OPERATORS[name]
+
+
+def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, deadline_s: float | None) -> bool:
+    """Whether calls like this one take another way than the library's; so it seems too until one has been made."""
+    prepared = _prepared_for(op, call, group, None, deadline_s, op.wanted(call))
+    return not prepared.known_serial(prepared.capturing())
 
 
 def prepared_calls(op: Operator[Any], group: dist.ProcessGroup) -> list[Prepared]:

@@ -5,6 +5,7 @@ wrong results on every rank, and no error. What becomes of an error that leaves 
 
 - A named one of weft's: all ranks raise it alike, or it has ended the group already.
 - Ctrl-C at any time, and whatever comes once this rank has said to its peers that it takes part: it ends the group, with its cause.
+- torch's activation checkpointing leaves the last call that it needs by an exception, on all ranks: the call has been made.
 - Any other, on CPU: this rank refuses the call (`weft.runtime.meeting`). The others raise `RefusedError`, and the group lives on.
 - Any other, on GPUs, where hosts do not meet: bad input is told over the sockets (`weft.symm.calls`). A peer that has not come to
   this call yet, or refuses it too, raises as well, and the group lives on; one that has made it ends the group. This rank's next
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import _StopRecomputationError
 
 from weft import env, symm
 from weft.caller import caller
@@ -70,7 +72,7 @@ class together:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         group = self._group
-        if error is None:
+        if error is None or isinstance(error, _StopRecomputationError):
             if (refused := self._calls.end()) and (domain := symm.open_domain(group, "cuda")) is not None:
                 domain.poison(refused)
                 domain.check()

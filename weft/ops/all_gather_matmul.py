@@ -8,8 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft import plan
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, operator_named, overlaps, registered
 from weft.operator.flattened import UNEVEN, check_weights, flattened, restored, rows_of_ranks
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
@@ -103,7 +104,8 @@ class _AllGatherMatmul(Operator[_Call]):
 
         grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    x is gathered again while the first GEMMs run, and the reduce-scatter runs while the second ones do.
+    x is gathered again while the first GEMMs run, and the reduce-scatter runs while the second ones do; or else as a part of the
+    first ones, by `matmul_reduce_scatter`.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -154,16 +156,49 @@ class _AllGatherMatmul(Operator[_Call]):
                 whole = all_gather(x.contiguous(), list(p.rows), group.rank(), group, turn, _AGAIN)
         grad_x = scattering = None
         if wanted[0]:
-            partial = grads[0] @ Bs[0].t() if grad_gathered is None else torch.addmm(grad_gathered, grads[0], Bs[0].t())
-            for grad, B in zip(grads[1:], Bs[1:], strict=True):
-                partial.addmm_(grad, B.t())
-            grad_x, scattering = _reduce_scattered(partial, p, group, turn)
+            even = p.world_size > 1 and len(set(p.rows)) == 1
+            # On GPUs the GEMMs of the weights' gradients hide the reduce-scatter. On CPU processes these are slower with both.
+            hidden = x.device.type == "cuda" and any(wanted[1:])
+            if even and grad_gathered is None and not hidden:
+                grad_x = _scattered_by_dual(grads, Bs, group, turn)
+            if grad_x is None:
+                partial = _partial(grads, Bs, grad_gathered)
+                grad_x, scattering = _reduce_scattered(partial, p, group, turn)
         if gathering is not None:
             gathering.wait()
         grad_Bs = [whole.t() @ grad if want else None for grad, want in zip(grads, wanted[1:], strict=True)]
         if scattering is not None:
             scattering.wait()
         return [grad_x, *grad_Bs]
+
+
+def _partial(
+    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], grad_gathered: torch.Tensor | None
+) -> torch.Tensor:
+    """This rank's part of the gradient of x."""
+    first, B = grads[0], Bs[0].t()
+    partial = first @ B if grad_gathered is None else torch.addmm(grad_gathered, first, B)
+    for grad, B in zip(grads[1:], Bs[1:], strict=True):
+        partial.addmm_(grad, B.t())
+    return partial
+
+
+def _scattered_by_dual(
+    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
+) -> torch.Tensor | None:
+    """The same and its reduce-scatter as one, by `matmul_reduce_scatter`; None: that would be no faster."""
+    dual: Any = operator_named("matmul_reduce_scatter")
+    m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
+    nothing, deadline_s = grads[0].new_empty(()), None if turn is None else turn.deadline_s
+    like = dual.form(nothing.expand(m, n), nothing.expand(n, k))
+    with plan.use(None):  # what is pinned is this operator's
+        if not overlaps(dual, like, group, deadline_s):
+            return None
+        grad, B = (grads[0], Bs[0]) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat(list(Bs), 1))
+        call = dual.form(grad.contiguous(), B.t())
+        (found,) = made(dual, group, grad, lambda group: call, deadline_s=deadline_s)
+        # The first call may have found that nothing overlaps. Later ones go the other way, and equal calls give equal bits.
+        return found if overlaps(dual, like, group, deadline_s) else None
 
 
 def _reduce_scattered(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, operator, registered
+from weft.operator.calls import made, operator_named, registered
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Operator
 from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
@@ -246,7 +246,7 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> torch.Tensor:  # fmt: skip
         missing = sum(sizes.host.came) - grad.shape[0]  # rows that found no room in y
         grad = grad.contiguous() if missing <= 0 else torch.cat((grad, grad.new_zeros(missing, p.n)))
-        dual, transposed = operator("matmul_all_to_all"), w.transpose(1, 2)
+        dual, transposed = operator_named("matmul_all_to_all"), w.transpose(1, 2)
         tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
         form: Any = dual.form
         call = form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most)

@@ -1,0 +1,91 @@
+"""weft.parallel's styles on CPU processes: a Llama that is divided by them learns as one divided by torch's does, with FSDP2 and
+activation checkpointing; a block compiles; and for every layout results, gradients and parameters of a layer are torch's."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import style_ranks as ranks
+import torch
+
+from weft.launch import Pool
+
+
+def equal(found: list[float], torchs: list[float]) -> bool:
+    return len(found) == len(torchs) and all(abs(a / b - 1) <= 1e-5 for a, b in zip(found, torchs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("world", "optimizer", "bias", "recompute", "data_parallel"),
+    [
+        (2, "SGD", False, False, 1),
+        (2, "AdamW", True, True, 1),
+        (4, "SGD", True, False, 1),
+        (4, "AdamW", False, False, 2),
+        (4, "SGD", True, True, 2),
+    ],
+)
+def test_a_change_of_imports_changes_no_loss(
+    pool: Pool, world: int, optimizer: str, bias: bool, recompute: bool, data_parallel: int
+) -> None:
+    """20 steps in fp32; parameters and gradients are DTensors as torch's styles make them."""
+    how = (optimizer, bias, recompute, data_parallel, 20)
+    torchs = pool.run(ranks.train, "torch", *how, ranks=world, timeout_s=100)
+    ours = pool.run(ranks.train, "weft", *how, ranks=world, timeout_s=100)
+    for (losses, layouts, calls), (torchs_losses, torchs_layouts, torchs_calls) in zip(ours, torchs, strict=True):
+        assert equal(losses, torchs_losses), (losses, torchs_losses)
+        assert losses[-1] < losses[0] - 0.05
+        assert layouts == torchs_layouts
+        # Two layers, each with two gathers and two scatters, and again where they are recomputed; a gather for the output.
+        times = 2 if recompute else 1
+        assert calls == {"all_gather_matmul": 4 * times + 1, "matmul_reduce_scatter": 4 * times}
+        assert torchs_calls == {}
+
+
+def test_a_block_compiles_in_one_graph(pool: Pool) -> None:
+    for apart, calls in pool.run(ranks.block_compiled, "weft", True, ranks=2, timeout_s=100):
+        assert apart < 1e-5
+        assert calls == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("name", ranks.LINEARS)
+def test_layers(pool: Pool, name: str) -> None:
+    for world in (1, 2, 4):
+        calls = pool.run(ranks.linears, name, torch.float32, 8, False, ranks=world, timeout_s=60)
+        assert calls == [ranks.LINEARS[name][-1]] * world
+
+
+COLUMNS, ROWS = "columns of a sequence", "rows to a sequence"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "features", "own"),
+    [
+        (COLUMNS, torch.float64, 8, False),
+        (ROWS, torch.float64, 8, False),
+        (COLUMNS, torch.float32, 7, False),
+        (COLUMNS, torch.float32, 8, True),
+        (ROWS, torch.float32, 8, True),
+    ],
+)
+def test_what_is_left_to_torch(pool: Pool, name: str, dtype: torch.dtype, features: int, own: bool) -> None:
+    """Other dtypes, features that do not divide by the ranks, and linears of other kinds."""
+    assert pool.run(ranks.linears, name, dtype, features, own, ranks=2, timeout_s=60) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ranks.INPUTS)
+def test_inputs_are_gathered_once(pool: Pool, name: str) -> None:
+    assert pool.run(ranks.inputs, name, ranks=2, timeout_s=60) == [ranks.INPUTS[name][-1]] * 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install transformers"
+)
+def test_a_hugging_face_llama(pool: Pool) -> None:
+    torchs = pool.run(ranks.hugging_face, "torch", 20, ranks=2, timeout_s=100)
+    ours = pool.run(ranks.hugging_face, "weft", 20, ranks=2, timeout_s=100)
+    for (losses, calls), (torchs_losses, _) in zip(ours, torchs, strict=True):
+        assert equal(losses, torchs_losses), (losses, torchs_losses)
+        assert losses[-1] < losses[0] - 0.05
+        assert calls == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}

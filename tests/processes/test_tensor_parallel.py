@@ -1,0 +1,72 @@
+"""weft.nn's tensor-parallel layers on CPU processes: results and gradients against stock layers in float64, torch.compile,
+activation checkpointing, autocast, copies, checkpoints, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import tensor_parallel_ranks as ranks
+import torch
+
+from weft.launch import Pool
+
+KINDS = ("column", "row", "mlp", "attention")
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_results_and_gradients(pool: Pool, world: int, kind: str, bias: bool) -> None:
+    sequence_dim = 0 if bias else 1  # both, with two sequences in a batch
+    pool.run(ranks.agrees, kind, bias, sequence_dim, torch.float32, False, 3, ranks=world, timeout_s=100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16(pool: Pool, kind: str) -> None:
+    pool.run(ranks.agrees, kind, True, 1, torch.bfloat16, False, 2, ranks=2, timeout_s=100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
+    pool.run(ranks.agrees, kind, True, 1, torch.float32, True, 2, ranks=2, timeout_s=200)
+
+
+def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
+    """With norms; compiled or not, recomputed in backward or not. Gradients of what ranks have whole are everybody's."""
+    (one,) = pool.run(ranks.block_gradients, False, False, ranks=1, timeout_s=100)
+    for world, compiled, recompute in ((2, False, False), (2, True, False), (2, False, True), (4, False, True)):
+        for found in pool.run(ranks.block_gradients, compiled, recompute, ranks=world, timeout_s=200):
+            assert found.keys() == one.keys()
+            for name, values in found.items():
+                close = torch.allclose(torch.tensor(values), torch.tensor(one[name]), rtol=1e-4, atol=1e-5)
+                assert close, (name, world, compiled, recompute)
+
+
+def test_autocast_is_as_for_linear(pool: Pool) -> None:
+    for found in pool.run(ranks.autocast, ranks=2, timeout_s=60):
+        assert found == [f"{kind} torch.bfloat16 torch.float32" for kind in KINDS]
+
+
+def test_handling_and_bad_input(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(ranks.handled, ranks=2, timeout_s=60)):
+        assert found.pop("extra") == (
+            f"ColumnParallelLinear(in_features=8, out_features=8, bias=True, rank={rank} of 2, sequence_dim=1)"
+        )
+        expected = {
+            "columns": "ValueError: out_features=9 must be positive and divisible by world_size=2, as every rank has as many: "
+            "pass 10",
+            "rows": "ValueError: in_features=9 must be positive and divisible by world_size=2",
+            "width": "ValueError: intermediate=9 must be positive and divisible by world_size=2",
+            "heads": "ValueError: heads=3 must be positive and divisible by world_size=2",
+            "kv heads": "ValueError: heads=12 must be divisible by kv_heads=8",
+            "few kv heads": "ValueError: kv_heads=1 must be positive and divisible by world_size=2",
+            "head size": "ValueError: hidden=17 must be divisible by heads=8, or pass head_dim",
+            "sequence": "ValueError: sequence_dim=2: pass 1 for [B, S, H], 0 for [S, B, H]",
+            "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
+            "odd": "ValueError: head_dim=5 must be even",
+            "no group": "ValueError: group='nobody' names no process group",
+            "x": "RefusedError: rank 0: Bs[0] has shape (8, 4): it must be [K=5, N] to follow A_shard",
+            "length": "RefusedError: rank 0: A has shape (2, 5, 4), and the 5 of scatter_dim=1 must be divisible by world_size=2",
+        }
+        assert found.keys() == expected.keys()
+        for name, text in expected.items():
+            assert found[name].startswith(text), (name, found[name])

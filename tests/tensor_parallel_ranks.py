@@ -1,0 +1,276 @@
+"""weft.nn's tensor-parallel layers in tests, on CPU processes and on GPUs: what runs on the ranks.
+
+Every rank makes the same stock model and the same data from seeds, so it knows what all ranks must get."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from matmul_ranks import close, data, device, told
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import weft
+
+
+class MLP(nn.Module):
+    """Llama's, by torch."""
+
+    def __init__(self, hidden: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(hidden, width, bias), nn.Linear(hidden, width, bias)
+        self.down_proj = nn.Linear(width, hidden, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """Llama's, by torch, each head for itself, with complex rotations. x is [B, S, H]."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, kv_heads * head_dim, bias) for _ in range(2))
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D]"""
+        half = self.head_dim // 2
+        rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+        angles = torch.arange(x.shape[1], device=x.device, dtype=torch.float64).outer(rates)
+        z = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((z.real, z.imag), -1).to(x.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        d, found = self.head_dim, []
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        for head in range(self.heads):
+            of = head * self.kv_heads // self.heads
+            one, key, value = q[..., head * d : head * d + d], k[..., of * d : of * d + d], v[..., of * d : of * d + d]
+            scores = self.rotated(one) @ self.rotated(key).transpose(1, 2) / d**0.5
+            found.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ value)
+        return self.o_proj(torch.cat(found, -1))
+
+
+class Divided(nn.Module):
+    """A linear layer by torch's own products, a rank's after the other's, each rounded, and added up."""
+
+    def __init__(self, linear: nn.Linear, row: bool, world: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.row, self.world = linear.weight, linear.bias, row, world
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weight.chunk(self.world, int(self.row))
+        if self.row:
+            products = [a @ w.t() for a, w in zip(x.chunk(self.world, -1), weights, strict=True)]
+            y = torch.stack(products).sum(0)
+        else:
+            y = torch.cat([x @ w.t() for w in weights], -1)
+        return y if self.bias is None else torch.cat([part + self.bias for part in y.chunk(self.world, 1)], 1)
+
+
+def divided(model: nn.Module, kind: str, world: int) -> nn.Module:
+    if isinstance(model, nn.Linear):
+        return Divided(model, kind == "row", world)
+    for name, child in list(model.named_children()):
+        assert isinstance(child, nn.Linear)
+        setattr(model, name, Divided(child, name in ("down_proj", "o_proj"), world))
+    return model
+
+
+HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 24, 40, 8, 4, 6
+
+
+def stock(kind: str, bias: bool, seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    made: nn.Module
+    if kind == "column":
+        made = nn.Linear(HIDDEN, WIDTH, bias)
+    elif kind == "row":
+        made = nn.Linear(WIDTH, HIDDEN, bias)
+    elif kind == "mlp":
+        made = MLP(HIDDEN, WIDTH, bias)
+    else:
+        made = Attention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, bias)
+    return made.to(device())
+
+
+def parallel(kind: str, bias: bool, group: dist.ProcessGroup, sequence_dim: int, **options: Any) -> nn.Module:
+    options |= {"group": group, "sequence_dim": sequence_dim, "device": options.get("device", device())}
+    if kind == "column":
+        return weft.nn.ColumnParallelLinear(HIDDEN, WIDTH, bias, **options)
+    if kind == "row":
+        return weft.nn.RowParallelLinear(WIDTH, HIDDEN, bias, **options)
+    if kind == "mlp":
+        return weft.nn.ParallelMLP(HIDDEN, WIDTH, bias=bias, **options)
+    return weft.nn.ParallelAttention(HIDDEN, HEADS, KV_HEADS, head_dim=HEAD_DIM, bias=bias, **options)
+
+
+def shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.chunk(group.size(), dim)[group.rank()]
+
+
+def agrees(
+    group: dist.ProcessGroup, kind: str, bias: bool, sequence_dim: int, dtype: torch.dtype, compiled: bool, calls: int
+) -> None:
+    """Results and all gradients of several calls in a row, against the stock layer in float64; errors may be twice those of
+    torch's own products and sums in the same dtype."""
+    usual = stock(kind, bias).to(dtype)
+    exact = copy.deepcopy(usual).double()
+    usual = divided(usual, kind, group.size())
+    ours = parallel(kind, bias, group, sequence_dim, dtype=dtype)
+    ours.load_state_dict(weft.nn.local_state_dict(ours, usual.state_dict()))
+    length, columns = 4 * group.size(), WIDTH if kind == "row" else HIDDEN
+    rotary = weft.nn.rotary_embedding(length, HEAD_DIM, device=device())
+    arguments = (rotary,) if kind == "attention" else ()
+    run: Callable[..., torch.Tensor] = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    found = []
+    for call in range(calls):
+        whole = data(0, (2, length, columns), dtype, 10 + call)
+        rows_in, rows_out = kind != "row", kind != "column"  # is the sequence divided? or else columns are
+        x = shard(whole, 1 if rows_in else 2, group).clone()
+        x = (x.transpose(0, 1).contiguous() if sequence_dim == 0 else x).requires_grad_()
+        y = run(x, *arguments)
+        y = y.transpose(0, 1) if sequence_dim == 0 else y
+        weighing = data(0, (2, length, WIDTH if kind == "column" else HIDDEN), dtype, 20 + call)
+        ours.zero_grad()
+        (y * shard(weighing, 1 if rows_out else 2, group)).sum().backward()
+        assert x.grad is not None
+        x_grad = x.grad.transpose(0, 1) if sequence_dim == 0 else x.grad
+        grads = {name: p.grad for name, p in ours.named_parameters()}
+        found.append((whole, weighing, rows_in, rows_out, y, x_grad, grads))
+    for whole, weighing, rows_in, rows_out, y, x_grad, grads in found:
+        of: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
+        for model in (exact, usual):
+            like = next(model.parameters())
+            given = whole.to(like.dtype).clone().requires_grad_()
+            result = model(given)
+            model.zero_grad()
+            (result * weighing.to(like.dtype)).sum().backward()
+            assert given.grad is not None
+            local = weft.nn.local_state_dict(ours, {name: p.grad for name, p in model.named_parameters()})  # type: ignore[misc]
+            of.append(
+                (shard(result, 1 if rows_out else 2, group), shard(given.grad, 1 if rows_in else 2, group), local)
+            )
+        (exact_y, exact_x, exact_grads), (usual_y, usual_x, usual_grads) = of
+        assert y.dtype == dtype
+        assert y.shape == exact_y.shape
+        close(y, exact_y, usual_y)
+        close(x_grad, exact_x, usual_x)
+        assert grads.keys() == exact_grads.keys()
+        for name, grad in grads.items():
+            assert grad is not None, name
+            close(grad, exact_grads[name], usual_grads[name])
+
+
+class Block(nn.Module):
+    def __init__(self, group: dist.ProcessGroup, recompute: bool) -> None:
+        super().__init__()
+        options = {"group": group, "device": device()}
+        self.norms = nn.ModuleList(weft.nn.RMSNorm(HIDDEN, **options) for _ in range(2))
+        self.attention = parallel("attention", True, group, 1)
+        self.mlp, self.recompute = parallel("mlp", True, group, 1), recompute
+
+    def body(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x), rotary)
+        return x + self.mlp(self.norms[1](x))
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if self.recompute:
+            return checkpoint(self.body, x, rotary, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.body(x, rotary)
+
+
+def block_gradients(group: dist.ProcessGroup, compiled: bool, recompute: bool) -> dict[str, list[Any]]:
+    """Of a block: the whole result, and gradients of parameters; those of norms are everybody's."""
+    torch.manual_seed(3)
+    block = Block(group, recompute)
+    run = torch.compile(block, fullgraph=not recompute, backend="aot_eager") if compiled else block
+    length = 16
+    x = data(0, (2, length, HIDDEN), torch.float32, 5)
+    y = run(shard(x, 1, group).clone(), weft.nn.rotary_embedding(length, HEAD_DIM, device=device()))
+    (y * shard(data(1, (2, length, HIDDEN), torch.float32, 5), 1, group)).sum().backward()
+    parts = [torch.empty_like(y) for _ in range(group.size())]
+    dist.all_gather(parts, y.detach().contiguous(), group=group)
+    found = {"y": torch.cat(parts, 1).tolist()}
+    for name, p in block.named_parameters():
+        assert p.grad is not None, name
+        if "norms" in name or name.endswith(("down_proj.bias", "o_proj.bias")):
+            found[name] = p.grad.tolist()
+    return found
+
+
+def autocast(group: dist.ProcessGroup) -> list[str]:
+    """dtypes of results under autocast, and of the weights' gradients."""
+    found = []
+    for kind in ("column", "row", "mlp", "attention"):
+        layer = parallel(kind, True, group, 1)
+        x = data(
+            group.rank(),
+            (2, 4, (WIDTH if kind == "row" else HIDDEN) // (group.size() if kind == "row" else 1)),
+            torch.float32,
+            1,
+        )
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = layer(x)
+        y.float().sum().backward()
+        found.append(f"{kind} {y.dtype} {next(layer.parameters()).grad.dtype}")  # type: ignore[union-attr]
+    return found
+
+
+def handled(group: dist.ProcessGroup) -> dict[str, str]:
+    """Copied, pickled, made of stock layers, drawn from a seed, on meta; and what is refused."""
+    found = {}
+    world = group.size()
+    layer = weft.nn.ColumnParallelLinear(8, 4 * world, group=group, device=device())
+    x = data(group.rank(), (2, 3, 8), torch.float32, 1)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), layer(x))
+    for kind, made in (("column", weft.nn.ColumnParallelLinear), ("row", weft.nn.RowParallelLinear)):
+        linear = stock(kind, True)
+        assert isinstance(linear, nn.Linear)
+        linear.weight.requires_grad_(False)
+        linear.to(torch.bfloat16)
+        part = made.from_linear(linear, group)
+        torch.manual_seed(1)
+        drawn = parallel(kind, True, group, 1)
+        for name, p in part.named_parameters():
+            dim = 0 if kind == "column" else 1
+            whole = linear.get_parameter(name).detach()
+            expected = whole if (kind, name) == ("row", "bias") else shard(whole, dim, group)
+            assert torch.equal(p, expected)
+            assert p.data_ptr() != expected.data_ptr()
+            assert torch.equal(drawn.get_parameter(name).bfloat16(), expected) or device().type == "cuda"
+        assert (part.weight.requires_grad, part.bias.requires_grad) == (False, True)
+    empty = parallel("mlp", False, group, 1, device="meta").to_empty(device=device())
+    for child in empty.children():
+        child.reset_parameters()  # type: ignore[operator]
+    assert all(p.isfinite().all() for p in empty.parameters())
+    found["extra"] = repr(layer)
+    calls: dict[str, Callable[[], Any]] = {
+        "columns": lambda: weft.nn.ColumnParallelLinear(8, 4 * world + 1, group=group),
+        "rows": lambda: weft.nn.RowParallelLinear(4 * world + 1, 8, group=group),
+        "width": lambda: weft.nn.ParallelMLP(8, 4 * world + 1, group=group),
+        "heads": lambda: weft.nn.ParallelAttention(8, world + 1, group=group),
+        "kv heads": lambda: weft.nn.ParallelAttention(12 * world, 6 * world, 4 * world, group=group),
+        "few kv heads": lambda: weft.nn.ParallelAttention(8 * world, 4 * world, 1, group=group),
+        "head size": lambda: weft.nn.ParallelAttention(8 * world + 1, 4 * world, group=group),
+        "sequence": lambda: weft.nn.ParallelAttention(8, world, group=group, sequence_dim=2),
+        "no linear": lambda: weft.nn.ColumnParallelLinear.from_linear(nn.Identity(), group),  # type: ignore[arg-type]
+        "odd": lambda: weft.nn.rotary_embedding(4, 5),
+        "no group": lambda: weft.nn.ColumnParallelLinear(8, 8, group="nobody"),
+        "x": lambda: layer(x[..., :5]),
+        "length": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, device=device())(
+            data(0, (2, 2 * world + 1, 4), torch.float32, 1)
+        ),
+    }  # fmt: skip
+    return found | {name: told(call) for name, call in calls.items()}

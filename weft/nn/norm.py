@@ -1,0 +1,35 @@
+"""A norm whose input is divided along the sequence, while its weight is the same on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from weft.operator.layers import replicated
+from weft.operator.prepared import group_of
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` of activations that are divided along the sequence: the weight's gradient is the sum over ranks of `group`.
+
+    Other arguments are those of `nn.RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        *,
+        group: dist.ProcessGroup | str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
+        self.group_name = group_of(group).group_name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else replicated(self.weight, self.group_name)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)

@@ -1,0 +1,327 @@
+"""Layers of a tensor-parallel transformer: weights divided over the ranks of a group, activations between layers divided along the
+sequence, and every collective overlapped with the GEMM beside it, forward and backward.
+
+A column-parallel layer has rows of the weight [out, in], a row-parallel one has columns. A block needs two collectives forward and
+two backward, and each is a part of a GEMM:
+
+    x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --what works on columns alone-->  --matmul_reduce_scatter-->  [B, S/W, H]
+
+Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3, and "Reducing Activation
+Recomputation in Large Transformer Models", 4.2.2, for the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from weft.operator.layers import as_autocast, replicated
+from weft.operator.prepared import group_of
+from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+class _ParallelLinear(nn.Module):
+    """An `nn.Linear` of which each rank has a part."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    divided: ClassVar[int]
+    """The dimension of the weight that is."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | str,
+        sequence_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        group = group_of(group)
+        # A name and not the group, so that a module can be copied and pickled.
+        self.group_name, self.rank, self.world_size = group.group_name, group.rank(), group.size()
+        self.in_features, self.out_features, self.sequence_dim = in_features, out_features, sequence_dim
+        shape = [out_features, in_features]
+        shape[self.divided] = _part(("out_features", "in_features")[self.divided], shape[self.divided], self.world_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        length = out_features if self.divided else shape[0]
+        self.register_parameter("bias", nn.Parameter(torch.empty(length, device=device, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int = 1) -> Self:
+        """This rank's part of `linear`, copied: its values, dtype, device, and whether they are trained."""
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")
+        made = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, group=group, sequence_dim=sequence_dim,
+            device="meta", dtype=linear.weight.dtype,
+        ).to_empty(device=linear.weight.device)  # fmt: skip
+        made.load_state_dict(made.local_part(linear.state_dict()))
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(linear.get_parameter(name).requires_grad)
+        return made
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` draws them: ranks with equal seeds have the parts of one model. The whole weight is there meanwhile."""
+        if not self.weight.is_meta:
+            device, dtype = self.weight.device, self.weight.dtype
+            whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype)
+            self.load_state_dict(self.local_part(whole.state_dict()))
+
+    def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of an `nn.Linear`'s parameters, this rank's: views."""
+        found = dict(whole)
+        found["weight"] = whole["weight"].chunk(self.world_size, self.divided)[self.rank]
+        if "bias" in whole and not self.divided:
+            found["bias"] = whole["bias"].chunk(self.world_size)[self.rank]
+        return found
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={self.rank} of {self.world_size}, sequence_dim={self.sequence_dim}"
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """x @ weight.T + bias, with the output features divided over ranks, of an x that is divided along the sequence.
+
+        x [B, S/W, in_features]  ->  [B, S, out_features/W]
+
+    The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with that of the weight's gradient.
+    Every call is collective over `group`, and so is its backward.
+
+    in_features, out_features: of the whole layer. out_features must be divisible by the number of ranks.
+    bias: divided as the output features are.
+    group: a process group, or its name.
+    sequence_dim: the dimension of x that is divided: 1 for [B, S, H], 0 for [S, B, H] or [S, H].
+    device, dtype: as for `nn.Linear`; fp32, fp16 or bf16. Under autocast x and the weight are converted as there.
+
+    Parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W], ordinary tensors: rows of a stock layer's.
+    `from_linear` makes one of a stock layer, `weft.nn.local_state_dict` loads a stock checkpoint. `deepcopy` and pickle keep the
+    group's name. Errors are those of `weft.all_gather_matmul`.
+    """
+
+    divided = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return column_parallel(x, [self])[0]
+
+
+class RowParallelLinear(_ParallelLinear):
+    """x @ weight.T + bias, with the input features divided over ranks; the result is divided along the sequence.
+
+        x [B, S, in_features/W]  ->  [B, S/W, out_features]
+
+    The GEMM overlaps with the reduce-scatter that adds up the ranks' products (`weft.matmul_reduce_scatter`), and in backward with
+    the all-gather. Every call is collective over `group`, and so is its backward.
+
+    in_features must be divisible by the number of ranks, and so must the sequence. Arguments otherwise as for
+    `ColumnParallelLinear`.
+
+    Parameters are `weight` [out_features, in_features/W], columns of a stock layer's, and `bias` [out_features], the same on every
+    rank: it is added once, after the reduce-scatter, and its gradient is the sum over ranks. Errors are those of
+    `weft.matmul_reduce_scatter`.
+    """
+
+    divided = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, weight = as_autocast(x, self.weight)
+        y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
+        return y if self.bias is None else y + replicated(self.bias, self.group_name).to(y.dtype)
+
+
+def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> list[torch.Tensor]:
+    """What each of `layers`, of one group, makes of `x`, which is gathered once for all of them."""
+    first = layers[0]
+    x, *weights = as_autocast(x, *(layer.weight for layer in layers))
+    _, ys = all_gather_matmul(x, [w.t() for w in weights], first.sequence_dim, first.group_name, return_A=False)
+    biases = (layer.bias for layer in layers)
+    return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
+
+
+class ParallelMLP(nn.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), Llama's (SwiGLU), tensor-parallel.
+
+        x [B, S/W, hidden]  ->  [B, S/W, hidden]
+
+    x is gathered once for gate_proj and up_proj.
+
+    hidden, intermediate: of the whole layer; intermediate must be divisible by the number of ranks.
+    bias: of all three.
+    activation: of one tensor; works on each column alone.
+    group, sequence_dim, device, dtype: as for `ColumnParallelLinear`.
+
+    Children are `gate_proj`, `up_proj` and `down_proj`, as in Hugging Face's `LlamaMLP` (w1, w3 and w2 in Meta's code).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        group: dist.ProcessGroup | str,
+        bias: bool = False,
+        activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+        sequence_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _part("intermediate", intermediate, group_of(group).size())
+        self.activation = activation
+
+        def column() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                hidden, intermediate, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
+            )
+
+        self.gate_proj, self.up_proj = column(), column()
+        self.down_proj = RowParallelLinear(
+            intermediate, hidden, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = column_parallel(x, [self.gate_proj, self.up_proj])
+        return self.down_proj(self.activation(gate) * up)
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention, Llama's, with the heads divided over ranks: each attends with its own, over the whole sequence.
+
+        x [B, S/W, hidden]  ->  [B, S/W, hidden]
+
+    x is gathered once for q_proj, k_proj and v_proj. Grouped-query where kv_heads < heads.
+
+    hidden, heads, kv_heads: of the whole layer; heads and kv_heads must be divisible by the number of ranks. kv_heads: default
+        `heads`.
+    head_dim: default hidden / heads.
+    bias: of all four projections.
+    causal: whether a position sees only itself and what is before it, where no mask is given.
+    group, sequence_dim, device, dtype: as for `ColumnParallelLinear`; x has three dimensions.
+
+    Children are `q_proj`, `k_proj`, `v_proj` and `o_proj`, as in Hugging Face's `LlamaAttention`, whose weights they take (halves
+    of a head are rotated, not neighbours).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        group: dist.ProcessGroup | str,
+        head_dim: int | None = None,
+        bias: bool = False,
+        causal: bool = True,
+        sequence_dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads, world = heads if kv_heads is None else kv_heads, group_of(group).size()
+        _part("heads", heads, world)
+        _part("kv_heads", kv_heads, world)
+        if heads % kv_heads:
+            raise ValueError(f"heads={heads} must be divisible by kv_heads={kv_heads}: as many share one key")
+        if head_dim is None and hidden % heads:
+            raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
+        if sequence_dim not in (0, 1):
+            raise ValueError(f"sequence_dim={sequence_dim}: pass 1 for [B, S, H], 0 for [S, B, H]")
+        self.head_dim = hidden // heads if head_dim is None else head_dim
+        self.grouped, self.causal, self.sequence_dim = heads != kv_heads, causal, sequence_dim
+
+        def column(of_heads: int) -> ColumnParallelLinear:
+            width = of_heads * self.head_dim
+            return ColumnParallelLinear(
+                hidden, width, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
+            )
+
+        self.q_proj, self.k_proj, self.v_proj = column(heads), column(kv_heads), column(kv_heads)
+        self.o_proj = RowParallelLinear(
+            heads * self.head_dim, hidden, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding`
+        makes them, and Hugging Face's `LlamaRotaryEmbedding`. mask: `scaled_dot_product_attention`'s, of the whole sequence."""
+        q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj])
+        return self.o_proj(self.attend(q, k, v, rotary, mask))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Between the projections, on this rank's heads: [B, S, heads/W x head_dim]; k and v have as many columns as kv_heads."""
+        q, k, v = (
+            y.movedim(self.sequence_dim, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)
+        )
+        if rotary is not None:
+            cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in rotary)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
+        )
+        # [B, heads, S, head_dim] -> [S, B, heads x head_dim], as the reduce-scatter takes it: one copy at most.
+        return y.permute(2, 0, 1, 3).flatten(2).movedim(0, self.sequence_dim)
+
+
+def rotary_embedding(
+    length: int, head_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for positions 0 ... length - 1, [length, head_dim] in fp32: for `ParallelAttention`. Once for all layers.
+
+    Source: "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even: halves of a head are rotated against each other")
+    rates = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), rates).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a stock model's state dict, what `model.load_state_dict` takes on this rank: of the layers of `weft.nn` in `model` this
+    rank's part, and everything else as it is. Views, no copies."""
+    found = dict(whole)
+    for prefix, module in model.named_modules():
+        if isinstance(module, _ParallelLinear):
+            keys = {name: f"{prefix}.{name}".lstrip(".") for name in ("weight", "bias")}
+            given = {name: whole[key] for name, key in keys.items() if key in whole}
+            if "weight" in given:
+                found |= {keys[name]: part for name, part in module.local_part(given).items()}
+    return found
+
+
+def _part(name: str, value: int, world: int) -> int:
+    if value < 1 or value % world:
+        raise ValueError(
+            f"{name}={value} must be positive and divisible by world_size={world}, as every rank has as many: pass "
+            f"{max(1, -(-value // world)) * world}, or use other ranks"
+        )
+    return value // world
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,69 @@
+"""What layers need around operators, whether they are modules of `weft.nn` or linears that a style of `weft.parallel` has divided.
+
+Parameters that every rank has whole, in a model whose activations are divided along the sequence: each rank uses such a parameter
+(a norm's weight, an embedding, the bias of a row-parallel layer) on its own positions only, so that its gradient is a part of the
+sum. Ranks that step with parts drift apart, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.operator.prepared import group_of, size_of
+from weft.operator.together import together
+from weft.runtime.in_turn import turn_on
+from weft.runtime.opaque import opaque
+from weft.runtime.unfused import all_reduce
+
+_WHAT = "the gradient of a replicated parameter"
+
+
+def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch.Tensor:
+    """`parameter`, which is the same on all ranks of `group`: its gradient is the sum over ranks.
+
+        F.rms_norm(x_shard, (hidden,), weft.nn.replicated(self.weight, group))
+
+    Backward is collective: an all-reduce for each use.
+    """
+    if size_of(group) == 1:
+        return parameter
+    return _Replicated.apply(parameter, group if isinstance(group, str) else group_of(group).group_name)
+
+
+def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `nn.functional.linear` would take them: operators of weft multiply in the dtype that they are given."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) for t in tensors)
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, group_name: str) -> torch.Tensor:  # type: ignore[override]
+        ctx.group_name = group_name
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return torch.ops.weft.summed_over_ranks(grad, ctx.group_name), None
+
+
+@opaque
+def _summed(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    group = group_of(group_name)
+    with together(_WHAT, group, x, None):
+        turn = turn_on(group, x.device, f"{_WHAT} {tuple(x.shape)} {x.dtype}", None)
+        return all_reduce(x.contiguous(), [1] * group.size(), group.rank(), group, turn, "all-reduce")
+
+
+# torch.compile does not look into it.
+_library = torch.library.Library("weft", "FRAGMENT")
+_library.define("summed_over_ranks(Tensor x, str group) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("summed_over_ranks", _summed, _key)
+torch.library.register_fake("weft::summed_over_ranks", lambda x, group: torch.empty_like(x), lib=_library)
