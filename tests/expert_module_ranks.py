@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from expert_ranks import poisoned_memory
 from matmul_ranks import device, told
 
-import weft
 from weft.nn import ExpertParallelMLP
 
 HIDDEN, WIDTH, TOP_K = 8, 6, 2
@@ -71,7 +70,8 @@ def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, c
     """Results and all gradients against a dense layer in float64 on all ranks' tokens; a rank without tokens; twice to the bit."""
     rank, world = group.rank(), group.size()
     room = 40 * TOP_K * world if bounded else None
-    mlp: Any = layer(group, experts, gated=gated, max_rows=room, capacity=40 * TOP_K)
+    pinned = ("dispatch[by=kernel,rest=each]", "combine[chunks=1,by=store]") if bounded and world > 1 else (None, None)
+    mlp: Any = layer(group, experts, gated=gated, max_rows=room, capacity=40 * TOP_K, schedules=pinned)
     exact = {name: w.double().requires_grad_() for name, w in whole(experts, gated).items()}
     first = mlp.first_name
     assert torch.equal(mlp.get_parameter(first).cpu(), exact[first].float().chunk(world)[rank])
@@ -172,10 +172,13 @@ def captured(group: dist.ProcessGroup) -> None:
     """On GPUs: a layer that waits for nothing, in a graph, with other routing at every replay."""
     rank, experts, tokens = group.rank(), 4, 64
     exact = {name: w.double() for name, w in whole(experts, True).items()}
-    mlp = layer(group, experts, max_rows=tokens * TOP_K * group.size(), capacity=tokens * TOP_K)
+    mlp = layer(
+        group, experts, max_rows=tokens * TOP_K * group.size(), capacity=tokens * TOP_K,
+        schedules=("dispatch[by=kernel,rest=each]", "combine[chunks=1,by=store]"),
+    )  # fmt: skip
     given = [[t.to(device()) for t in routed(rank, experts, tokens, seed)] for seed in range(5)]
     held = [t.clone() for t in given[0]]
-    with torch.no_grad(), weft.plan.use(None):
+    with torch.no_grad():
         mlp(*held)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -4,6 +4,7 @@ those of the CPU tests."""
 from __future__ import annotations
 
 import combine_ranks as ranks
+import expert_module_ranks
 import gpu_ranks
 import pytest
 import returning_ranks
@@ -145,3 +146,18 @@ def test_a_call_in_a_graph(pair: Pool, schedule: str) -> None:
 def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
     steps = ["library_grouped_matmul", "permute", "exchange ordered -> y"]
     assert pair.run(ranks.serial_steps, timeout_s=60) == [steps * 2, []]
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two GEMMs"])
+def test_the_module(pair: Pool, gated: bool, bounded: bool) -> None:
+    pair.run(expert_module_ranks.agrees, 4, gated, bounded, False, timeout_s=120)
+
+
+def test_the_module_learns(pair: Pool) -> None:
+    for ours, dense in pair.run(expert_module_ranks.trains, 10, timeout_s=60):
+        assert ours == pytest.approx(dense, rel=1e-4)
+
+
+def test_the_module_in_a_graph(pair: Pool) -> None:
+    pair.run(expert_module_ranks.captured, timeout_s=60)

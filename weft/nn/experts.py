@@ -43,9 +43,10 @@ class ExpertParallelMLP(nn.Module):
     group: a process group, or its name.
     activation: of the gate. gated=False: experts are down_proj(activation(up_proj(x))), two GEMMs.
     max_rows: rows that an expert's rank may get in a call; then the host waits for nothing on GPUs, a CUDA graph can capture the
-        call, and rows beyond are lost, which on CPU is an error (`all_to_all_matmul`). None: as many as come.
+        forward (where neither schedule is "serial"), and rows beyond are lost, which on CPU is an error. None: as many as come.
     capacity: the most tokens times top_k that a rank has in any call, the same on all ranks; default: a little above the first
         call's.
+    schedules: pin those of `all_to_all_matmul` and of `matmul_all_to_all`, by name.
     device, dtype: as for `nn.Linear`; fp32, fp16 or bf16, in which x is too. Autocast does not apply.
 
     Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
@@ -66,6 +67,7 @@ class ExpertParallelMLP(nn.Module):
         gated: bool = True,
         max_rows: int | None = None,
         capacity: int | None = None,
+        schedules: tuple[str | None, str | None] = (None, None),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class ExpertParallelMLP(nn.Module):
             )
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         self.activation, self.gated, self.max_rows, self.capacity = activation, gated, max_rows, capacity
+        self.schedules = schedules
         local = num_experts // self.world_size
         rows = 2 * intermediate if gated else intermediate
         first = nn.Parameter(torch.empty(local, rows, hidden, device=device, dtype=dtype))
@@ -144,7 +147,7 @@ class ExpertParallelMLP(nn.Module):
         received: torch.Tensor
         h, received = all_to_all_matmul(
             tokens[order // top_k], _columns(self.get_parameter(self.first_name)), splits, group=self.group_name,
-            max_rows=self.max_rows, return_received=True, capacity=self.capacity,
+            max_rows=self.max_rows, return_received=True, capacity=self.capacity, schedule=self.schedules[0],
         )  # fmt: skip
         if self.gated:
             gate, up = h.chunk(2, dim=1)
@@ -152,14 +155,9 @@ class ExpertParallelMLP(nn.Module):
         else:
             h = self.activation(h)
         y = matmul_all_to_all(
-            h,
-            _columns(self.down_proj),
-            received,
-            splits,
-            group=self.group_name,
-            rows=len(order),
-            capacity=self.capacity,
-        )
+            h, _columns(self.down_proj), received, splits, group=self.group_name, rows=len(order), capacity=self.capacity,
+            schedule=self.schedules[1],
+        )  # fmt: skip
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = y[place].view(len(tokens), top_k, self.hidden)
         weighted: torch.Tensor = (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
