@@ -354,3 +354,83 @@ def hugging_face(group: dist.ProcessGroup, by: str, steps: int) -> tuple[list[fl
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses, dict(calls)
+
+
+def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:
+    """torchtitan's `dist_gemm` functions: results and gradients against one process in float64. Sizes of what is saved."""
+    from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
+
+    rank, world, n = group.rank(), group.size(), 6
+    at = (group, group.group_name)
+    saved: list[int] = []
+
+    def kept(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t.numel())
+        return t
+
+    def run(ours: bool) -> list[torch.Tensor]:
+        def leaf(seed: int, *shape: int) -> torch.Tensor:
+            of_rank = [data(r, shape, torch.float32, seed) for r in range(world)]
+            return of_rank[rank].requires_grad_(not frozen or seed == 1) if ours else torch.stack(of_rank).double()
+
+        x, w, bias = leaf(1, 5, k), leaf(2, n, k), leaf(3, n)
+        wa, wb = leaf(4, n, k), leaf(5, n, k)
+        z, v, same = leaf(1, 5 * world, k), leaf(6, n, k), data(0, (n,), torch.float32, 7)
+        if ours:
+            same.requires_grad_(not frozen)
+            with torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
+                ys = [AllGatherLinear.apply(x, w, bias, *at), *AllGatherLinearMulti.apply(x, wa, wb, *at)]
+                ys.append(LinearReduceScatter.apply(z, v, same, *at))
+            sum((y * data(rank, tuple(y.shape), torch.float32, 8 + i)).sum() for i, y in enumerate(ys)).backward()
+            leaves = [x, w, bias, wa, wb, z, v, same]
+            return [*ys, *(t.grad if t.grad is not None else torch.zeros(()) for t in leaves)]
+        leaves = [x, w, bias, wa, wb, z, v, same.double()]
+        x, w, bias, wa, wb, z, v, same = (t.requires_grad_(not frozen or i in (0, 5)) for i, t in enumerate(leaves))
+        whole = x.flatten(0, 1)
+        of_ranks = [[whole @ w[r].t() + bias[r], whole @ wa[r].t(), whole @ wb[r].t()] for r in range(world)]
+        total = sum(z[r] @ v[r].t() for r in range(world)) + same
+        loss = torch.zeros((), dtype=torch.float64, device=device())
+        for r in range(world):
+            of_ranks[r].append(total.chunk(world)[r])
+            for i, y in enumerate(of_ranks[r]):
+                loss = loss + (y * data(r, tuple(y.shape), torch.float32, 8 + i).double()).sum()
+        loss.backward()
+        mine = [t.grad[rank] if t.grad is not None else torch.zeros(()) for t in (x, w, bias, wa, wb, z, v)]
+        return [*of_ranks[rank], *mine, same.grad if same.grad is not None else torch.zeros(())]
+
+    for found, exact in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found.double(), exact.double(), rtol=1e-4, atol=1e-4)
+    return saved
+
+
+def recomputed_in_parts(group: dist.ProcessGroup) -> tuple[float, int, int]:
+    """Activation checkpointing that saves some operators' results, weft's scatter among them: (how far gradients are from those
+    without it, calls of the gather and of the scatter in forward)."""
+    from functools import partial
+
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    calls = [0, 0]
+    gather, scatter = torch.ops.weft.all_gather_matmul.default, torch.ops.weft.matmul_reduce_scatter.default
+
+    def policy(ctx: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        calls[0] += op is gather and not ctx.is_recompute
+        calls[1] += op is scatter and not ctx.is_recompute
+        return CheckpointPolicy.MUST_SAVE if op is scatter else CheckpointPolicy.PREFER_RECOMPUTE
+
+    found = []
+    for parts in (False, True):
+        torch.manual_seed(1)
+        model = Llama(layers=1).to(device())
+        divide(model, init_device_mesh(device().type, (group.size(),)), "weft")
+        x = data(group.rank(), (2, LENGTH // group.size(), HIDDEN), torch.float32, 1).requires_grad_()
+        block = model.layers["0"]
+        if parts:
+            y = checkpoint(
+                block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
+            )
+        else:
+            y = block(x)
+        (y * data(group.rank(), tuple(y.shape), torch.float32, 2)).sum().backward()
+        found.append([x.grad, *(local(p.grad) for p in block.parameters() if p.grad is not None)])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True)), *calls  # type: ignore[return-value]

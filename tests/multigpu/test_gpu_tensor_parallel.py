@@ -93,3 +93,14 @@ def test_a_hugging_face_llama(pair: Pool) -> None:
     for (losses, calls), (torchs_losses, _) in zip(ours, torchs, strict=True):
         assert all(abs(a / b - 1) <= 1e-5 for a, b in zip(losses, torchs_losses, strict=True)), (losses, torchs_losses)
         assert calls == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "weights frozen"])
+def test_torchtitans_functions(pair: Pool, frozen: bool) -> None:
+    assert [saved[0] for saved in pair.run(styles.functions, 8, frozen, timeout_s=60)] == [5 * 2 * 4] * 2
+
+
+def test_recomputing_in_parts(pair: Pool) -> None:
+    for apart, gathers, scatters in pair.run(styles.recomputed_in_parts, timeout_s=60):
+        assert apart < 1e-4
+        assert (gathers, scatters) == (2, 2)

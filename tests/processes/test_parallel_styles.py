@@ -89,3 +89,17 @@ def test_a_hugging_face_llama(pool: Pool) -> None:
         assert equal(losses, torchs_losses), (losses, torchs_losses)
         assert losses[-1] < losses[0] - 0.05
         assert calls == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "weights frozen"])
+@pytest.mark.parametrize(("world", "k"), [(1, 8), (2, 8), (4, 8), (3, 8)])
+def test_torchtitans_functions(pool: Pool, world: int, k: int, frozen: bool) -> None:
+    """What is kept of x is a rank's part of it, whatever the number of ranks; here columns that do not divide by three."""
+    for rank, saved in enumerate(pool.run(ranks.functions, k, frozen, ranks=world, timeout_s=60)):
+        assert saved[0] == 5 * world * (k // world + (rank < k % world))
+
+
+def test_recomputing_in_parts(pool: Pool) -> None:
+    for apart, gathers, scatters in pool.run(ranks.recomputed_in_parts, ranks=2, timeout_s=60):
+        assert apart < 1e-5
+        assert (gathers, scatters) == (2, 2)

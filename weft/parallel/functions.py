@@ -1,0 +1,113 @@
+"""Autograd functions with the names, arguments and saved tensors of torchtitan's `dist_gemm` backend: of its
+`torchtitan/distributed/linear.py`.
+
+    y = AllGatherLinear.apply(x_shard, w, bias, group, group.group_name)          column-parallel: [M/W, K] -> [M, N/W]
+    a, b = AllGatherLinearMulti.apply(x_shard, wa, wb, group, group.group_name)   two of one gather
+    y = LinearReduceScatter.apply(x, w, bias, group, group.group_name)            row-parallel: [M, K/W] -> [M/W, N]
+
+Weights are those of `nn.Linear`, divided. What differs from `weft.all_gather_matmul`'s own backward is what is kept for the
+weight's gradient: a rank's columns of the gathered x, as large as its rows, and not its rows. They are gathered again beside the
+GEMM that multiplies them, so that both collectives of backward are parts of GEMMs:
+
+    grad x_shard = reduce-scatter(grad y @ w)      grad w^T = all-gather(x_columns^T) @ grad y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.operator.derivatives import once
+from weft.operator.prepared import size_of
+from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+def _gathered(
+    ctx: Any, x_shard: torch.Tensor, ws: Sequence[torch.Tensor], group: dist.ProcessGroup, group_name: str
+) -> list[torch.Tensor]:
+    x, ys = all_gather_matmul(x_shard, [w.t() for w in ws], 0, group_name)
+    assert x is not None
+    parts = x.tensor_split(size_of(group_name), 1)
+    ctx.group_name, ctx.columns = group_name, [part.shape[1] for part in parts]
+    ctx.save_for_backward(parts[group.rank()].t().contiguous(), *ws)
+    return ys
+
+
+def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Of x_shard and of the weights."""
+    columns, *ws = saved
+    grad_x: torch.Tensor | None = None
+    grad_ws: list[torch.Tensor | None] = [None] * len(ws)
+    if ctx.needs_input_grad[0]:
+        grad, w = (grads[0], ws[0]) if len(ws) == 1 else (torch.cat(list(grads), 1), torch.cat(ws))
+        grad_x = matmul_reduce_scatter(grad, w, "sum", 0, ctx.group_name)
+    if any(ctx.needs_input_grad[1 : 1 + len(ws)]):
+        rows = None if len(set(ctx.columns)) == 1 else ctx.columns
+        _, found = all_gather_matmul(
+            columns, [grad.contiguous() for grad in grads], 0, ctx.group_name, return_A=False, rows=rows
+        )
+        grad_ws = [grad.t() for grad in found]
+    return [grad_x, *grad_ws]
+
+
+class AllGatherLinear(torch.autograd.Function):
+    """all_gather(x_shard) @ w.T + bias. x_shard: [M/W, K]; w: [N/W, K]; bias: [N/W] or None. Returns [M, N/W]."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_shard: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
+    ) -> torch.Tensor:  # fmt: skip
+        (y,) = _gathered(ctx, x_shard, [w], group, group_name)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    @once("AllGatherLinear")
+    def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:
+        return (*_gradients(ctx, saved, [grad]), grad.sum(0) if ctx.needs_input_grad[2] else None, None, None)
+
+
+class AllGatherLinearMulti(torch.autograd.Function):
+    """all_gather(x_shard) times each of two weights, without biases: a SwiGLU's."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_shard: torch.Tensor, wa: torch.Tensor, wb: torch.Tensor, group: dist.ProcessGroup, group_name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        a, b = _gathered(ctx, x_shard, [wa, wb], group, group_name)
+        return a, b
+
+    @staticmethod
+    @once("AllGatherLinearMulti")
+    def backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
+        return (*_gradients(ctx, saved, grads), None, None)
+
+
+class LinearReduceScatter(torch.autograd.Function):
+    """reduce_scatter(x @ w.T) + bias. x: [M, K/W]; w: [N, K/W]; bias: [N], the same on all ranks, or None. Returns [M/W, N].
+
+    The bias's gradient is the sum over ranks.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.group_name = group_name
+        ctx.save_for_backward(x, w)
+        y = matmul_reduce_scatter(x, w.t(), "sum", 0, group_name)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    @once("LinearReduceScatter")
+    def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:
+        x, w = saved
+        _, w_wanted, bias_wanted, *_ = ctx.needs_input_grad
+        whole, (grad_x,) = all_gather_matmul(
+            grad.contiguous(), [w], 0, ctx.group_name, return_A=w_wanted or bias_wanted
+        )
+        grad_w = whole.t() @ x if w_wanted and whole is not None else None
+        return grad_x, grad_w, whole.sum(0) if bias_wanted and whole is not None else None, None, None
