@@ -15,7 +15,16 @@ from scatter_ranks import NAMES, Operands, late
 import weft
 from weft import symm
 from weft.operator.choosing import executor
-from weft.schedule import MatmulInto, MatmulReduceScatter, OutputMap, Schedule, builder, schedule_of, unregister
+from weft.schedule import (
+    MatmulAllGather,
+    MatmulInto,
+    MatmulReduceScatter,
+    OutputMap,
+    Schedule,
+    builder,
+    schedule_of,
+    unregister,
+)
 from weft.schedule import output_map as maps
 from weft.schedule.expr import RANK
 
@@ -206,6 +215,10 @@ def direct_map(p: MatmulReduceScatter, *, add: Any, by: Any) -> Schedule:
     return maps.direct_reduce_scatter(p.m, p.world_size, by=by).schedule(p, add=add)
 
 
+def gather_map(p: MatmulAllGather, *, gemm: Any) -> Schedule:
+    return maps.ring_all_gather(p.world_size * p.m, p.world_size).schedule(p, gemm=gemm)
+
+
 def tracked_map(p: MatmulReduceScatter, *, by: Any) -> Schedule:
     return maps.direct_reduce_scatter(p.m, p.world_size, by=by).schedule(p, gemm="tracked")
 
@@ -216,11 +229,13 @@ def registered() -> Iterator[None]:
     builder(MatmulReduceScatter)(to_the_right)
     builder(MatmulReduceScatter, add=("gemm", "reduce"), by=("dma", "store"))(direct_map)
     builder(MatmulReduceScatter, by=("dma", "store"))(tracked_map)
+    builder(MatmulAllGather, gemm=("chunks", "tracked"))(gather_map)
     try:
         yield
     finally:
         for made in (to_the_right, direct_map, tracked_map):
             unregister(MatmulReduceScatter, made.__name__)
+        unregister(MatmulAllGather, gather_map.__name__)
 
 
 def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
@@ -242,6 +257,12 @@ def like_the_hand_written(group: dist.ProcessGroup, dtype: Any) -> list[str]:
             ]
             close(found[0], x.exact(group.rank()), x.usual(group))
             assert torch.equal(*found), mapped
+        for gemm in ("chunks", "tracked"):
+            one = Case(group, "all_gather", 48, 40, 64, dtype, 4)
+            y = weft.matmul_all_gather(
+                one.tensors["x"], one.tensors["w"], 0, group, schedule=f"gather_map[gemm={gemm}]"
+            )
+            close(y, one.exact, one.usual)
     return [*pairs]
 
 

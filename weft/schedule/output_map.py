@@ -33,6 +33,7 @@ from weft.schedule.builders import NotApplicableError
 from weft.schedule.expr import RANK, Expr, Index
 from weft.schedule.output_routes import CollectiveName, Entry, Op, routes_of
 from weft.schedule.output_steps import Add, By, Gemm, Product, scheduled
+from weft.schedule.problems.matmul_all_gather import MatmulAllGather
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.schedule import Schedule
 
@@ -64,6 +65,9 @@ class MatmulInto:
             )
         if self.world_size < 1 or min(self.n, self.k) < 0:
             raise ValueError(f"world_size={self.world_size}, n={self.n}, k={self.k}: ranks are 1 at least, and sizes 0")
+
+
+Target: TypeAlias = MatmulReduceScatter | MatmulAllGather | MatmulInto
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class OutputMap:
         return replace(self, entries=(*self.entries, entry))
 
     def schedule(
-        self, problem: MatmulReduceScatter | MatmulInto, *, gemm: Gemm = "chunks", add: Add | None = None,
+        self, problem: Target, *, gemm: Gemm = "chunks", add: Add | None = None,
         by: By = "dma", engines: int = 1, name: str = "output map",
     ) -> Schedule:  # fmt: skip
         """The schedule in which every rank's output is mapped so.
@@ -146,11 +150,11 @@ class OutputMap:
 
 
 def schedule_of(
-    maps: Sequence[OutputMap], problem: MatmulReduceScatter | MatmulInto, *, gemm: Gemm = "chunks",
+    maps: Sequence[OutputMap], problem: Target, *, gemm: Gemm = "chunks",
     add: Add | None = None, by: By = "dma", engines: int = 1, name: str = "output map",
 ) -> Schedule:  # fmt: skip
     """`OutputMap.schedule`, of a map for each rank."""
-    p = problem if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
+    p, wanted = (problem, None) if isinstance(problem, MatmulInto) else _as_matmul_into(problem)
     add = add or ("reduce" if gemm == "tracked" else "gemm")
     if gemm not in get_args(Gemm) or add not in get_args(Add) or by not in get_args(By):
         raise ValueError(
@@ -169,10 +173,10 @@ def schedule_of(
                 f"rank {rank} maps {one.rows} rows in {one.chunks} chunks, and rank 0 {first.rows} in {first.chunks}: use the same "
                 f"numbers on every rank"
             )
-    rows = first.rows if isinstance(problem, MatmulInto) else problem.m
-    if first.rows != rows:
+    rows = first.rows
+    if wanted not in (rows, None):
         raise ValueError(
-            f"the map is of {first.rows} rows, and the problem has m={rows}: use OutputMap(rows={rows}, ...)"
+            f"the map is of {rows} rows, and the problem's output has {wanted}: use OutputMap(rows={wanted}, ...)"
         )
     if rows % p.world_size:
         raise ValueError(
@@ -198,8 +202,13 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
             )
 
 
-def _as_matmul_into(p: MatmulReduceScatter) -> MatmulInto:
-    return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype)
+def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
+    """And rows of the whole output."""
+    if isinstance(p, MatmulReduceScatter):
+        return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype), p.m
+    if p.columns:
+        raise NotApplicableError("an output map is of rows, and these ranks' columns are joined")
+    return MatmulInto("all_gather", p.world_size, p.n, p.k, p.dtype), p.world_size * p.m
 
 
 # --- the paper's maps, and ours. per_rank: chunks of each rank's rows. rank: for one rank's map alone, in numbers ---

@@ -118,6 +118,7 @@ class _Plan:
             "computed": routes.chunks,
             "added": routes.chunks,
             "placed": routes.per_rank,
+            "opened": routes.world - 1,
             "done": routes.chunks + boxes * routes.per_rank,
         }
         self._signals: dict[str, Signals] = {}
@@ -325,8 +326,7 @@ class _Rank:
             if send.how == "remote_map":
                 continue
             sender = self.lane(plan.sender(self.rank, send.to))
-            if send.to not in self._sent_by_gemm or self.routes.collective == "all_gather":
-                self._open(sender, send.to)
+            self._open(sender, send.to)
             forwarded = not self.routes.computes(self.rank, place)
             if sender.name not in seen:
                 seen.add(sender.name)
@@ -366,12 +366,26 @@ class _Rank:
                     self.lane(name).set(plan.signals("free"), index, at=self.at(source))
 
     def _open(self, lane: LaneDraft, to: int) -> None:
-        """Before a lane fills slots of a rank for the first time in a run."""
-        if (lane.name, to) not in self._opened:
-            self._opened.add((lane.name, to))
-            for index, (rank, _) in enumerate(self.plan.frees[self.rank]):
-                if rank == to:
-                    lane.wait(self.plan.signals("free"), index, previous=True)
+        """Before a lane fills slots of a rank for the first time in a run. One lane waits for them, the GEMMs' if these fill some:
+        whoever reads what it filled may say again that slots are free, and a second lane might still wait for the last word. Others
+        come behind it, where it computes their chunks; those that forward wait for it."""
+        if (lane.name, to) in self._opened:
+            return
+        self._opened.add((lane.name, to))
+        gather, both = (
+            self.routes.collective == "all_gather",
+            to in self._sent_by_gemm & {*self.routes.targets[self.rank]},
+        )
+        nth = (to - self.rank) % self.routes.world - 1
+        if to in self._sent_by_gemm and lane.name != "compute":
+            if gather:
+                lane.wait(self.plan.signals("opened"), nth)
+            return
+        for index, (rank, _) in enumerate(self.plan.frees[self.rank]):
+            if rank == to:
+                lane.wait(self.plan.signals("free"), index, previous=True)
+        if gather and both:
+            lane.set(self.plan.signals("opened"), nth)
 
     def _multiply(self, place: int, out: Region, rows: Rows | None = None, *, add: bool = False) -> LaneDraft:
         begin, count = rows or self._rows([place])
@@ -388,8 +402,8 @@ class _Rank:
     def _arrived(self, lane: LaneDraft, *places: int) -> list[Region]:
         """The slots of chunks beside each other, on a lane that has waited for all of them."""
         slots = range(len(self.routes.sources[self.rank][places[0]]))
-        for nth in slots:
-            for place in places:
+        for place in places:
+            for nth in slots:
                 self._wait_for(lane, place, nth)
         return [self._slot(self.rank, places[0], nth, self._rows(places)) for nth in slots]
 

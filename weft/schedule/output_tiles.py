@@ -1,7 +1,6 @@
 """The tiles of one tracked GEMM, chunk by chunk in the order of production: which rows and columns tile t has, and of which chunk.
 
-Of a chunk `_GROUP` row tiles at a time are taken column by column, so that what they read stays in the cache. Chunks end where row
-tiles end.
+As `partial_products.Tiles` for any order of production.
 """
 
 from __future__ import annotations
@@ -9,36 +8,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.schedule.expr import Expr, Index, lookup
-from weft.schedule.kernels import TrackedMatmul
-from weft.schedule.operands import cut
-
-_GROUP = 8
-_TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast where there are so many
+from weft.schedule.partial_products import GROUP, Tiles
 
 
 class Tiling:
     """Of a product of `m` rows for each rank, in `per_rank` chunks. pieces: (first, count) of their rows. tiles: of each."""
 
     def __init__(self, m: int, n: int, per_rank: int) -> None:
-        height, width = (
-            min(most, max(_LEAST_TILE, 1 << (size - 1).bit_length())) for most, size in zip(_TILE, (m, n), strict=True)
-        )
-        self.kernel, self._down, self.across = TrackedMatmul(height, width), -(-m // height), -(-n // width)
-        self._heights = [min(height, m - height * i) for i in range(self._down)]
-        self._widths = [min(width, n - width * j) for j in range(self.across)]
-        self._of_piece = cut(self._down, per_rank, what="row tiles of a rank's part")
-        self.pieces = [(height * i, sum(self._heights[i : i + count])) for i, count in self._of_piece]
-        self.tiles = [count * self.across for _, count in self._of_piece]
+        tiles = Tiles(m, n, per_rank)
+        self.kernel, self.across = tiles.kernel, -(-n // tiles.kernel.cols)
+        self.pieces, self.tiles = [rows for rows, _ in tiles.chunks], [count for _, count in tiles.chunks]
+        self._m, self._n = m, n
 
     def groups(self, piece: int) -> list[tuple[int, int]]:
-        first, count = self._of_piece[piece]
-        return [(i, min(_GROUP, first + count - i)) for i in range(first, first + count, _GROUP)]
+        """(first, count) of row tiles that are taken column by column."""
+        first = self.pieces[piece][0] // self.kernel.rows
+        end = first + self.tiles[piece] // self.across
+        return [(i, min(GROUP, end - i)) for i in range(first, end, GROUP)]
 
     def rows(self, i: Index) -> tuple[Index, Index]:
-        return self.kernel.rows * i, lookup(self._heights, i)
+        return _cut(i, self.kernel.rows, self._m)
 
     def cols(self, j: Index) -> tuple[Index, Index]:
-        return self.kernel.cols * j, lookup(self._widths, j)
+        return _cut(j, self.kernel.cols, self._n)
+
+
+def _cut(i: Index, size: int, whole: int) -> tuple[Index, Index]:
+    """(first, count) of the i-th of `whole`, of so many each, the last one smaller."""
+    return size * i, lookup([min(size, whole - begin) for begin in range(0, whole, size)], i)
 
 
 class Tiled:

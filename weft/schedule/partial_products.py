@@ -31,7 +31,7 @@ By: TypeAlias = Literal["dma", "kernel", "store"]
 Add: TypeAlias = Literal["gemm", "reduce"]
 Chunk: TypeAlias = tuple[int, int]
 """(first, count) of the rows of a whole part; of a smaller one those that it has."""
-_GROUP = 8  # row tiles that a tracked GEMM does column by column, so that what they read stays in the cache
+GROUP = 8  # row tiles that a tracked GEMM does column by column, so that what they read stays in the cache
 _TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast where there are so many
 
 
@@ -222,7 +222,7 @@ def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dm
 
 class Tiles:
     """Of a tracked GEMM whose result is the parts of several ranks, m x n each, tile t: chunk by chunk of each part, and of a chunk
-    `_GROUP` row tiles at a time, column by column.
+    `GROUP` row tiles at a time, column by column.
 
     turn: which part. rows, cols: (first, count), rows of the part. of_rank: tiles of a part. chunks: of a part's, ((first row,
     rows), tiles) of each."""
@@ -237,7 +237,7 @@ class Tiles:
         self.of_rank = down * across
         self.chunks = [((height * i, min(m - height * i, height * count)), count * across) for i, count in pieces]
         groups = [
-            (i, min(_GROUP, first + count - i)) for first, count in pieces for i in range(first, first + count, _GROUP)
+            (i, min(GROUP, first + count - i)) for first, count in pieces for i in range(first, first + count, GROUP)
         ]
         # By the row tile at which one would be if each took as many tiles as there are columns.
         firsts, counts = zip(*((first, count) for first, count in groups for _ in range(count)), strict=True)
