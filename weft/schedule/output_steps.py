@@ -372,20 +372,18 @@ class _Rank:
         if (lane.name, to) in self._opened:
             return
         self._opened.add((lane.name, to))
-        gather, both = (
-            self.routes.collective == "all_gather",
-            to in self._sent_by_gemm & {*self.routes.targets[self.rank]},
-        )
-        nth = (to - self.rank) % self.routes.world - 1
-        if to in self._sent_by_gemm and lane.name != "compute":
-            if gather:
-                lane.wait(self.plan.signals("opened"), nth)
+        behind_gemm = to in self._sent_by_gemm and lane.name != "compute"
+        forwards = self.routes.collective == "all_gather" and to in self.routes.targets[self.rank]
+        opened = (to - self.rank) % self.routes.world - 1
+        if behind_gemm and forwards:
+            lane.wait(self.plan.signals("opened"), opened)
+        if behind_gemm:
             return
         for index, (rank, _) in enumerate(self.plan.frees[self.rank]):
             if rank == to:
                 lane.wait(self.plan.signals("free"), index, previous=True)
-        if gather and both:
-            lane.set(self.plan.signals("opened"), nth)
+        if lane.name == "compute" and forwards:
+            lane.set(self.plan.signals("opened"), opened)
 
     def _multiply(self, place: int, out: Region, rows: Rows | None = None, *, add: bool = False) -> LaneDraft:
         begin, count = rows or self._rows([place])
