@@ -408,7 +408,7 @@ def odd_uses(group: dist.ProcessGroup) -> dict[str, str]:
 
 def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
     """By the combine: against float64, with y longer than what came; how many shapes of it there are then."""
-    from weft.operator.calls import operator, prepared_calls
+    from weft.operator.calls import operator_named, prepared_calls
 
     rank, world, experts = group.rank(), group.size(), 2
     for seed in range(3):
@@ -425,4 +425,4 @@ def tokens_gradient_alone(group: dist.ProcessGroup, max_rows: bool) -> int:
             )
             (y[: len(ys[rank])] ** 2).sum().backward()
         torch.testing.assert_close(x.grad.cpu().double(), exact[rank].grad, rtol=2e-4, atol=2e-4)
-    return len([one for one in prepared_calls(operator("matmul_all_to_all"), group) if not one.stale])
+    return len([one for one in prepared_calls(operator_named("matmul_all_to_all"), group) if not one.stale])

@@ -169,6 +169,9 @@ def agrees(
         assert grads.keys() == exact_grads.keys()
         for name, grad in grads.items():
             assert grad is not None, name
+            if name == "k_proj.bias":  # which softmax does not see: its gradient is what rounding leaves
+                assert grad.abs().max() <= 0.1 * grads["q_proj.bias"].abs().max()  # type: ignore[union-attr]
+                continue
             close(grad, exact_grads[name], usual_grads[name])
 
 

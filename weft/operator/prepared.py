@@ -333,6 +333,9 @@ class Table:
             here = self._of_group[id(group)] = _OfGroup()
             weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
         known, calls = here.known, here.calls
+        if prepared.capturing():  # which a release of memory would end; the call is refused, or needs none
+            known[key] = prepared
+            return prepared
         # All ranks make the same calls, so all drop the same: what was called longest ago.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
         idle = [key for key in free if known[key].called_at < calls - WHILE]

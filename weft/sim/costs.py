@@ -249,7 +249,7 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 
 def _summed(model: Model, links: Links, source: Operand, sent: int, rounds: int) -> Cost:
-    us, others = rounds * model.transfer_us("all_gather", sent), links.topology.ranks - 1
+    us, others = model.transfer_us("all_gather", rounds * sent), links.topology.ranks - 1
     return _collective(model, links, us, rounds * (source.bytes + 2 * sent), [rounds * sent / others] * others)
 
 

@@ -118,7 +118,7 @@ class Model:
     graph_signal_us: float = 0.0
     """The same of a copy of an engine that waits for a kernel of another lane."""
     graph_collective_us: float = 0.0
-    """The same of a collective of the library."""
+    """The same of a collective of the library that a lane begins with; of one behind a kernel it is `graph_run_us`."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
