@@ -32,9 +32,9 @@ Gemms = Literal["fused", "unfused"]
 _STARTS, _GEMMS, _BY = ("uniform", "hetero"), ("fused", "unfused"), ("dma", "kernel")
 
 
-@builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0, 2), by=_BY)
+@builder(AllToAllMatmul, start=_STARTS, gemms=_GEMMS, steps=(0,), by=_BY)
 def ficco_1d(p: AllToAllMatmul, *, start: Start, gemms: Gemms, steps: int, by: Transport) -> Schedule:
-    """steps: pieces of a rank's experts; 0: as many as there are ranks."""
+    """steps: pieces of a rank's experts; 0: as many as there are ranks, which is what planners try. Others can be pinned."""
     world, uniform, fused = p.world_size, start == "uniform", gemms == "fused"
     if world == 1:
         raise NotApplicableError("one rank has nobody to send to")
