@@ -120,7 +120,8 @@ def _signature(value: Callable[..., Any]) -> str:
 
 
 def _unquoted(signature: str) -> str:
-    """Without the quotes around annotations, which are strings here."""
+    """Without the quotes around annotations, which are strings here, and without the addresses of functions."""
+    signature = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", signature)
     return re.sub(r"""(: |-> )(['"])(.*?)\2(?=,| =|\)|$)""", r"\1\3", signature, flags=re.MULTILINE)
 
 
