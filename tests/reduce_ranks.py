@@ -127,6 +127,68 @@ def backward(
             torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=2e-4, atol=2e-3)
 
 
+def following(
+    group: dist.ProcessGroup, shape: tuple[int, ...], n: int, dtype: torch.dtype, with_bias: bool, with_residual: bool
+) -> None:  # fmt: skip
+    """A bias and a residual, added by every schedule; fresh ones in each of two calls."""
+    rank, world = group.rank(), group.size()
+    p = MatmulAllReduce(world, shape[0] * shape[1], n, shape[2], NAMES[dtype], with_bias, with_residual)
+    for name in [candidate.name for candidate in every(p)]:
+        for call in range(2):
+            x = Operands(world, shape, n, dtype, "sum", call)
+            bias = data(7, (n,), dtype, 80 + call) if with_bias else None
+            residual = data(7, (*shape[:-1], n), dtype, 90 + call) if with_residual else None
+            with poisoned_outputs(OPERATOR):
+                y = weft.matmul_all_reduce(x.xs[rank], x.ws[rank], group, bias=bias, residual=residual, schedule=name)
+            exact, usual = x.exact(), x.usual(group)
+            for one in (bias, residual):
+                exact, usual = (exact, usual) if one is None else (exact + one.double(), usual + one)
+            try:
+                close(y, exact, usual)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            assert same_everywhere(y, group), name
+
+
+def backward_following(group: dist.ProcessGroup, rows: int, wanted: Sequence[bool], compiled: bool) -> None:
+    """Gradients of a random weighing, another on each rank; those of what follows are of the rank's own result."""
+    rank, world, n = group.rank(), group.size(), 5
+    given = Operands(world, (rows, 8), n, torch.float32, "sum", 4)
+    weights = [data(r, (rows, n), torch.float32, 72) for r in range(world)]
+    plain = (given.xs[rank], given.ws[rank], data(7, (n,), torch.float32, 81), data(7, (rows, n), torch.float32, 91))
+    tensors = [t.clone().requires_grad_(want) for t, want in zip(plain, wanted, strict=True)]
+
+    def loss(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        y = weft.matmul_all_reduce(x, w, group.group_name, bias=bias, residual=residual)
+        return (y * weights[rank]).sum()
+
+    torch._dynamo.reset()
+    (torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss)(*tensors).backward()
+    whole, mine = torch.stack(weights).double().sum(0), weights[rank].double()
+    exact = whole @ plain[1].double().t(), plain[0].double().t() @ whole, mine.sum(0), mine
+    for found, expected, want in zip(tensors, exact, wanted, strict=True):
+        assert (found.grad is not None) == want
+        if want:
+            assert found.grad is not None
+            torch.testing.assert_close(found.grad.double(), expected, rtol=2e-4, atol=2e-3)
+
+
+def bad_following(group: dist.ProcessGroup) -> dict[str, str]:
+    x, w = data(group.rank(), (5, 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
+    bias, residual = torch.ones(3), torch.ones(5, 3)
+    calls: dict[str, dict[str, Any]] = {
+        "bias of two dimensions": {"bias": bias[None]}, "bias of other length": {"bias": torch.ones(4)},
+        "bias of another dtype": {"bias": bias.half()}, "residual of fewer rows": {"residual": residual[1:]},
+        "residual of fewer columns": {"residual": residual[:, 1:]}, "mean": {"bias": bias, "op": "avg"},
+        "no tensor": {"residual": [residual]},
+    }  # fmt: skip
+    found = {}
+    for name, bad in calls.items():
+        found[name] = told(lambda bad=bad: weft.matmul_all_reduce(x, w, group, **bad))
+    assert weft.matmul_all_reduce(x, w, group, bias=bias, residual=residual).shape == (5, 3)
+    return found
+
+
 def as_torch_has_it(group: dist.ProcessGroup) -> None:
     """The gradients of torch's own all-reduce that can be differentiated."""
     from torch.distributed.nn.functional import all_reduce
@@ -233,7 +295,9 @@ def spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.matmul_all_reduce(x, w, group)
-    torch.library.opcheck(torch.ops.weft.matmul_all_reduce.default, (x, w, group.group_name, "", 0.0))
+    torch.library.opcheck(torch.ops.weft.matmul_all_reduce.default, (x, w, None, None, group.group_name, "", 0.0))
+    following = torch.randn(1, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    torch.library.opcheck(torch.ops.weft.matmul_all_reduce.default, (x, w, *following, group.group_name, "", 0.0))
 
 
 def captured(group: dist.ProcessGroup, m: int, n: int, k: int, schedule: str | None, replays: int) -> str:

@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "jagged": (partial(nested, layout=torch.jagged), "is a nested tensor: pass a dense one"),
 }
 NOT_OF_FP8 = {"sparse", "nested"}
-MAY_BE_NONE = {"biases[0]", "per_sample_weights", "weights", "lengths"}
+MAY_BE_NONE = {"biases[0]", "bias", "residual", "per_sample_weights", "weights", "lengths"}
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,9 @@ def matmul_all_gather(group: dist.ProcessGroup) -> Operator:
 
 
 def matmul_all_reduce(group: dist.ProcessGroup) -> Operator:
-    arguments = {"x": data(group, 4, 8), "w": data(group, 8, 3), "group": group}
-    return Operator(weft.matmul_all_reduce, arguments, places("x", "w"))
+    following = {"bias": torch.ones(3), "residual": torch.ones(4, 3)}
+    arguments = {"x": data(group, 4, 8), "w": data(group, 8, 3), "group": group, **following}
+    return Operator(weft.matmul_all_reduce, arguments, places("x", "w", "bias", "residual"))
 
 
 def all_to_all_matmul(group: dist.ProcessGroup) -> Operator:
@@ -323,6 +324,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {
     "matmul_all_reduce": [
         ("op", "max", 'op=\'max\': use "sum" or "avg"'),
         ("op", None, 'op=None: use "sum" or "avg"'),
+        ("op", "avg", 'op="avg" is of sums alone'),
         *PRODUCTS_REFUSE,
     ],
 }
@@ -479,7 +481,12 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
         "from behind": option(gather_dim=-2),
         "of numpy": option(gather_dim=np.int64(0)),
     },
-    "matmul_all_reduce": {**OF_PRODUCTS, "blocks of rows": of_each("x", lambda x: x.view(2, 2, -1))},
+    "matmul_all_reduce": {
+        **OF_PRODUCTS,
+        "blocks of rows": lambda a: a.update(x=a["x"].view(2, 2, -1), residual=a["residual"].view(2, 2, -1)),
+        "a scattered residual": of_each("residual", scattered),
+        "a bias with gaps": of_each("bias", lambda bias: bias.repeat_interleave(2)[::2]),
+    },
     "all_gather_matmul": {
         **OF_GATHERS,
         "a shard of blocks": of_each("A_shard", lambda x: x.view(2, 2, -1)),

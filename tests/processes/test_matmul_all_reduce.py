@@ -72,6 +72,31 @@ def test_gradients(
     pool.run(ranks.backward, shape, 5, op, wanted, compiled, schedule, ranks=world, timeout_s=120)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_follows_is_added_by_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
+    for bias, residual in ((True, True), (True, False), (False, True)):
+        pool.run(ranks.following, (2, 7, 24), 40, dtype, bias, residual, ranks=world, timeout_s=200)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("wanted", [(True, True, True, True), (False, False, True, True), (True, False, False, True)])
+def test_gradients_of_what_follows(pool: Pool, rows: int, wanted: tuple[bool, ...], compiled: bool) -> None:
+    pool.run(ranks.backward_following, rows, wanted, compiled, ranks=2, timeout_s=120)
+
+
+def test_what_cannot_follow_is_refused(pool: Pool) -> None:
+    for told in pool.run(ranks.bad_following, ranks=2, timeout_s=60):
+        assert "bias has shape (1, 3): it must be [N]" in told["bias of two dimensions"]
+        assert "bias has 4 columns: it must have the N=3 of w" in told["bias of other length"]
+        assert "bias is torch.float16 on cpu and x is torch.float32 on cpu" in told["bias of another dtype"]
+        assert "residual has shape (4, 3) and x (5, 8): all but the last" in told["residual of fewer rows"]
+        assert "residual has 2 columns: it must have the N=3 of w" in told["residual of fewer columns"]
+        assert 'op="avg" is of sums alone' in told["mean"]
+        assert "residual is a list: pass a torch.Tensor" in told["no tensor"]
+
+
 def test_gradients_are_those_of_torchs_all_reduce(pool: Pool) -> None:
     pool.run(ranks.as_torch_has_it, ranks=3, timeout_s=60)
 
@@ -114,7 +139,7 @@ def test_one_rank_that_differs_is_named_on_every_rank() -> None:
                 assert text.startswith("DisagreementError: ranks make different calls"), name
             assert "m=4" in told["rows"]
             assert "schedule one_shot[by=load]" in told["schedule"]
-            assert "gradients wanted of (x, w): (False, True)" in told["gradients"]
+            assert "gradients wanted of (x, w, bias, residual): (False, True, False, False)" in told["gradients"]
 
 
 @pytest.mark.parametrize("schedule", ["serial", "one_shot[by=load]", "two_shot[chunks=1,by=dma,add=gemm]"])

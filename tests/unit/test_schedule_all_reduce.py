@@ -44,6 +44,9 @@ PROBLEMS = (
     MatmulAllReduce(2, 601, 270, 2, "fp16"),
     MatmulAllReduce(3, 15, 2, 3, "bf16"),
     MatmulAllReduce(4, 5, 17, 3, "fp32"),  # the third rank has one row, and the last none
+    MatmulAllReduce(2, 13, 3, 4, "bf16", bias=True, residual=True),
+    MatmulAllReduce(3, 18, 2, 3, "fp32", residual=True),
+    MatmulAllReduce(4, 1, 2, 3, "fp32", bias=True),
     MatmulAllReduce(8, 30, 3, 2, "bf16"),
 )
 
@@ -64,12 +67,18 @@ def inputs_of(p: MatmulAllReduce, runs: int, seed: int) -> list[list[Tensors]]:
     def small(rows: int, cols: int) -> np.ndarray:
         return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
 
-    return [[{"x": small(p.m, p.k), "w": small(p.k, p.n)} for _ in range(p.world_size)] for _ in range(runs)]
+    def run() -> list[Tensors]:
+        following = {"bias": small(1, p.n)} if p.bias else {}
+        following |= {"residual": small(p.m, p.n)} if p.residual else {}
+        return [{"x": small(p.m, p.k), "w": small(p.k, p.n), **following} for _ in range(p.world_size)]
+
+    return [run() for _ in range(runs)]
 
 
 def expected(inputs: list[list[Tensors]]) -> list[list[Tensors]]:
     sums = [np.asarray(sum(t["x"] @ t["w"] for t in ranks)) for ranks in inputs]
-    return [[{"y": total} for _ in ranks] for total, ranks in zip(sums, inputs, strict=True)]
+    more = [sum(ranks[0][name] for name in ("bias", "residual") if name in ranks[0]) for ranks in inputs]
+    return [[{"y": total + one} for _ in ranks] for total, one, ranks in zip(sums, more, inputs, strict=True)]
 
 
 def check(p: MatmulAllReduce, schedule: Schedule, name: str, runs: int = 3) -> None:
@@ -83,10 +92,11 @@ def check(p: MatmulAllReduce, schedule: Schedule, name: str, runs: int = 3) -> N
         assert same(interpret(schedule, inputs, seed), expected(inputs)), (p, name, seed)
 
 
-@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:5]), ids=str)
+@pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:8]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulAllReduce) -> None:
     found = applicable(p)
-    overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if p.m % p.world_size == 0 else set())
+    overlapping = {"one_shot", "two_shot"} | ({"chunked"} if p.m > 1 else set())
+    overlapping |= {"tracked"} if p.m % p.world_size == 0 else set()
     assert {candidate.builder for candidate, _ in found} == {"serial"} | (overlapping if p.world_size > 1 else set())
     for candidate, schedule in found:
         check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)

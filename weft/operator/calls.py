@@ -228,7 +228,8 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
             return prepared, op.beside(saved)
 
         made = _gradients(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
-        return [grad.contiguous() for grad in made if grad is not None]
+        # torch's operators may not return what they are given.
+        return [g.clone() if any(g is one for one in grads) else g.contiguous() for g in made if g is not None]
 
     def fake(saved: Any, grads: Any, *arguments: Any) -> list[torch.Tensor]:
         *given, _, _, _, wanted = arguments

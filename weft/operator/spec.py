@@ -186,4 +186,6 @@ class Operator(ABC, Generic[C]):
 
 
 def _wants(value: Any) -> bool:
-    return True in [t.requires_grad for t in value] if isinstance(value, list) else value.requires_grad
+    if isinstance(value, list):
+        return True in [t.requires_grad for t in value]
+    return value is not None and value.requires_grad

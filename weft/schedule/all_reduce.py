@@ -7,12 +7,14 @@
     chunked    a GEMM for each chunk of all rows, of which all ranks add up parts, and fetch them, while later ones are computed
     tracked    as two_shot, with one kernel for all rows, whose finished tiles send chunks on their way
 
+What follows, a bias or a residual, is added by who adds up the rows, before these are rounded and go to the others.
+
 All ranks get the same bits. In one_shot each rank adds up in the order of ranks, its own product rounded like the others; in the
 others a row's owner adds it up (`weft.schedule.partial_products`), and the others copy that
 (`weft.schedule.fetched`).
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter
-and all-gather), 7.1 (direct), 7.3 (small M, in generative inference).
+and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (following operators).
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ def serial(p: MatmulAllReduce) -> Schedule:
     lane = o.d.lane("compute").matmul(y, o.x.part(), o.w.part())
     if p.world_size > 1 and p.m * p.n:
         lane.all_reduce(y, y)
+    if following := o.following((0, p.m)):
+        lane.reduce(y, y, *following)
     return o.d.schedule()
 
 
@@ -88,7 +92,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
                 compute.set(there, i, at=to)
     for i in range(peers):
         compute.wait(there, i)
-    compute.reduce(y.part(), *parts)
+    compute.reduce(y.part(), *parts, *o.following((0, p.m)))
     if by != "kernel":
         for i, source in enumerate(o.sources):
             compute.set(free, i, at=source)
@@ -162,7 +166,8 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
         for i in range(peers):
             compute.wait(there, i * chunks + c)
         came = [of_owner(box, i, RANK, c) for i in range(peers)]
-        compute.reduce(of_owner(sums, 0, RANK, c), in_whole(made, RANK, c), *came)
+        following = o.following((pieces[c][0] + RANK * parts[c], count(RANK, c)))
+        compute.reduce(of_owner(sums, 0, RANK, c), in_whole(made, RANK, c), *came, *following)
         fetched.tell(compute, c)
 
     for c, piece in enumerate(pieces):

@@ -43,6 +43,10 @@ class PartialProducts:
         self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)
         self.x = self.d.buffer("x", p.m, p.k, p.dtype, "input")
         self.w = self.d.buffer("w", p.k, p.n, p.dtype, "input")
+        following = [name for name in ("bias", "residual") if isinstance(p, MatmulAllReduce) and getattr(p, name)]
+        self._following = [
+            self.d.buffer(name, p.m if name == "residual" else 1, p.n, p.dtype, "input") for name in following
+        ]
         self.peers = [peer(p.world_size, distance) for distance in range(1, p.world_size)]
         self.sources = [peer(p.world_size, -distance) for distance in range(1, p.world_size)]
 
@@ -71,6 +75,14 @@ class PartialProducts:
         """Of the `number`-th part there, which has rows of `owner`, this chunk; all of it where nothing is said."""
         first = chunk[0] if chunk else 0
         return parts.part(rows=(number * self.m + first, self.rows(owner, chunk)), at=at)
+
+    def following(self, rows: tuple[Index, Index]) -> list[Region]:
+        """What is added to these rows of the sum."""
+        return [one.part(rows=rows if one.name == "residual" else None) for one in self._following]
+
+    def following_part(self, chunk: Chunk | None) -> list[Region]:
+        """To these of the own part."""
+        return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False
@@ -132,7 +144,7 @@ def direct_sums(o: PartialProducts, sums: Sums, pieces: list[Chunk], *, by: By, 
                     o.part(made, i, to, chunk), o.part(box, i, to, chunk, at=to), by
                 )
                 sender.set(there, i * chunks + c, at=to)
-    if add == "gemm" and peers == 1:
+    if add == "gemm" and peers == 1 and not o.following_part(None):
         sums.all_read(add_to_last(o, sums, box, there, pieces))
         return
     own = None
@@ -156,7 +168,8 @@ def reduce(
             continue
         rows = None if at_once else chunk
         mine = [] if own is None else [o.part(own, number, RANK, rows)]
-        compute.reduce(sums.part(rows), *mine, *(o.part(box, i, RANK, rows) for i in range(peers)))
+        came = [o.part(box, i, RANK, rows) for i in range(peers)]
+        compute.reduce(sums.part(rows), *mine, *came, *o.following_part(rows))
         if own is None:
             o.multiply(compute, sums.part(rows), RANK, rows, add=True)
         sums.added(compute, c)
@@ -205,7 +218,8 @@ def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dm
     if to == "store":
         for i in range(peers):
             compute.wait(done, i, count=tiles.of_rank)
-        compute.reduce(sums.part(), o.part(made, peers, RANK), *(o.part(box, i, RANK) for i in range(peers)))
+        came = [o.part(box, i, RANK) for i in range(peers)]
+        compute.reduce(sums.part(), o.part(made, peers, RANK), *came, *o.following_part(None))
         sums.added(compute, 0)
         sums.all_read(compute)
     else:

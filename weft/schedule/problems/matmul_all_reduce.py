@@ -13,10 +13,11 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(Problem):
-    """y = the sum of all ranks' x @ w, on every rank.
+    """y = the sum of all ranks' x @ w, on every rank; with `bias` and `residual`, what they name is added to it.
 
-    Buffers: x [m, k] and w [k, n] in; y [m, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of
-    Compute & Collectives", 2.3 (all-reduce as reduce-scatter and all-gather), 7.3 (small M: generative inference).
+    Buffers: x [m, k], w [k, n], bias [1, n] and residual [m, n] in; y [m, n] out. Source: "T3: Transparent Tracking & Triggering
+    for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and all-gather), 7.3 (small M:
+    generative inference), 7.6 (following operators).
     """
 
     name: ClassVar[str] = "matmul_all_reduce"
@@ -27,11 +28,17 @@ class MatmulAllReduce(Problem):
     n: int
     k: int
     dtype: str
+    bias: bool = False
+    residual: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "fp16", "bf16"):
             raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in fp32, fp16 or bf16")
         require_sizes(self.m, self.n, self.k, self.world_size)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> MatmulAllReduce:
+        return cls(ranks, m, n, k, dtype)
 
     @property
     def family(self) -> tuple[Hashable, float]:
@@ -44,9 +51,9 @@ class MatmulAllReduce(Problem):
     @property
     def text(self) -> str:
         ranks = counted(self.world_size, "rank")
-        return (
-            f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {ranks}, added up, all of it to each, {self.dtype}"
-        )
+        more = "".join(f" + {name}" for name in ("bias", "residual") if getattr(self, name))
+        product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
+        return f"{product} on each of {ranks}, added up{more}, all of it to each, {self.dtype}"
 
     @property
     def has_work(self) -> bool:

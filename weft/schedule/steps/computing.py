@@ -112,7 +112,8 @@ class Compute(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
-    """out = the sum of `parts`, added up in fp32 in their order and rounded once; or out += with `accumulate`."""
+    """out = the sum of `parts`, added up in fp32 in their order and rounded once; or out += with `accumulate`. Behind the first,
+    a part of one row is added to each of out's."""
 
     kind: ClassVar[str] = "reduce"
     out: Region
@@ -135,8 +136,10 @@ class Reduce(Step):
         yield from differing([where.dtype(region) for region in regions])
         if not self.parts:
             yield "there is nothing to add up: name one part at least"
-        elif len(shapes := {(region.rows, region.cols) for region in regions}) > 1:
-            yield f"shapes differ: {sorted(map(str, shapes))}"
+        else:
+            of_rows = {(part.rows, part.cols) for part in self.parts[1:]} - {(1, self.out.cols)}
+            if len(shapes := of_rows | {(one.rows, one.cols) for one in (self.parts[0], self.out)}) > 1:
+                yield f"shapes differ: {sorted(map(str, shapes))}"
         if where.dtype(self.out) not in ("fp32", "bf16", "fp16"):
             yield f"{where.dtype(self.out)} is not added up: fp32, bf16 and fp16 are"
 
