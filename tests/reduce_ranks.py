@@ -266,6 +266,16 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
     return {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
 
 
+def librarys_sum(group: dist.ProcessGroup) -> None:
+    """It leaves what it adds up, which may be a gradient of torch's."""
+    from weft.runtime.unfused import all_reduce
+
+    x = torch.ones(3, 4)
+    y = all_reduce(x, [3] * group.size(), group.rank(), group, None, "all_reduce")
+    assert torch.equal(x, torch.ones(3, 4))
+    assert torch.equal(y, group.size() * x)
+
+
 def overflow(group: dist.ProcessGroup, schedule: str | None) -> tuple[float, float]:
     """Of fp16 products that fit, of which the sum and the mean of two do not, or would."""
     x, w = torch.full((4, 1), 200.0, dtype=torch.float16), torch.full((1, 4), 200.0, dtype=torch.float16)

@@ -148,6 +148,10 @@ def test_sums_beyond_fp16_are_infinite_and_means_of_them_too(pool: Pool, schedul
         assert found == (torch.inf, torch.inf)
 
 
+def test_the_librarys_sum_leaves_what_it_adds_up(pool: Pool) -> None:
+    pool.run(ranks.librarys_sum, ranks=2, timeout_s=60)
+
+
 def test_backward_waits_as_long_as_the_call_says() -> None:
     with Pool(2) as alone:
         told, _ = alone.run(ranks.backward_alone, timeout_s=60)

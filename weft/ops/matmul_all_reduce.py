@@ -18,7 +18,7 @@ from weft.operator.spec import Operator
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_reduce, reduce_scatter
+from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
 from weft.schedule import MatmulAllReduce
 from weft.timeline import Timeline
 
@@ -172,7 +172,7 @@ class _MatmulAllReduce(Operator[_Call]):
         if turn is not None:
             turn.done("matmul y", y)
         if p.world_size > 1:
-            y = all_reduce(y, [p.m] * p.world_size, group.rank(), group, turn, "all_reduce y -> y")
+            y = all_reduce_(y, [p.m] * p.world_size, group.rank(), group, turn, "all_reduce y -> y")
         for one in following:
             y.add_(one)
         return [y if turn is None else turn.done("add y", y)]
@@ -199,7 +199,6 @@ class _MatmulAllReduce(Operator[_Call]):
                 )
             return [grad_x, None if gathered is None else x.t() @ gathered, *local]
         if world > 1:
-            whole = whole.clone(memory_format=torch.contiguous_format)
             whole = all_reduce(whole, [p.m] * world, group.rank(), group, turn, f"all-reduce {what}")
         return [whole @ w.t() if wanted[0] else None, x.t() @ whole if wanted[1] else None, *local]
 

@@ -107,10 +107,12 @@ def _collective(step: Collective, here: Unfused) -> Call:
         return alone
     rows = here.rows_of_ranks(step, lambda s: s.src if step.op == "all_gather" else s.dst)
     together, simple = _COLLECTIVES[step.op], step.op == "all_gather" and len(set(rows)) == 1
-    total, cols, keeps = sum(rows), int(step.src.cols), step.op == "all_reduce" and step.src != step.dst
+    total, cols = sum(rows), int(step.src.cols)
+    if step.op == "all_reduce" and step.src == step.dst:
+        together = all_reduce_
 
     def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
-        x = src(t).clone() if keeps else src(t)
+        x = src(t)
         if simple and turn is None and x.itemsize > 1:  # in most calls on GPUs
             t[dst] = gathered = x.new_empty(total, cols)
             all_gather_single(gathered, x, group=group)
@@ -221,7 +223,14 @@ def reduce_scatter(
 def all_reduce(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
-    """The sum over all ranks, in place of `x`."""
+    """The sum over all ranks."""
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), rows, rank, group, turn, name)
+
+
+def all_reduce_(
+    x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
+) -> torch.Tensor:
+    """The same in the place of `x`, whose elements are in one piece."""
     turn = turn or _STRAIGHT
     turn.run(name, dist.all_reduce, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
