@@ -69,6 +69,19 @@ def test_gradients(pair: Pool, shape: tuple[int, ...], op: str, wanted: tuple[bo
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("n", [256, 19], ids=["whole", "odd"])
+def test_what_follows_is_added_by_every_schedule(pair: Pool, n: int, dtype: torch.dtype) -> None:
+    for bias, residual in ((True, True), (True, False), (False, True)):
+        pair.run(ranks.following, (2, 256, 128), n, dtype, bias, residual, timeout_s=200)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_what_follows(pair: Pool, compiled: bool) -> None:
+    for wanted in ((True, True, True, True), (False, False, True, True)):
+        pair.run(ranks.backward_following, 64, wanted, compiled, timeout_s=120)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("schedule", [None, *SOME[:5]])
 def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, dtype: torch.dtype) -> None:
     pair.run(ranks.many_sizes, schedule, dtype, timeout_s=60)

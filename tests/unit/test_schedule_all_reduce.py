@@ -25,6 +25,7 @@ from weft.plan.gemms import ladder
 from weft.schedule import (
     Candidate,
     Copy,
+    Draft,
     MatmulAllReduce,
     NotApplicableError,
     Reduce,
@@ -229,3 +230,20 @@ def test_a_new_number_of_rows_is_no_new_plan() -> None:
     assert p.resized(p.family[1]) == p
     assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
     assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "fits"),
+    [
+        ((4, 4), True), ((4, 1), True), ((4, 1, 4, 1), True), ((1, 4), False), ((1, 1), False), ((4, 2), False),
+    ],
+)  # fmt: skip
+def test_a_part_of_one_row_is_added_to_each(parts: tuple[int, ...], fits: bool) -> None:
+    d = Draft("sums", 1)
+    regions = [d.buffer(f"part{i}", rows, 3, "fp32", "input").part() for i, rows in enumerate(parts)]
+    d.lane("compute").reduce(d.buffer("y", 4, 3, "fp32", "output").part(), *regions)
+    if fits:
+        verify(d.schedule())
+    else:
+        with pytest.raises(ScheduleError, match="shapes differ"):
+            verify(d.schedule())
