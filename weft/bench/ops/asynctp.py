@@ -97,4 +97,4 @@ class TorchOperator(AnyOperator):
         return [*peers, *remarks.of_nccl(rows)]
 
     def remarks_of_asynctp(self, rows: Sequence[Record]) -> list[str]:
-        return []
+        return ["asynctp would not use NVLink multicast here, with which it did not run."]
