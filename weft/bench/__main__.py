@@ -31,6 +31,7 @@ _EXAMPLES = """examples:
   weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
   weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
   weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
+  weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
@@ -39,12 +40,13 @@ _PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fuse
 all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on each rank;
 with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, N
 over the ranks, M halved until it fits, or as in g1-m4 a quarter. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b,
-cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. inefficiency: g1 to g16, the paper's
+cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names,
+their last matrices. inefficiency: g1 to g16, the paper's
 GEMMs. Default: all that suit the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these
 with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes),
 autotune, heuristic (FiCCO's), all, or how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline,
-always runs), weft, all, or how names begin: dispatch; each also as ...-bounded"""
+always runs), weft, all, or how names begin: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all, combine, likewise"""
 _SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: what fits. inefficiency: shrink
 M, N and K. Default: 1/32 on CPU; what is still too large shrinks on"""
 

@@ -124,7 +124,7 @@ class Load:
 class DispatchVariants(GemmVariants):
     """Normally distributed tokens, weights scaled so that outputs are about 1; other tokens and splits in each input set."""
 
-    baselines = (BASELINE, PADDED)
+    baselines: ClassVar[tuple[str, ...]] = (BASELINE, PADDED)
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: baselines}  # exact rows are not compared with padding
     beside = (GEMM, GEMM_EACH, EXCHANGE)
 
@@ -296,10 +296,11 @@ class DispatchVariants(GemmVariants):
         dist.all_to_all_single(self.received[which], self.tokens[which], came, sent, group=group)
 
 
-class _AllToAllMatmul(GemmOperator[MoeShape]):
+class ExpertsOperator(GemmOperator[MoeShape]):
     variants, shape = DispatchVariants, MoeShape
-    head, tail = ("tokens x N x K", "most / mean rows", "padded rows"), ("GEMMs alone", "roofline")
-    optional = (*head[1:], "best schedule", "of them", "GEMMs alone")
+    head: tuple[str, ...] = ("tokens x N x K", "most / mean rows", "padded rows")
+    tail = ("GEMMs alone", "roofline")
+    optional: tuple[str, ...] = (*head[1:], "best schedule", "of them", "GEMMs alone")
 
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):
@@ -366,4 +367,4 @@ def _round_up(rows: int, to: int) -> int:
     return -(-rows // to) * to
 
 
-OPERATOR = _AllToAllMatmul(SPEC)
+OPERATOR = ExpertsOperator(SPEC)

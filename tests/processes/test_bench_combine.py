@@ -1,0 +1,95 @@
+"""The benchmark of matmul_all_to_all: its inputs, its arms, what it records; the rest it has from that of all_to_all_matmul."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from combine import expected, received_of
+
+from weft.bench.core.harness import Ranks
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import ceilings_for
+from weft.bench.ops.all_to_all_matmul import MoeShape
+from weft.bench.ops.gemms import find_shapes, shapes_file
+from weft.bench.ops.matmul_all_to_all import OPERATOR, CombineVariants, ReturningShape
+from weft.bench.report import markdown
+from weft.launch import Pool
+
+SHAPE = ReturningShape(m=24, n=16, k=40, experts=6, top_k=2, skew=0.7, sources=("by hand",))
+STORE, DMA = "combine[chunks=1,by=store]", "combine[chunks=1,by=dma]"
+
+
+def _options(**given) -> BenchOptions:
+    return BenchOptions(OPERATOR.name, **({"preset": SHAPE.name, "quick": True, "seconds": 0.01} | given))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"variants": ("fast",)}, r"no variant 'fast': give serial, weft, weft-bounded, weft-serial, all, .*combine"),
+        ({"variants": (DMA + "-bounded",)}, "cannot do any of these shapes: copy engines take sizes from the host"),
+        ({"ranks": 4}, "6 experts cannot be spread evenly over 4 ranks: use one of 1, 2, 3, 6"),
+    ],
+)
+def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _options(**wrong)
+
+
+def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> None:
+    there, back = shapes_file("all_to_all_matmul"), shapes_file("matmul_all_to_all")
+    for group in ("mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b"):
+        first, last = find_shapes(MoeShape, there, group, "cuda"), find_shapes(ReturningShape, back, group, "cuda")
+        assert {(2 * s.k, s.n, s.m, s.experts, s.top_k, s.skew) for s in last} == {
+            (s.n, s.k, s.m, s.experts, s.top_k, s.skew) for s in first if s.sources == (f"{group} gate_up",)
+        }
+
+
+def _facts(group: dist.ProcessGroup) -> dict:
+    """What the arms make of the inputs, beside what the tests' own reference says."""
+    work, world = CombineVariants(OPERATOR.spec, SHAPE, Ranks(group, group, torch.device("cpu")), "fp32"), group.size()
+    splits = tuple(tuple(map(int, row)) for row in work.all_splits[1])
+    hs = [work.rows_at(1, rank) for rank in range(world)]
+    weights = torch.stack([work.expert(rank, i) for rank in range(world) for i in range(3)])
+    y = expected(group.rank(), splits, [h.double() for h in hs], weights.double())
+    arms, _, _ = work.others([])
+    arms |= {name: work.weft(name, None) for name in ("weft", "weft-bounded")}
+    return {
+        "received": torch.equal(work.received[1], received_of(group.rank(), splits)),
+        "weights": torch.equal(work.w, weights.split(3)[group.rank()]),
+        "reference": float((work.reference(1) - y).abs().max()),
+        "errors": {name: float((arm(1) - y).abs().max()) for name, arm in arms.items()},
+        "fresh": not torch.equal(work.all_splits[0], work.all_splits[1]),
+    }
+
+
+def test_inputs_and_arms(pool: Pool) -> None:
+    for one in pool.run(_facts, ranks=2):
+        assert one["received"]
+        assert one["weights"]
+        assert one["fresh"]
+        assert one["reference"] == 0
+        assert one["errors"].keys() == {"serial", "weft", "weft-bounded"}
+        assert max(one["errors"].values()) < 1e-5
+
+
+def _measured(group: dist.ProcessGroup) -> list[dict]:
+    ranks, options = Ranks(group, group, torch.device("cpu")), _options(variants=("weft", "weft-serial", STORE, DMA))
+    found = OPERATOR.measure(SHAPE, ranks, options, ceilings_for(options, ranks), lambda what, share: None)
+    assert not found.wrong
+    return found.records
+
+
+def test_records(pool: Pool) -> None:
+    rows = pool.run(_measured, ranks=2)[0]
+    for mode in ("single", "queued"):
+        of_mode = [r for r in rows if r["mode"] == mode]
+        assert [r["variant"] for r in of_mode][:3] == ["serial", "weft", "weft-bounded"]
+        assert {r["variant"] for r in of_mode[3:]} == {"weft-serial", STORE, STORE + "-bounded", DMA}
+        assert {r["baseline"] for r in of_mode} == {"serial"}
+        assert all(r["gemm_ms"] > 0 and r["exchange_ms"] > 0 and r["roofline_ms"] > 0 for r in of_mode)
+    json.dumps(rows, allow_nan=False)
+    assert f"| {SHAPE.name} |" in markdown([r | {"device": "cuda", "run": "a"} for r in rows])
