@@ -422,3 +422,36 @@ def own_segments(group: dist.ProcessGroup) -> None:
     by_rank = case.given.view(world, 3).sum(1).tolist()
     dist.all_to_all_single(came, torch.cat(sent), by_rank, [len(rows) for rows in sent], group=group)
     close(came, case.exact, case.usual)
+
+
+def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str, bool]:
+    """Whether the combine finds on the host what its dispatch has brought there: with the same tables, and with others."""
+    from weft.runtime.exchanged import sizes_of
+
+    rank, world = group.rank(), group.size()
+    splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
+    x, w = torch.ones(int(splits.sum()), 8, device=device()), torch.ones(2, 8, 3, device=device(), requires_grad=True)
+
+    def dispatched() -> torch.Tensor:
+        return weft.all_to_all_matmul(x, w, splits, group=group, return_received=True, capacity=60, schedule=schedule)[
+            1
+        ]
+
+    def known(received: torch.Tensor, given: torch.Tensor = splits) -> bool:
+        found = sizes_of(given, received)
+        assert found.host.came == received.sum(1).tolist()
+        assert found.host.sent == given.view(world, -1).sum(1).tolist()
+        return sizes_of(given, received).numbers.copy is not None
+
+    received = dispatched()
+    found = {
+        "the same": known(received),
+        "a copy": known(received.clone()),
+        "other splits": known(received, splits + 1),
+    }
+    received += 1
+    found["changed"] = known(received)
+    received = dispatched()
+    splits *= 2
+    found["splits changed"] = known(received)
+    return found

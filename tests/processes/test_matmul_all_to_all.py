@@ -92,6 +92,14 @@ def test_there_and_back(pool: Pool, schedules: tuple[str | None, str | None]) ->
     pool.run(ranks.round_trip, schedules, ranks=2, timeout_s=60)
 
 
+@pytest.mark.parametrize("schedule", ["serial", "dispatch[by=kernel,rest=each]"])
+def test_what_the_dispatch_has_brought_to_the_host_is_known(pool: Pool, schedule: str) -> None:
+    for known in pool.run(ranks.sizes_are_known, schedule, ranks=2, timeout_s=60):
+        assert known == {
+            "the same": True, "a copy": False, "other splits": False, "changed": False, "splits changed": False
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_librarys_way_as_on_gpus(pool: Pool, world: int) -> None:
     pool.run(ranks.torchs_grouped_gemm, ranks=world, timeout_s=60)

@@ -19,7 +19,7 @@ from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, registered
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Operator
-from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library
+from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library, remember, sizes_of
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
@@ -224,8 +224,9 @@ class _AllToAllMatmul(Operator[_Call]):
         _, _, splits, received = saved
         assert splits is not None
         assert received is not None
-        sizes = Sizes(splits.to(torch.int64), received)
+        sizes = sizes_of(splits.to(torch.int64), received)
         sizes.fetch()
+        remember(sizes)
         return sizes
 
     def gradients(
@@ -263,6 +264,7 @@ class _AllToAllMatmul(Operator[_Call]):
     ) -> list[torch.Tensor]:
         tokens = contiguous(call.tokens, "tokens")
         sizes = Sizes(call.splits, exchange_counts(call.splits, group, turn))
+        remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
         return [multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn), sizes.received]
 

@@ -18,7 +18,14 @@ from weft.operator.calls import made, registered
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
 from weft.ops.all_to_all_matmul import all_to_all_matmul, check_count, expert_weights, rounded_up
-from weft.runtime.exchanged import Sizes, begin_in_expert_order, grad_of_weights, grouped_matmul, returned_by_library
+from weft.runtime.exchanged import (
+    Sizes,
+    begin_in_expert_order,
+    grad_of_weights,
+    grouped_matmul,
+    returned_by_library,
+    sizes_of,
+)
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import MatmulAllToAll
@@ -153,7 +160,9 @@ class _MatmulAllToAll(Operator[_Call]):
             raise ValueError(
                 "matmul_all_to_all reads the number of tokens on the host here, which a captured CUDA graph cannot: give rows"
             )
-        return call._replace(tokens=int(splits.sum()))
+        known = sizes_of(splits, received)
+        tokens = int(splits.sum()) if known.numbers.copy is None else sum(known.host.sent)
+        return call._replace(tokens=tokens)
 
     # --- what is asked for ---
 
@@ -230,7 +239,7 @@ class _MatmulAllToAll(Operator[_Call]):
         _, _, received, splits = saved
         assert received is not None
         assert splits is not None
-        sizes = Sizes(splits.to(torch.int64), received.to(torch.int64))
+        sizes = sizes_of(splits.to(torch.int64), received.to(torch.int64))
         sizes.fetch()
         return sizes
 
@@ -275,7 +284,7 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> list[torch.Tensor]:
         h = contiguous(call.h, "h")
         w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
-        sizes = Sizes(call.splits, call.received)
+        sizes = sizes_of(call.splits, call.received)
         return [returned_by_library(h, w, sizes, group, call.tokens or 0, turn)]
 
 

@@ -20,12 +20,15 @@ each and of weights to the rank that has them: they are sums over the rows of al
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.runtime.in_turn import Turn, begun
 from weft.schedule.kernels import LibraryGroupedMatmul, Permute
@@ -47,37 +50,69 @@ class Sizes:
     """How many rows go where: splits [ranks * experts] and received [ranks, experts] on the device, and what the host has to
     know of them."""
 
-    def __init__(self, splits: torch.Tensor, received: torch.Tensor) -> None:
+    def __init__(self, splits: torch.Tensor, received: torch.Tensor, numbers: _Numbers | None = None) -> None:
         self.splits, self.received = splits, received
-        self._copy: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self.numbers = numbers or _Numbers()
 
     def fetch(self) -> None:
         """Let the numbers come to the host, behind what is queued on the device so far. Once is enough."""
-        if self._copy is not None:
+        if self.numbers.copy is not None:
             return
-        numbers = torch.cat((self.splits, self.received.flatten()))
-        if numbers.is_cuda:
+        both, copied = torch.cat((self.splits, self.received.flatten())), None
+        if both.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
                     "sizes are taken on the host here, which a captured CUDA graph cannot: give max_rows (all_to_all_matmul) or "
                     "rows (matmul_all_to_all), no schedule='serial', and capture without gradients"
                 )
-            self._copied = torch.cuda.Event()
-        self._copy = numbers.to("cpu", non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+            copied = torch.cuda.Event()
+        self.numbers.copy = both.to("cpu", non_blocking=True)
+        if copied is not None:
+            copied.record()
+            self.numbers.copied = copied
 
     @cached_property
     def host(self) -> OnHost:
         """Waits for `fetch`."""
         self.fetch()
-        if self._copied is not None:
-            self._copied.synchronize()
-        assert self._copy is not None
+        if self.numbers.copied is not None:
+            self.numbers.copied.synchronize()
+        assert self.numbers.copy is not None
         world, experts = self.received.shape
-        both = self._copy.view(2, world, experts).numpy()
+        both = self.numbers.copy.view(2, world, experts).numpy()
         return OnHost(both[0].sum(1).tolist(), both[1].sum(1).tolist(), both[1].sum(0).tolist())
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """Both tables on the host, once they have come there."""
+
+    copy: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By what a dispatch returned as `received`: (its version, the splits and their version, the numbers)."""
+
+
+def remember(sizes: Sizes) -> None:
+    """Let the combine behind a dispatch find what the host learns of its tables."""
+    splits, received = sizes.splits, sizes.received
+    if not (splits.is_inference() or received.is_inference()):
+        _known[received] = received._version, weakref.ref(splits), splits._version, sizes.numbers
+
+
+def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
+    """Of tables, with the numbers that the dispatch has brought to the host which returned `received`, unless either was changed
+    since; a captured call would keep them for ever."""
+    version, of_splits, splits_version, numbers = _known.get(received, (0, lambda: None, 0, None))
+    if (
+        of_splits() is not splits
+        or (received._version, splits._version) != (version, splits_version)
+        or (received.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        numbers = None
+    return Sizes(splits, received, numbers)
 
 
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None = None) -> torch.Tensor:
