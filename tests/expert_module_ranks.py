@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from expert_ranks import poisoned_memory
 from matmul_ranks import device, told
 
-from weft.nn import ExpertParallelMLP
+from weft.nn import ExpertParallelMLP, local_state_dict
 
 HIDDEN, WIDTH, TOP_K = 8, 6, 2
 
@@ -150,6 +150,12 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         other = ExpertParallelMLP(HIDDEN, WIDTH, experts, group=group.group_name).to(device())
         other.load_state_dict(other.local_part(state))
         assert torch.equal(other(x, index, by), wanted), form
+        model = torch.nn.ModuleDict({"gate": torch.nn.Linear(2, 2), "experts": copy.deepcopy(other)})
+        gate = torch.ones(2, 2)
+        of_model = {"gate.weight": gate, "gate.bias": gate[0], **{f"experts.{name}": w for name, w in state.items()}}
+        model.load_state_dict(local_state_dict(model, of_model))
+        assert torch.equal(model["gate"].weight, gate), form
+        assert torch.equal(model["experts"](x, index, by), wanted), form
     for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
         assert torch.equal(other(x.view(2, 3, HIDDEN), index, by), wanted.view(2, 3, HIDDEN))
     del forms["mixtral"][f"{rank * experts // world}.w3.weight"]

@@ -51,7 +51,8 @@ class ExpertParallelMLP(nn.Module):
 
     Parameters are `gate_up_proj` [E, 2 * intermediate, hidden], the gate's rows first (gated=False: `up_proj` [E, intermediate,
     hidden]), and `down_proj` [E, hidden, intermediate]: rows of Hugging Face's `MixtralExperts`, whose forward this has.
-    `local_part` takes them from a whole model's state dict, in that form or one expert by one. `deepcopy` and pickle keep the
+    `local_part` takes them from all experts' state dict, in that form or one expert by one, and `weft.nn.local_state_dict` from a
+    whole model's. `deepcopy` and pickle keep the
     group's name. Rows are weighted in x's dtype and added up in fp32, in the order of top_k: equal calls give equal bits.
     Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`.
     """
@@ -131,6 +132,10 @@ class ExpertParallelMLP(nn.Module):
             )
         first = [torch.cat([found[i, name] for name in parts]) for i in mine]
         return {self.first_name: torch.stack(first), "down_proj": torch.stack([found[i, "down_proj"] for i in mine])}
+
+    def is_of_experts(self, name: str) -> bool:
+        """Whether `local_part` may take it."""
+        return name in (self.first_name, "down_proj") or _ONE_BY_ONE.fullmatch(name) is not None
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """top_k_index: which experts of all each token has. top_k_weights: how much each counts, in any floating dtype."""

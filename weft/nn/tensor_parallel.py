@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from weft.nn.experts import ExpertParallelMLP
 from weft.operator.layers import as_autocast, replicated
 from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -302,7 +303,7 @@ def rotary_embedding(
 
 def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of a stock model's state dict, what `model.load_state_dict` takes on this rank: of the layers of `weft.nn` in `model` this
-    rank's part, and everything else as it is. Views, no copies."""
+    rank's part, and everything else as it is. Views, no copies, but of experts that are given one by one."""
     found = dict(whole)
     for prefix, module in model.named_modules():
         if isinstance(module, _ParallelLinear):
@@ -310,6 +311,15 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
             given = {name: whole[key] for name, key in keys.items() if key in whole}
             if "weight" in given:
                 found |= {keys[name]: part for name, part in module.local_part(given).items()}
+        if isinstance(module, ExpertParallelMLP):
+            begin = f"{prefix}." if prefix else ""
+            experts = {
+                key: w for key, w in whole.items() if key.startswith(begin) and module.is_of_experts(key[len(begin) :])
+            }
+            if experts:
+                mine = module.local_part({key[len(begin) :]: w for key, w in experts.items()})
+                found = {key: w for key, w in found.items() if key not in experts}
+                found |= {begin + name: part for name, part in mine.items()}
     return found
 
 

@@ -6,7 +6,7 @@ It follows `weft.all_to_all_matmul`: how many rows go where is in that call's sp
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from weft import plan
 from weft.arguments import check_tensor
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, overlaps, registered
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
-from weft.ops.all_to_all_matmul import all_to_all_matmul, check_count, expert_weights, rounded_up
+from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
+from weft.ops.all_to_all_matmul import check_count, expert_weights, rounded_up
 from weft.runtime.exchanged import (
     Sizes,
     begin_in_expert_order,
@@ -59,7 +60,8 @@ def matmul_all_to_all(
     but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how. On GPUs the library's
     way is what runs unless you pin a schedule, or "autotune": the others have not been timed there yet. Collective over `group`.
     Differentiable in h and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same ones.
-    Backward sends the gradient of y to the experts while it multiplies with it, by `all_to_all_matmul`. Autocast does not apply.
+    Backward sends the gradient of y to the experts while it multiplies with it, by `all_to_all_matmul`, where that overlaps.
+    Autocast does not apply.
 
     A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that are
     all `len(h) // W`.
@@ -247,35 +249,38 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Gradients of weights need all of grad y where its rows were multiplied: it comes by the library while the others are
-        computed, which bring what they need themselves."""
+        """Where the dispatch that this is the combine of overlaps, grad h is one, with the weights transposed. Gradients of weights
+        need all of grad y where its rows were multiplied: then it comes once more by the library, meanwhile."""
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
-        arriving, grad_w = None, None
-        if wanted[1]:
+        arriving = rows = grad_h = grad_w = None
+        dual = self._dual(p, group, grad, w, beside, turn) if wanted[0] and p.world_size > 1 else None
+        if wanted[1] or dual is None:
             arriving = begin_in_expert_order(grad, beside, group, turn, "exchange gradients of y")
-        grad_h = self._grad_h(p, group, grad, w, came, turn, beside) if wanted[0] else None
+        if dual is not None:
+            grad_h = dual()
+        if arriving is not None:
+            rows = arriving()
+            if wanted[0] and dual is None:
+                grad_h = grouped_matmul(rows, _transposed(w), beside)
+            if wanted[1]:
+                grad_w = grad_of_weights(h[:came], rows, w, beside)
         if grad_h is not None and came < h.shape[0]:
             grad_h = torch.cat((grad_h, grad_h.new_zeros(h.shape[0] - came, p.k)))
-        if arriving is not None:
-            grad_w = grad_of_weights(h[:came], arriving(), w, beside)
         return [grad_h, grad_w, None, None]
 
-    def _grad_h(
-        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, came: int, turn: Turn | None,
-        sizes: Sizes,
-    ) -> torch.Tensor:  # fmt: skip
-        """The dispatch that this is the combine of, with the weights transposed."""
-        transposed = w.transpose(1, 2)
-        if p.world_size == 1:
-            return grouped_matmul(grad, transposed, sizes)
+    def _dual(
+        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn | None
+    ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+        """What makes grad h, without the rows that came from nobody; None: it would be no faster than the library's calls."""
         deadline_s = None if turn is None else turn.deadline_s
-        with plan.use(None):  # what is pinned is this operator's
-            grad_h = all_to_all_matmul(
-                grad, transposed if w.is_cuda else transposed.contiguous(), sizes.splits, group=group, max_rows=came,
-                capacity=p.most, deadline_s=deadline_s,
-            )  # fmt: skip
-        assert isinstance(grad_h, torch.Tensor)
-        return grad_h
+        call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most)
+
+        def made_by_it() -> torch.Tensor:
+            with plan.use(None):  # what is pinned is this operator's
+                return made(DISPATCH, group, grad, lambda _: call, deadline_s=deadline_s)[0]
+
+        with plan.use(None):
+            return made_by_it if overlaps(DISPATCH, call, group, deadline_s) else None
 
     # --- the way without overlap ---
 
@@ -286,6 +291,11 @@ class _MatmulAllToAll(Operator[_Call]):
         w = call.w if h.device.type == "cpu" else strided(call.w, "w_experts")
         sizes = sizes_of(call.splits, call.received)
         return [returned_by_library(h, w, sizes, group, call.tokens or 0, turn)]
+
+
+def _transposed(w: torch.Tensor) -> torch.Tensor:
+    """As both ways of backward take it, so that they give equal bits."""
+    return w.transpose(1, 2) if w.is_cuda else w.transpose(1, 2).contiguous()
 
 
 def _check_shapes(call: _Call, world: int) -> None:
