@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slow import mostly, slow
 from test_schedule_candidates import check_order
 
+from weft.errors import ScheduleError
 from weft.hw import load_machine
 from weft.schedule import AllToAllMatmul, MatmulAllToAll, NotApplicableError, Schedule, Tiles, candidates, named
 from weft.schedule.problems.experts import ExpertsProblem
@@ -39,7 +40,10 @@ def applicable(p: ExpertsProblem) -> dict[str, Schedule]:
 
 
 def check(schedule: Schedule) -> None:
-    verify(schedule)
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        pytest.fail(str(error))
     assert from_json(to_json(schedule)) == schedule
     check_order(schedule)
 
