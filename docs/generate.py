@@ -18,7 +18,7 @@ from weft import env
 
 HERE = Path(__file__).parent
 _GENERATED = "<!-- Generated from {source} by `python docs/generate.py`: edit there. -->\n\n"
-_MODULES = ("embedding", "nn", "plan", "schedule", "sim", "symm", "trace", "hw", "timeline", "launch")
+_MODULES = ("embedding", "nn", "parallel", "plan", "schedule", "sim", "symm", "trace", "hw", "timeline", "launch")
 
 
 def api() -> str:
@@ -33,6 +33,8 @@ def api() -> str:
         if callable(value):
             parts.append(f"### weft.{name}\n\n{_full(value)}")
     parts += [f"### weft.nn.{name}\n\n{_full(getattr(weft.nn, name))}" for name in weft.nn.__all__]
+    ours = [name for name in weft.parallel.__all__ if getattr(weft.parallel, name).__module__.startswith("weft.")]
+    parts += [f"### weft.parallel.{name}\n\n{_full(getattr(weft.parallel, name))}" for name in ours]
     parts.append("## weft.errors\n\n" + _sentence(weft.errors) + "\n")
     parts.append(_table(_defined(weft.errors)))
     for name in _MODULES:

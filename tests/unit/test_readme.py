@@ -64,6 +64,11 @@ def test_the_pages_of_operators_run_and_leave_traces(page: str, tmp_path: Path) 
         _run_on_two_ranks(snippet, tmp_path)
 
 
+def test_the_page_on_tensor_parallelism_runs(tmp_path: Path) -> None:
+    (snippet,) = PYTHON.findall((ROOT / "docs" / "tensor_parallel.md").read_text())
+    _run_on_two_ranks(snippet, tmp_path)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_at_its_top_whom_it_helps_and_is_linked(page: str) -> None:
     title, opening, *_ = (p for p in (ROOT / page).read_text().split("\n\n") if not p.startswith("<!--"))
