@@ -8,6 +8,7 @@ import gpu_ranks
 import pytest
 import style_ranks as styles
 import tensor_parallel_ranks as ranks
+import titan_ranks
 import torch
 
 from weft.launch import Pool
@@ -104,3 +105,13 @@ def test_recomputing_in_parts(pair: Pool) -> None:
     for apart, gathers, scatters in pair.run(styles.recomputed_in_parts, timeout_s=60):
         assert apart < 1e-4
         assert (gathers, scatters) == (2, 2)
+
+
+@pytest.mark.skipif(bool(titan_ranks.missing()), reason=titan_ranks.missing())
+@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
+def test_torchtitans_debug_llama(pair: Pool, checkpointing: str) -> None:
+    torchs = pair.run(titan_ranks.train, "torch", checkpointing, 1, 20, timeout_s=200)
+    ours = pair.run(titan_ranks.train, "weft", checkpointing, 1, 20, timeout_s=200)
+    for (losses, calls), (torchs_losses, _) in zip(ours, torchs, strict=True):
+        assert all(abs(a / b - 1) <= 1e-5 for a, b in zip(losses, torchs_losses, strict=True)), (losses, torchs_losses)
+        assert calls == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}

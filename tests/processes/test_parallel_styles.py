@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import style_ranks as ranks
+import titan_ranks
 import torch
 
 from weft.launch import Pool
@@ -103,3 +104,15 @@ def test_recomputing_in_parts(pool: Pool) -> None:
     for apart, gathers, scatters in pool.run(ranks.recomputed_in_parts, ranks=2, timeout_s=60):
         assert apart < 1e-5
         assert (gathers, scatters) == (2, 2)
+
+
+@pytest.mark.skipif(bool(titan_ranks.missing()), reason=titan_ranks.missing())
+@pytest.mark.parametrize(("world", "checkpointing", "data_parallel"), [(2, "op", 1), (4, "full", 2)])
+def test_torchtitans_debug_llama(pool: Pool, world: int, checkpointing: str, data_parallel: int) -> None:
+    """Divided, recomputed and sharded by torchtitan's own code."""
+    torchs = pool.run(titan_ranks.train, "torch", checkpointing, data_parallel, 20, ranks=world, timeout_s=100)
+    ours = pool.run(titan_ranks.train, "weft", checkpointing, data_parallel, 20, ranks=world, timeout_s=100)
+    for (losses, calls), (torchs_losses, torchs_calls) in zip(ours, torchs, strict=True):
+        assert equal(losses, torchs_losses), (losses, torchs_losses)
+        assert calls == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}
+        assert torchs_calls == {}
