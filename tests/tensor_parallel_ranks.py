@@ -14,6 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from matmul_ranks import close, data, device, told
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -210,6 +213,30 @@ def block_gradients(group: dist.ProcessGroup, compiled: bool, recompute: bool) -
         if "norms" in name or name.endswith(("down_proj.bias", "o_proj.bias")):
             found[name] = p.grad.tolist()
     return found
+
+
+def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
+    """How far gradients of a block under FSDP2, two by two, are from means of those without."""
+    mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+    blocks = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        blocks.append(Block(tp, recompute))
+    fully_shard(blocks[1], mesh=mesh["dp"])
+    x = shard(data(dp.rank(), (2, 16, HIDDEN), torch.float32, 5), 1, tp).clone()
+    rotary, apart = weft.nn.rotary_embedding(16, HEAD_DIM, device=device()), 0.0
+    for _ in range(2):
+        for block in blocks:
+            block.zero_grad()
+            y = block(x, rotary)
+            (y * data(group.rank(), tuple(y.shape), torch.float32, 6)).sum().backward()
+        for plain, sharded in zip(*(block.parameters() for block in blocks), strict=True):
+            assert plain.grad is not None
+            assert isinstance(sharded.grad, DTensor)
+            dist.all_reduce(plain.grad, group=dp)
+            apart = max(apart, float((plain.grad / 2 - sharded.grad.full_tensor()).abs().max()))
+    return apart
 
 
 def autocast(group: dist.ProcessGroup) -> list[str]:

@@ -41,6 +41,11 @@ def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
                 assert close, (name, world, compiled, recompute)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
+def test_a_block_under_fsdp(pool: Pool, recompute: bool) -> None:
+    assert max(pool.run(ranks.sharded_by_fsdp, recompute, ranks=4, timeout_s=100)) < 1e-4
+
+
 def test_autocast_is_as_for_linear(pool: Pool) -> None:
     for found in pool.run(ranks.autocast, ranks=2, timeout_s=60):
         assert found == [f"{kind} torch.bfloat16 torch.float32" for kind in KINDS]

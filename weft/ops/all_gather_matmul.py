@@ -65,7 +65,7 @@ def all_gather_matmul(
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
     A_shard's shape but for `gather_dim`, where it has the rows of all ranks; a product has N_i in place of K. The first call of a
-    shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
+    shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
     Memory: the results; and symmetric memory. On GPUs that of the largest A for all calls that differ in rows only; where it has to
         grow, what is smaller goes once it is above 64 MiB, but for what a CUDA graph has captured: make a call once more before you
         capture it then. With uneven `rows`, and on CPU, the size of A for each of the last 64 shapes.
