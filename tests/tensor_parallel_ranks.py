@@ -5,14 +5,16 @@ Every rank makes the same stock model and the same data from seeds, so it knows 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matmul_ranks import close, data, device, told
+from matmul_ranks import close, data, device, own_group, told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -179,12 +181,13 @@ def agrees(
 
 
 class Block(nn.Module):
-    def __init__(self, group: dist.ProcessGroup, recompute: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, recompute: bool, reentrant: bool = False) -> None:
         super().__init__()
         options = {"group": group, "device": device()}
         self.norms = nn.ModuleList(weft.nn.RMSNorm(HIDDEN, **options) for _ in range(2))
         self.attention = parallel("attention", True, group, 1)
         self.mlp, self.recompute = parallel("mlp", True, group, 1), recompute
+        self.reentrant = reentrant
 
     def body(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x), rotary)
@@ -192,18 +195,20 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if self.recompute:
-            return checkpoint(self.body, x, rotary, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self.body, x, rotary, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
         return self.body(x, rotary)
 
 
-def block_gradients(group: dist.ProcessGroup, compiled: bool, recompute: bool) -> dict[str, list[Any]]:
+def block_gradients(
+    group: dist.ProcessGroup, compiled: bool, recompute: bool, reentrant: bool = False
+) -> dict[str, list[Any]]:
     """Of a block: the whole result, and gradients of parameters; those of norms are everybody's."""
     torch.manual_seed(3)
-    block = Block(group, recompute)
+    block = Block(group, recompute, reentrant)
     run = torch.compile(block, fullgraph=not recompute, backend="aot_eager") if compiled else block
     length = 16
     x = data(0, (2, length, HIDDEN), torch.float32, 5)
-    y = run(shard(x, 1, group).clone(), weft.nn.rotary_embedding(length, HEAD_DIM, device=device()))
+    y = run(shard(x, 1, group).clone().requires_grad_(), weft.nn.rotary_embedding(length, HEAD_DIM, device=device()))
     (y * shard(data(1, (2, length, HIDDEN), torch.float32, 5), 1, group)).sum().backward()
     parts = [torch.empty_like(y) for _ in range(group.size())]
     dist.all_gather(parts, y.detach().contiguous(), group=group)
@@ -237,6 +242,21 @@ def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
             dist.all_reduce(plain.grad, group=dp)
             apart = max(apart, float((plain.grad / 2 - sharded.grad.full_tensor()).abs().max()))
     return apart
+
+
+def norm_alone(group: dist.ProcessGroup) -> str:
+    """The others do not come to the backward of a norm."""
+    own = own_group(group)
+    layer, norm = weft.nn.ColumnParallelLinear(8, 4 * group.size(), group=own), weft.nn.RMSNorm(8, group=own)
+    y = layer(norm(torch.randn(2, 3, 8))).detach().sum() + norm(torch.randn(2, 3, 8)).sum()
+    if group.rank() == 0:
+        os.environ["WEFT_DEADLINE_S"] = "1"
+        try:
+            return told(y.backward)
+        finally:
+            del os.environ["WEFT_DEADLINE_S"]
+    time.sleep(3)
+    return ""
 
 
 def autocast(group: dist.ProcessGroup) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import style_ranks as ranks
 import titan_ranks
 import torch
+from slow import slow
 
 from weft.launch import Pool
 
@@ -20,10 +21,10 @@ def equal(found: list[float], torchs: list[float]) -> bool:
 @pytest.mark.parametrize(
     ("world", "optimizer", "bias", "recompute", "data_parallel"),
     [
-        (2, "SGD", False, False, 1),
+        slow(2, "SGD", False, False, 1),
         (2, "AdamW", True, True, 1),
-        (4, "SGD", True, False, 1),
-        (4, "AdamW", False, False, 2),
+        slow(4, "SGD", True, False, 1),
+        slow(4, "AdamW", False, False, 2),
         (4, "SGD", True, True, 2),
     ],
 )

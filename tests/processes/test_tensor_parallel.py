@@ -33,17 +33,24 @@ def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
 def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
     """With norms; compiled or not, recomputed in backward or not. Gradients of what ranks have whole are everybody's."""
     (one,) = pool.run(ranks.block_gradients, False, False, ranks=1, timeout_s=100)
-    for world, compiled, recompute in ((2, False, False), (2, True, False), (2, False, True), (4, False, True)):
-        for found in pool.run(ranks.block_gradients, compiled, recompute, ranks=world, timeout_s=200):
+    ways = [(2, False, False), (2, True, False), (2, False, True), (4, False, True), (2, False, True, True)]
+    for world, *how in ways:
+        for found in pool.run(ranks.block_gradients, *how, ranks=world, timeout_s=200):
             assert found.keys() == one.keys()
             for name, values in found.items():
                 close = torch.allclose(torch.tensor(values), torch.tensor(one[name]), rtol=1e-4, atol=1e-5)
-                assert close, (name, world, compiled, recompute)
+                assert close, (name, world, how)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
 def test_a_block_under_fsdp(pool: Pool, recompute: bool) -> None:
     assert max(pool.run(ranks.sharded_by_fsdp, recompute, ranks=4, timeout_s=100)) < 1e-4
+
+
+def test_a_rank_that_does_not_come_to_a_norms_backward_is_missed(pool: Pool) -> None:
+    found, _ = pool.run(ranks.norm_alone, ranks=2, timeout_s=60)
+    assert found.startswith("DeadlineError: ")
+    assert "the gradient of a replicated parameter" in found
 
 
 def test_autocast_is_as_for_linear(pool: Pool) -> None:
