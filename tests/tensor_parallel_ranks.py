@@ -174,10 +174,13 @@ def agrees(
         assert grads.keys() == exact_grads.keys()
         for name, grad in grads.items():
             assert grad is not None, name
-            if name == "k_proj.bias":  # which softmax does not see: its gradient is what rounding leaves
-                assert grad.abs().max() <= 0.1 * grads["q_proj.bias"].abs().max()  # type: ignore[union-attr]
-                continue
-            close(grad, exact_grads[name], usual_grads[name])
+            if name == "k_proj.bias":
+                # Softmax does not see what all keys have in common, and positions turn little of it: parts as large as those of
+                # q_proj.bias cancel, and by their size errors are measured.
+                both = [torch.cat((of["q_proj.bias"], of[name])) for of in (grads, exact_grads, usual_grads)]
+                close(*both)
+            else:
+                close(grad, exact_grads[name], usual_grads[name])
 
 
 class Block(nn.Module):
@@ -248,7 +251,7 @@ def norm_alone(group: dist.ProcessGroup) -> str:
     """The others do not come to the backward of a norm."""
     own = own_group(group)
     layer, norm = weft.nn.ColumnParallelLinear(8, 4 * group.size(), group=own), weft.nn.RMSNorm(8, group=own)
-    y = layer(norm(torch.randn(2, 3, 8))).detach().sum() + norm(torch.randn(2, 3, 8)).sum()
+    y = layer(norm(torch.randn(2, 5, 8))).detach().sum() + norm(torch.randn(2, 5, 8)).sum()
     if group.rank() == 0:
         os.environ["WEFT_DEADLINE_S"] = "1"
         try:
@@ -282,7 +285,7 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
     found = {}
     world = group.size()
     layer = weft.nn.ColumnParallelLinear(8, 4 * world, group=group, device=device())
-    x = data(group.rank(), (2, 3, 8), torch.float32, 1)
+    x = data(group.rank(), (2, 5, 8), torch.float32, 1)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
     for kind, made in (("column", weft.nn.ColumnParallelLinear), ("row", weft.nn.RowParallelLinear)):
