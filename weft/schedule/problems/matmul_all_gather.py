@@ -20,7 +20,6 @@ class MatmulAllGather(Problem):
     """
 
     name: ClassVar[str] = "matmul_all_gather"
-    tried_on_gpus: ClassVar[bool] = False
     world_size: int
     m: int
     n: int

@@ -21,7 +21,6 @@ class MatmulAllReduce(Problem):
     """
 
     name: ClassVar[str] = "matmul_all_reduce"
-    tried_on_gpus: ClassVar[bool] = False
     rounds_sums: ClassVar[bool] = True
     world_size: int
     m: int
