@@ -18,6 +18,22 @@ class _Made:
     def close(self) -> None:
         self.closed = True
 
+    def capturing(self) -> bool:
+        return False
+
+
+def test_nothing_goes_while_a_graph_is_captured() -> None:
+    """To release memory would end the capture."""
+    table, group = Table(), _Group()
+    known = [table.keep(group, key, _Made(KEPT_BYTES)) for key in range(KEPT)]  # type: ignore[arg-type]
+    met = _Made()
+    met.capturing = lambda: True  # type: ignore[method-assign]
+    table.keep(group, "met in a capture", met)  # type: ignore[arg-type]
+    assert not any(one.closed for one in known)  # type: ignore[attr-defined]
+    assert table.find(group, "met in a capture") is met  # type: ignore[arg-type]
+    table.keep(group, "later", _Made())  # type: ignore[arg-type]
+    assert known[0].closed  # type: ignore[attr-defined]
+
 
 def test_shapes_in_use_stay_however_large() -> None:
     table, group = Table(), _Group()

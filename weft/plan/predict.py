@@ -141,7 +141,7 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
     us += model.graph_run_us if mode == "graph" and len(schedule.lanes) > 1 else 0.0
     if schedule.reads_on_host:
         us = max(us, _reading_host_us(schedule, model))
-    return max(at_least_us, us + (model.kernel_copy_beside_us if _kernels_copy_beside_gemms(schedule) else 0.0))
+    return max(at_least_us, us + model.kernel_copy_beside_us * _kernels_that_copy_beside_gemms(schedule))
 
 
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
@@ -153,10 +153,11 @@ def _reading_host_us(schedule: Schedule, model: Model) -> float:
     return late * model.host_late_us + len(steps) * model.host_step_us
 
 
-def _kernels_copy_beside_gemms(schedule: Schedule) -> bool:
-    multiplies = any(map(_multiplies, _steps(schedule)))
+def _kernels_that_copy_beside_gemms(schedule: Schedule) -> int:
+    """Each makes a GEMM wait for its units, if there are as many."""
     copying = (step for lane in schedule.lanes if lane.resource == "copy" for step in lane.steps)
-    return multiplies and any(isinstance(step, Copy) and step.by == "kernel" for step in copying)
+    copies = sum(isinstance(step, Copy) and step.by == "kernel" for step in copying)
+    return min(copies, sum(map(_multiplies, _steps(schedule))))
 
 
 def _signals_of_tiles(schedule: Schedule) -> int:

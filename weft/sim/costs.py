@@ -250,6 +250,8 @@ def _all_reduce(model: Model, links: Links, source: Operand, target: Operand) ->
 
 def _summed(model: Model, links: Links, source: Operand, sent: int, rounds: int) -> Cost:
     us, others = model.transfer_us("all_gather", rounds * sent), links.topology.ranks - 1
+    if rounds > 1:
+        us = max(0.0, model.all_reduce * (us + model.collective_latency_us) - model.collective_latency_us)
     return _collective(model, links, us, rounds * (source.bytes + 2 * sent), [rounds * sent / others] * others)
 
 
@@ -323,7 +325,10 @@ def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Oper
     flops = elements * (OPS[step.op].flops_per_element if isinstance(step, Compute) else len(operands) - 1)
     us = max(traffic / model.hbm_bytes_per_us, flops / model.vector_flops_per_us)
     *inputs, out = [o for _, o in sorted(zip(accesses, operands, strict=True), key=lambda pair: pair[0].writes)]
-    return _kernel(model, links, "compute", tuple(inputs), out, us, us, traffic)
+    busy_us, far = us, [o for o in inputs if o.at and o.bytes]
+    if far:
+        us = max(us, sum(o.bytes for o in far) / model.get_bytes_per_us[-1][1]) + model.loaded_start_us
+    return _kernel(model, links, "compute", tuple(inputs), out, us, busy_us, traffic)
 
 
 def _kernel(

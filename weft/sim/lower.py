@@ -107,6 +107,22 @@ Raised: TypeAlias = tuple[tuple[int, SetBy], ...]
 """(counter, how a rank sets it) of what a task sets."""
 
 
+def _awaited_by_streams(schedule: Schedule) -> set[str]:
+    """Signals from computing lanes for which such lanes wait in this run, unless a kernel of ours waits, and copies then."""
+    found, sets, waits = set[str](), set[str](), list[Wait]()
+    for lane in schedule.lanes:
+        for step in lane.steps if lane.resource == "compute" else ():
+            if isinstance(step, Set):
+                sets.add(step.signal)
+            elif isinstance(step, Wait):
+                waits.append(step)
+            elif waits:
+                if not (isinstance(step, Copy) and step.by == "kernel"):
+                    found |= {one.signal for one in waits if not one.previous}
+                waits.clear()
+    return found & sets
+
+
 class _Lowering:
     def __init__(self, schedule: Schedule, model: Model, captured: bool) -> None:
         self.schedule, self.model, self.world, self.captured = schedule, model, schedule.world_size, captured
@@ -117,6 +133,7 @@ class _Lowering:
         self._load_ids: dict[Load, int] = {}
         self._places: dict[Place, int] = {}
         self._counters: dict[tuple, int] = {}
+        self._by_streams = _awaited_by_streams(schedule)
         self._for_engines = {  # signals
             step.signal
             for lane in schedule.lanes
@@ -200,7 +217,10 @@ class _Lowering:
         if not distance:
             engine = self.captured and item.signal in self._for_engines
             return self.model.signal_local_us + (self.model.graph_signal_us if engine else 0.0)
-        us = self.model.signal_kernel_us if item.carried or item.tiled else self.model.signal_remote_us
+        by_kernel = item.carried or item.tiled
+        us = self.model.signal_kernel_us if by_kernel else self.model.signal_remote_us
+        if self.captured and not by_kernel and item.signal in self._by_streams:
+            us += self.model.graph_remote_us
         return us + Links(self._topology, rank).latency_us(0, distance)
 
     def _stored(self, item: Item, step: Tiles, rank: int, tiles: SetBy) -> tuple[float, float]:

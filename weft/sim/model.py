@@ -91,11 +91,13 @@ class Model:
     measured_transfers_us: Mapping[Transfer, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     """Times by rising bytes, alone, with latency or launch, in place of latency + bytes / rate."""
     kernel_copy_beside_us: float = 0.0
-    """What a run takes longer than its parts where kernels copy on a lane beside its GEMMs."""
+    """What a run takes longer than its parts for each kernel that copies on a lane beside its GEMMs."""
     tile_signal_us: float = 0.0
     """What each signal that a tile sets adds to its kernel's time."""
     stored_late_bytes: float = 0.0
     """Of a GEMM's result that is stored in a peer's memory: as much as nothing is computed beside."""
+    loaded_start_us: float = 0.0
+    """What a kernel that reads a peer's memory takes longer than its bytes do."""
     stored_end_us: float = 0.0
     """What such a GEMM takes to end once all of it is stored."""
     library_grouped: tuple[float, float] = (1.0, 1.0)
@@ -109,6 +111,8 @@ class Model:
     grouped_efficiency: float = 1.0
     """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather
+    all_reduce: float = 1.0
+    """Time of an all-reduce over that of an all-gather of as many bytes as it sends."""
     small_collective_bytes_per_us: float | None = None
     """Of collectives that the library does in another way while that is the quicker one; the others take `large_collective_us`
     longer to start."""
@@ -117,6 +121,8 @@ class Model:
     """What a run of several lanes takes longer in a captured graph, which ends when all of it has."""
     graph_signal_us: float = 0.0
     """The same of a copy of an engine that waits for a kernel of another lane."""
+    graph_remote_us: float = 0.0
+    """The same of a rank that waits for a peer's kernels."""
     graph_collective_us: float = 0.0
     """The same of a collective of the library that a lane begins with; of one behind a kernel it is `graph_run_us`."""
     _known: dict[MatmulShape, Matmul] = field(default_factory=dict, init=False, repr=False, compare=False)
