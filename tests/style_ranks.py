@@ -287,7 +287,8 @@ INPUTS: dict[str, tuple[dict[str, Any], dict[str, bool], int]] = {
 
 
 def inputs(group: dist.ProcessGroup, name: str) -> int:
-    """PrepareModuleInput by torch and by weft: equal results and gradients. How often weft gathers."""
+    """PrepareModuleInput by torch and by weft: equal results and gradients. How often weft gathers. torch 2.11's linear layers do not
+    take what stays divided."""
     arguments, how, _ = INPUTS[name]
     arguments = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)} | arguments
     mesh = init_device_mesh(device().type, (group.size(),))
@@ -304,10 +305,16 @@ def inputs(group: dist.ProcessGroup, name: str) -> int:
         given = DTensor.from_local(x, mesh, [Shard(1)]) if how.get("distributed") else x
         with counted() as calls:
             for _ in range(2):  # nothing is kept from one call to the next
-                y = model(given, y=z) if how.get("named") else model(given)
+                try:
+                    y = model(given, y=z) if how.get("named") else model(given)
+                except RuntimeError as error:
+                    assert (by, name) == ("torch", "stays divided"), error
+                    assert "Attempted to flatten" in str(error)
+                    break
                 (y * data(group.rank(), tuple(y.shape), torch.float32, 3)).sum().backward()
-        found.append([y, x.grad, z.grad, *(local(p.grad) for p in model.parameters())])  # type: ignore[arg-type]
-    for torchs_, ours in zip(*found, strict=True):
+            else:
+                found.append([y, x.grad, z.grad, *(local(p.grad) for p in model.parameters())])  # type: ignore[arg-type]
+    for torchs_, ours in zip(found[0], found[-1], strict=True):
         assert (torchs_ is None) == (ours is None)
         if ours is not None:
             torch.testing.assert_close(ours, torchs_, rtol=1e-4, atol=1e-4)

@@ -134,7 +134,9 @@ def _is_stock(module: nn.Module) -> bool:
 
 def _dimension(placement: Placement, ndim: int) -> int:
     """That is divided; -1 if none is."""
-    return placement.dim % ndim if type(placement) is Shard else -1
+    # What torch 2.11 traces has no type. A strided one, which is no plain Shard, is a weight's.
+    divided = placement.is_shard() if torch.compiler.is_compiling() else type(placement) is Shard
+    return placement.dim % ndim if divided else -1  # type: ignore[attr-defined]
 
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
