@@ -39,7 +39,8 @@ def matmul_all_gather(
         return all_gather(x @ w, gather_dim)
 
     but rows that are computed travel while others are. Shape and machine decide how. Where nothing beats the plain sequence of
-    GEMM and collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they have.
+    GEMM and collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype
+    that they have.
 
     x: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()); of one shape on all
         ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.

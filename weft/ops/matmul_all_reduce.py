@@ -45,7 +45,8 @@ def matmul_all_reduce(
 
     but rows that are computed travel while others are, and sums go back while others are added up; few rows, as when a language
     model generates, are added up by every rank. Shape and machine decide how. Where nothing beats the plain sequence of GEMM and
-    collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they have.
+    collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they
+    have.
 
     x: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()); of one shape on all
         ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's dtype before they are added up,
