@@ -65,7 +65,9 @@ def without_overlap(group: dist.ProcessGroup) -> None:
     os.environ["WEFT_QUIET"], choose._warned = "0", False
     needed, choosing._CLEARLY_US["cpu"] = choosing._CLEARLY_US["cpu"], 1e9  # nothing is that much faster than serial
     try:
-        weft.all_gather_matmul(torch.randn(2, 4), [torch.randn(4, 2)], 0, group)  # the line
+        weft.all_gather_matmul(
+            torch.randn(2, 37), [torch.randn(37, 29)], 0, group
+        )  # the line; sizes that no other test chooses for
     finally:
         os.environ["WEFT_QUIET"], choosing._CLEARLY_US["cpu"] = "1", needed
 
