@@ -64,10 +64,9 @@ def all_to_all_matmul(group: dist.ProcessGroup) -> None:
 def without_overlap(group: dist.ProcessGroup) -> None:
     os.environ["WEFT_QUIET"], choose._warned = "0", False
     needed, choosing._CLEARLY_US["cpu"] = choosing._CLEARLY_US["cpu"], 1e9  # nothing is that much faster than serial
+    x, w = torch.randn(2, 37), torch.randn(37, 29)  # for which no other test has chosen
     try:
-        weft.all_gather_matmul(
-            torch.randn(2, 37), [torch.randn(37, 29)], 0, group
-        )  # the line; sizes that no other test chooses for
+        weft.all_gather_matmul(x, [w], 0, group)  # the line
     finally:
         os.environ["WEFT_QUIET"], choosing._CLEARLY_US["cpu"] = "1", needed
 
