@@ -4,7 +4,6 @@ Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from matmul_ranks import close, data, device, own_group, told
 from reduce_ranks import same_everywhere
-from scatter_ranks import NAMES, late, poisoned_outputs
+from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
 
 import weft
 from weft.ops.matmul_all_gather import OPERATOR
-from weft.schedule import Candidate, MatmulAllGather, NotApplicableError, candidates
+from weft.schedule import MatmulAllGather
 
 
 class Operands:
@@ -53,16 +52,6 @@ def forward(
         close(y, exact, x.usual())
 
 
-def every(p: MatmulAllGather) -> list[Candidate]:
-    """Those that can do it."""
-    found = []
-    for candidate in candidates(p):
-        with contextlib.suppress(NotApplicableError):
-            candidate.build()
-            found.append(candidate)
-    return found
-
-
 def every_schedule(
     group: dist.ProcessGroup, m: int, n: int, k: int, dim: int, dtype: torch.dtype, late_s: float
 ) -> tuple[str, ...]:
@@ -71,20 +60,15 @@ def every_schedule(
     rank, world = group.rank(), group.size()
     operands = [Operands(world, (m, k), n, dtype, dim, seed) for seed in range(3)]
     names = [candidate.name for candidate in every(MatmulAllGather(world, m, n, k, NAMES[dtype], dim == -1))]
-    for name in names:
-        found = []
-        for call in (0, 1, 2, 0):
-            if (call, rank) in ((1, 0), (2, world - 1)):
-                late(late_s)
-            x = operands[call]
-            with poisoned_outputs(OPERATOR):
-                found.append(weft.matmul_all_gather(x.xs[rank], x.ws[rank], dim, group, schedule=name))
-        for y, x in zip(found, operands, strict=False):
-            try:
-                close(y, x.exact(), x.usual())
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-        assert torch.equal(found[0], found[3]), name
+
+    def call(x: Operands, name: str) -> torch.Tensor:
+        return weft.matmul_all_gather(x.xs[rank], x.ws[rank], dim, group, schedule=name)
+
+    def check(y: torch.Tensor, i: int) -> None:
+        close(y, operands[i].exact(), operands[i].usual())
+
+    for name, found in each_called(group, OPERATOR, names, operands, call, check, late_s):
+        assert torch.equal(found[0], found[-1]), name
         assert all(same_everywhere(y, group) for y in found), name
     return tuple(names)
 

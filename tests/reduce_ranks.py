@@ -4,7 +4,6 @@ Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matmul_ranks import close, data, device, own_group, told
-from scatter_ranks import NAMES, late, poisoned_outputs
+from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
 
 import weft
 from weft.ops.matmul_all_reduce import OPERATOR
-from weft.schedule import Candidate, MatmulAllReduce, NotApplicableError, candidates
+from weft.schedule import MatmulAllReduce
 
 
 class Operands:
@@ -62,16 +61,6 @@ def forward(
         close(y, exact, x.usual(group))
 
 
-def every(p: MatmulAllReduce) -> list[Candidate]:
-    """Those that can do it."""
-    found = []
-    for candidate in candidates(p):
-        with contextlib.suppress(NotApplicableError):
-            candidate.build()
-            found.append(candidate)
-    return found
-
-
 def every_schedule(
     group: dist.ProcessGroup, m: int, n: int, k: int, dtype: torch.dtype, late_s: float
 ) -> tuple[str, ...]:
@@ -81,21 +70,16 @@ def every_schedule(
     operands = [Operands(world, (m, k), n, dtype, "sum", seed) for seed in range(3)]
     usuals = [x.usual(group) for x in operands]
     names = [candidate.name for candidate in every(MatmulAllReduce(world, m, n, k, NAMES[dtype]))]
-    for name in names:
-        found = []
-        for call in (0, 1, 2, 0):
-            if (call, rank) in ((1, 0), (2, world - 1)):
-                late(late_s)
-            x = operands[call]
-            with poisoned_outputs(OPERATOR):
-                found.append(weft.matmul_all_reduce(x.xs[rank], x.ws[rank], group, schedule=name))
-        for y, x, usual in zip(found, operands, usuals, strict=False):
-            try:
-                close(y, x.exact(), usual)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
+
+    def call(x: Operands, name: str) -> torch.Tensor:
+        return weft.matmul_all_reduce(x.xs[rank], x.ws[rank], group, schedule=name)
+
+    def check(y: torch.Tensor, i: int) -> None:
+        close(y, operands[i].exact(), usuals[i])
+
+    for name, found in each_called(group, OPERATOR, names, operands, call, check, late_s):
         if name != "serial":
-            assert torch.equal(found[0], found[3]), name
+            assert torch.equal(found[0], found[-1]), name
             assert all(same_everywhere(y, group) for y in found), name
     return tuple(names)
 

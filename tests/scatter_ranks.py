@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from matmul_ranks import close, data, device, own_group, told
 import weft
 from weft.operator.spec import Operator
 from weft.ops.matmul_reduce_scatter import OPERATOR
-from weft.schedule import Candidate, MatmulReduceScatter, NotApplicableError, candidates
+from weft.schedule import Candidate, MatmulReduceScatter, NotApplicableError, Problem, candidates
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -83,7 +83,7 @@ def late(seconds: float) -> None:
         time.sleep(seconds)
 
 
-def every(p: MatmulReduceScatter) -> list[Candidate]:
+def every(p: Problem) -> list[Candidate]:
     """Those that can do it."""
     found = []
     for candidate in candidates(p):
@@ -91,6 +91,27 @@ def every(p: MatmulReduceScatter) -> list[Candidate]:
             candidate.build()
             found.append(candidate)
     return found
+
+
+def each_called(
+    group: dist.ProcessGroup, operator: Operator[Any], names: Sequence[str], operands: Sequence[Any],
+    call: Callable[[Any, str], torch.Tensor], check: Callable[[torch.Tensor, int], None], late_s: float,
+) -> Iterator[tuple[str, list[torch.Tensor]]]:  # fmt: skip
+    """Each schedule called with each operands in a row, and with the first again, results poisoned; all compared when they are
+    made. The first rank comes late to the second call, the last one to the third."""
+    for name in names:
+        found = []
+        for number in (*range(len(operands)), 0):
+            if (number, group.rank()) in ((1, 0), (2, group.size() - 1)):
+                late(late_s)
+            with poisoned_outputs(operator):
+                found.append(call(operands[number], name))
+        for number in range(len(operands)):
+            try:
+                check(found[number], number)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+        yield name, found
 
 
 def every_schedule(
@@ -102,20 +123,15 @@ def every_schedule(
     operands = [Operands(world, (m, k), 0, n, dtype, "sum", seed) for seed in range(3)]
     usuals = [x.usual(group) for x in operands]
     names = [candidate.name for candidate in every(MatmulReduceScatter(world, m, n, k, NAMES[dtype]))]
-    for name in names:
-        found = []
-        for call in (0, 1, 2, 0):
-            if (call, rank) in ((1, 0), (2, world - 1)):
-                late(late_s)
-            x = operands[call]
-            with poisoned_outputs(OPERATOR):
-                found.append(weft.matmul_reduce_scatter(x.As[rank], x.Bs[rank], "sum", 0, group, schedule=name))
-        for y, x, usual in zip(found, operands, usuals, strict=False):
-            try:
-                close(y, x.exact(rank), usual)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-        assert torch.equal(found[0], found[3]) or name == "serial", name
+
+    def call(x: Operands, name: str) -> torch.Tensor:
+        return weft.matmul_reduce_scatter(x.As[rank], x.Bs[rank], "sum", 0, group, schedule=name)
+
+    def check(y: torch.Tensor, i: int) -> None:
+        close(y, operands[i].exact(rank), usuals[i])
+
+    for name, found in each_called(group, OPERATOR, names, operands, call, check, late_s):
+        assert torch.equal(found[0], found[-1]) or name == "serial", name
     return tuple(names)
 
 

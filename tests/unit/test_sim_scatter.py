@@ -9,7 +9,7 @@ import pytest
 from sim_toys import gpu
 
 from weft import plan
-from weft.schedule import Compute, MatmulReduceScatter, Region, named
+from weft.schedule import Compute, Draft, MatmulReduceScatter, Region, named
 from weft.sim import simulate
 from weft.sim.costs import Operand, cost
 from weft.sim.lower import Work, lower
@@ -85,3 +85,19 @@ def test_tiles_that_run_together_are_there_together() -> None:
         ]
         (kernel,) = (task for task in tasks if isinstance(task, Work) and task.raises)
         assert sorted(raising.last for raising in kernel.raises) == list(shares)
+
+
+@pytest.mark.parametrize(("behind", "longer_us"), [(False, 10.0), (True, 3.0)])
+def test_in_a_graph_a_collective_takes_longer_by_where_it_stands(behind: bool, longer_us: float) -> None:
+    """As a lane's first step, or behind a kernel. A lane without steps has no say."""
+    model = replace(gpu("h200", 2), graph_collective_us=10.0, graph_run_us=3.0)
+    d = Draft("scattered", 2)
+    x, w, whole = (d.buffer(name, 256, 256, "bf16", "scratch") for name in ("x", "w", "whole"))
+    d.lane("idle", "copy")
+    lane = d.lane("compute")
+    if behind:
+        lane.matmul(whole.part(), x.part(), w.part())
+    lane.reduce_scatter(whole.part(), d.buffer("part", 128, 256, "bf16", "scratch").part())
+    schedule = d.schedule()
+    graph, queued = (simulate(schedule, model, mode=mode).end_us for mode in ("graph", "queued"))
+    assert graph - queued == pytest.approx(longer_us)

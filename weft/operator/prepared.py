@@ -284,6 +284,19 @@ class _OfGroup:
         self.by_signature: dict[bytes, Known] = {}
         self.calls = 0
 
+    def drop(self) -> None:
+        """What leaves room for another one. All ranks make the same calls, so all drop the same: what was called longest ago."""
+        known = self.known
+        free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
+        idle = [key for key in free if known[key].called_at < self.calls - WHILE]
+        while len(free) >= KEPT:  # captured ones do not count: many of them would leave no room for others
+            idle = [key for key in idle if key != free[0]]
+            known.pop(free.pop(0)).close()
+            self.by_signature.clear()
+        while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
+            known.pop(idle.pop(0)).close()
+            self.by_signature.clear()
+
 
 class Table:
     """What an operator has prepared, by group and by key."""
@@ -332,22 +345,10 @@ class Table:
         if here is None:
             here = self._of_group[id(group)] = _OfGroup()
             weakref.finalize(group, self._of_group.pop, id(group), None).atexit = False
-        known, calls = here.known, here.calls
-        if prepared.capturing():  # which a release of memory would end; the call is refused, or needs none
-            known[key] = prepared
-            return prepared
-        # All ranks make the same calls, so all drop the same: what was called longest ago.
-        free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
-        idle = [key for key in free if known[key].called_at < calls - WHILE]
-        while len(free) >= KEPT:  # captured ones do not count: many of them would leave no room for others
-            idle = [key for key in idle if key != free[0]]
-            known.pop(free.pop(0)).close()
-            here.by_signature.clear()
-        while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
-            known.pop(idle.pop(0)).close()
-            here.by_signature.clear()
-        prepared.called_at = calls
-        known[key] = prepared
+        if not prepared.capturing():  # a release of memory would end the capture
+            here.drop()
+        prepared.called_at = here.calls
+        here.known[key] = prepared
         return prepared
 
 
