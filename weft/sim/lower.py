@@ -260,7 +260,7 @@ class _Lowering:
             loads[rank] = self._load(found, rank)
         latency_us = 0.0 if carried else found.latency_us
         if self.captured and step.meets:
-            first = any(lane.steps and lane.steps[0] is step for lane in self.schedule.lanes)
+            first = any(lane.steps[0] is step for lane in self.schedule.lanes)
             latency_us += self.model.graph_collective_us if first else self.model.graph_run_us
         return Work(found.what, latency_us, found.work_us, loads[rank], found.joins, found.sent_bytes)
 
