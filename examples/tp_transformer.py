@@ -145,7 +145,8 @@ class Llama(nn.Module):
 class Training:
     def __init__(self, arguments: argparse.Namespace, fused: bool, device: torch.device) -> None:
         self.model = Llama(arguments, fused, device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.0)
+        rate = 3e-3 * min(1.0, 128 / arguments.hidden)  # wide models diverge at the rate of narrow ones
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.0)
         self.times_s: list[float] = []
 
     def step(self, text: torch.Tensor) -> float:

@@ -212,6 +212,13 @@ def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     torch.library.register_fake(f"weft::{name}", fake, lib=_library)
 
 
+def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`grad` with the strides that the operator's fake says. torch's operators may not return what they are given."""
+    if grad.stride() == torch.empty_like(like, device="meta").stride() and not any(grad is one for one in given):
+        return grad
+    return torch.empty_like(like).copy_(grad)
+
+
 def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
     name = f"{op.name}_backward"
     _library.define(f"{name}(Tensor?[] saved, Tensor[] grads, {fields}, {options}, bool[] wanted) -> Tensor[]")
@@ -228,13 +235,13 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
             return prepared, op.beside(saved)
 
         made = _gradients(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
-        # torch's operators may not return what they are given.
-        return [g.clone() if any(g is one for one in grads) else g.contiguous() for g in made if g is not None]
+        tensors = op.tensors(op.form(*given))
+        return [_laid_out(g, t, grads) for g, t in zip(made, tensors, strict=True) if g is not None and t is not None]
 
     def fake(saved: Any, grads: Any, *arguments: Any) -> list[torch.Tensor]:
         *given, _, _, _, wanted = arguments
         tensors = op.tensors(op.form(*given))
-        return [t.new_empty(t.shape) for t, want in zip(tensors, wanted, strict=True) if want and t is not None]
+        return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want and t is not None]
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         *given, group, schedule, deadline_s = inputs

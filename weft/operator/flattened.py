@@ -53,6 +53,13 @@ def rows_of_ranks(
     return None if rows is None else [size * rows_of_one(A_shard.shape, gather_dim) for size in rows]
 
 
+def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x^T @ grad, laid out as `w`: of a `linear.weight.t()` autograd would copy any other into the parameter's layout."""
+    if w.stride(0) == 1 and w.stride(1) != 1:
+        return (grad.t() @ x).t()
+    return x.t() @ grad
+
+
 def flattened(x: torch.Tensor, gather_dim: int) -> torch.Tensor:
     return x if gather_dim == 0 and x.dim() == 2 else x.movedim(gather_dim, 0).flatten(0, -2)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.operator.calls import made, operator_named, overlaps, registered
-from weft.operator.flattened import UNEVEN, check_weights, flattened, restored, rows_of_ranks
+from weft.operator.flattened import UNEVEN, check_weights, flattened, grad_of_weight, restored, rows_of_ranks
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single
@@ -166,7 +166,10 @@ class _AllGatherMatmul(Operator[_Call]):
                 grad_x, scattering = _reduce_scattered(partial, p, group, turn)
         if gathering is not None:
             gathering.wait()
-        grad_Bs = [whole.t() @ grad if want else None for grad, want in zip(grads, wanted[1:], strict=True)]
+        grad_Bs = [
+            grad_of_weight(whole, grad, B) if want else None
+            for grad, B, want in zip(grads, Bs, wanted[1:], strict=True)
+        ]
         if scattering is not None:
             scattering.wait()
         return [grad_x, *grad_Bs]
@@ -194,8 +197,9 @@ def _scattered_by_dual(
     with plan.use(None):  # what is pinned is this operator's
         if not overlaps(dual, like, group, deadline_s):
             return None
-        grad, B = (grads[0], Bs[0]) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat(list(Bs), 1))
-        call = dual.form(grad.contiguous(), B.t())
+        # Of column-major Bs, as linear layers' are, the copy reads and writes rows.
+        grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
+        call = dual.form(grad.contiguous(), B)
         (found,) = made(dual, group, grad, lambda group: call, deadline_s=deadline_s)
         # The first call may have found that nothing overlaps. Later ones go the other way, and equal calls give equal bits.
         return found if overlaps(dual, like, group, deadline_s) else None

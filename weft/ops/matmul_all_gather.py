@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
-from weft.operator.flattened import check_weights, flattened, restored
+from weft.operator.flattened import check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
 from weft.runtime.in_turn import Turn
@@ -145,7 +145,7 @@ class _MatmulAllGather(Operator[_Call]):
                 own = own.reshape(p.m, p.world_size, p.n).transpose(0, 1).reshape(p.world_size * p.m, p.n)
             what, rows = "reduce-scatter of the result's gradient", [p.m] * p.world_size
             own = reduce_scatter(own.contiguous(), rows, group.rank(), group, turn, what)
-        return [own @ w.t() if wanted[0] else None, x.t() @ own if wanted[1] else None]
+        return [own @ w.t() if wanted[0] else None, grad_of_weight(x, own, w) if wanted[1] else None]
 
     def drawn(self, p: MatmulAllGather, rank: int, generator: torch.Generator) -> _Call:
         def random(*shape: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
-from weft.operator.flattened import check_weights
+from weft.operator.flattened import check_weights, grad_of_weight
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -197,10 +197,10 @@ class _MatmulAllReduce(Operator[_Call]):
                 gathered, (grad_x,) = all_gather_matmul(
                     mine, [w.t()], 0, group, return_A=wanted[1], deadline_s=deadline_s
                 )
-            return [grad_x, None if gathered is None else x.t() @ gathered, *local]
+            return [grad_x, None if gathered is None else grad_of_weight(x, gathered, w), *local]
         if world > 1:
             whole = all_reduce(whole, [p.m] * world, group.rank(), group, turn, f"all-reduce {what}")
-        return [whole @ w.t() if wanted[0] else None, x.t() @ whole if wanted[1] else None, *local]
+        return [whole @ w.t() if wanted[0] else None, grad_of_weight(x, whole, w) if wanted[1] else None, *local]
 
     def drawn(self, p: MatmulAllReduce, rank: int, generator: torch.Generator) -> _Call:
         def random(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
-from weft.operator.flattened import check_weights, flattened, restored
+from weft.operator.flattened import check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -153,7 +153,7 @@ class _MatmulReduceScatter(Operator[_Call]):
         else:
             rows = [p.rows] * p.world_size
             whole = all_gather(whole, rows, group.rank(), group, turn, "all_gather of the result's gradient")
-        return [grad_x, x.t() @ whole if wanted[1] else None]
+        return [grad_x, grad_of_weight(x, whole, B) if wanted[1] else None]
 
     def drawn(self, p: MatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
         def random(*shape: int) -> torch.Tensor:

@@ -1,0 +1,66 @@
+"""Gradients of weights lie as the weights do. A parameter's gradient that lies otherwise is copied by autograd at every step, and
+for a `linear.weight`, which operators get transposed, that copy costs as much as a part of the GEMM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.launch import Pool
+
+OPERATORS = {
+    "all_gather_matmul": lambda x, w, g: weft.all_gather_matmul(x, [w], 0, g, return_A=False)[1][0],
+    "matmul_reduce_scatter": lambda x, w, g: weft.matmul_reduce_scatter(x, w, "sum", 0, g),
+    "matmul_all_reduce": lambda x, w, g: weft.matmul_all_reduce(x, w, g),
+    "matmul_all_gather": lambda x, w, g: weft.matmul_all_gather(x, w, 0, g),
+}
+
+
+def gradients(group: dist.ProcessGroup, operator: str, compiled: bool) -> None:
+    rank, world, name, call = group.rank(), group.size(), group.group_name, OPERATORS[operator]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(8, 12, generator=generator, requires_grad=True)
+    for transposed in (True, False):
+        shape = (16, 12) if transposed else (12, 16)
+        weight = torch.randn(shape, generator=generator, requires_grad=True)
+        seen: list[tuple[int, ...]] = []
+
+        def run(x: torch.Tensor, weight: torch.Tensor, transposed: bool = transposed) -> torch.Tensor:
+            return call(x, weight.t() if transposed else weight, name)
+
+        function = torch.compile(run, fullgraph=True) if compiled else run
+        y = function(x, weight)
+        weight.register_hook(lambda grad, seen=seen: seen.append(grad.stride()))
+        grad = torch.randn(y.shape, generator=generator)
+        y.backward(grad)
+        assert seen == [weight.stride()]
+        # By torch in float64: every rank's part of the loss that the results' gradients define.
+        everyone: list[tuple[torch.Tensor, ...]] = [()] * world
+        dist.all_gather_object(everyone, (x.detach(), weight.detach(), grad))
+        whole = [[t.double().requires_grad_() for t in of[:2]] for of in everyone]
+        ws = [w.t() if transposed else w for _, w in whole]
+        if operator == "all_gather_matmul":
+            gathered = torch.cat([one for one, _ in whole])
+            ys = [gathered @ w for w in ws]
+        else:
+            products = [one @ w for (one, _), w in zip(whole, ws, strict=True)]
+            total = torch.stack(products).sum(0)
+            ys = {
+                "matmul_reduce_scatter": list(total.chunk(world)),
+                "matmul_all_reduce": [total] * world,
+                "matmul_all_gather": [torch.cat(products)] * world,
+            }[operator]
+        sum((y * of[2].double()).sum() for y, of in zip(ys, everyone, strict=True)).backward()
+        for got, wanted in zip((x.grad, weight.grad), (t.grad for t in whole[rank]), strict=True):
+            assert got is not None
+            assert wanted is not None
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
+        x.grad = None
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_weights_gradient_lies_as_the_weight(operator: str, compiled: bool, pool: Pool) -> None:
+    pool.run(gradients, operator, compiled, ranks=2)
