@@ -441,19 +441,21 @@ def groups_come_and_go(group: dist.ProcessGroup, rounds: int) -> list[int]:
     return counts
 
 
-def backward_by_dual(group: dist.ProcessGroup, rows: list[int], widths: list[int], return_A: bool) -> tuple[bool, bool]:
-    """(whether backward makes calls of the dual, whether the gradients of equal calls have equal bits). The first call chooses."""
-    from weft.operator.calls import prepared_calls
-    from weft.ops.matmul_reduce_scatter import OPERATOR
+def backward_by_other_operators(
+    group: dist.ProcessGroup, rows: list[int], widths: list[int], return_A: bool, wanted: str
+) -> tuple[set[str], bool]:
+    """(which operators backward calls, whether the gradients of equal calls have equal bits). The first call chooses. wanted:
+    "x", or "all"."""
+    from weft.operator.calls import OPERATORS, prepared_calls
 
     own = own_group(group)
     x = data(group.rank(), (rows[group.rank()], 16), torch.float32, 1).requires_grad_()
-    Bs = [data(group.rank(), (16, n), torch.float32, 2).requires_grad_() for n in widths]
+    Bs = [data(group.rank(), (16, n), torch.float32, 2).requires_grad_(wanted == "all") for n in widths]
     found = []
     for _ in range(4):
         _, ys = weft.all_gather_matmul(x, Bs, 0, own, return_A=return_A, rows=rows)
         loss = sum((y * data(0, tuple(y.shape), torch.float32, 3)).sum() for y in ys)
         assert isinstance(loss, torch.Tensor)
-        found.append(torch.autograd.grad(loss, [x, *Bs]))
+        found.append(torch.autograd.grad(loss, [x, *Bs] if wanted == "all" else [x]))
     equal = all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
-    return bool(prepared_calls(OPERATOR, own)), equal
+    return {name for name in OPERATORS if prepared_calls(OPERATORS[name], own)} - {"all_gather_matmul"}, equal

@@ -17,26 +17,31 @@ from weft.schedule import Problem, named
 
 
 class Case:
-    """Random tensors of `p` on this rank, its result poisoned, and what must come out; and comes out by the library."""
+    """Random tensors of `p` on this rank, its results poisoned, and what must come out; and comes out by the library."""
 
     def __init__(self, p: Problem, group: dist.ProcessGroup, seed: int) -> None:
         self.op, self.p, self.rank = OPERATORS[p.name], p, group.rank()
         calls = [self.op.drawn(p, r, self._generator(100 * seed + r)) for r in range(group.size())]
         mine = calls[self.rank]
         self.inputs = self.op.inputs(p, mine)
-        self.y = self.op.outputs(mine, group.size())["y"].fill_(torch.nan)
-        (self.exact,) = self.op.expected(p, self.rank, calls)
-        (self.usual,) = self.op.unfused(p, mine, group, None) or [self._serial(group)]
+        self.results = {name: y.fill_(torch.nan) for name, y in self.op.outputs(mine, group.size()).items()}
+        self.exact = self.op.expected(p, self.rank, calls)
+        self.usual = self.op.unfused(p, mine, group, None) or self._serial(group)
 
-    def _serial(self, group: dist.ProcessGroup) -> torch.Tensor:
-        return Unfused(named(self.p, "serial").build(), self.rank).run(self.inputs, None, group)["y"]
+    def check(self) -> None:
+        for y, exact, usual in zip(self.results.values(), self.exact, self.usual, strict=True):
+            close(y, exact, usual)
+
+    def _serial(self, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        made = Unfused(named(self.p, "serial").build(), self.rank).run(self.inputs, None, group)
+        return [made[name] for name in self.results]
 
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(seed)
 
     @property
     def tensors(self) -> dict[str, Any]:
-        return {**self.inputs, "y": self.y}
+        return {**self.inputs, **self.results}
 
 
 def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
@@ -53,16 +58,18 @@ def on_streams(group: dist.ProcessGroup, p: Problem, name: str) -> None:
         made.run(case.tensors)
     torch.cuda.synchronize()
     for case in cases:
-        close(case.y, case.exact, case.usual)
+        case.check()
     graph, stream, given = torch.cuda.CUDAGraph(), torch.cuda.Stream(), cases[0]
     with torch.cuda.graph(graph, stream=stream):
         made.run(given.tensors)
     for case in cases[1:]:
         for buffer, tensor in given.inputs.items():
             tensor.copy_(case.inputs[buffer])
-        given.y.fill_(torch.nan)
+        for y in given.results.values():
+            y.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        close(given.y, case.exact, case.usual)
+        given.exact, given.usual = case.exact, case.usual
+        given.check()
     made.check()
     made.close()

@@ -43,20 +43,23 @@ def test_gradients(pool: Pool, rows: list[int], return_A: bool, compiled: bool) 
 
 
 @pytest.mark.parametrize(
-    ("rows", "widths", "return_A", "dual"),
+    ("rows", "widths", "return_A", "wanted", "called"),
     [
-        ([10, 10], [8], False, True),
-        ([10] * 4, [8, 3], False, True),
-        ([10, 10], [8], True, False),
-        ([10, 4], [8], False, False),
+        ([10, 10], [8], False, "x", {"matmul_reduce_scatter"}),
+        ([10] * 4, [8, 3], False, "x", {"matmul_reduce_scatter"}),
+        ([10] * 4, [8, 3], False, "all", {"all_gather_matmul_gradients"}),
+        ([10, 10], [8], True, "all", set()),
+        ([10, 4], [8], False, "all", set()),
     ],
-    ids=["one", "two weights", "A wanted", "uneven"],
+    ids=["x", "x, two weights", "all", "A wanted", "uneven"],
 )
-def test_backward_is_the_duals_and_its_bits_are_equal(
-    pool: Pool, rows: list[int], widths: list[int], return_A: bool, dual: bool
+def test_backward_calls_other_operators_and_its_bits_are_equal(
+    pool: Pool, rows: list[int], widths: list[int], return_A: bool, wanted: str, called: set[str]
 ) -> None:
-    found = pool.run(ranks.backward_by_dual, rows, widths, return_A, ranks=len(rows), timeout_s=60)
-    assert found == [(dual, True)] * len(rows)
+    arguments = rows, widths, return_A, wanted
+    assert pool.run(ranks.backward_by_other_operators, *arguments, ranks=len(rows), timeout_s=60) == [
+        (called, True)
+    ] * len(rows)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -24,17 +24,19 @@ class GemmTimer:
     results the first of the results, which the call overwrites, or where these have fewer rows in memory of their own. The left
     operand is random, since what has been gathered is not there yet, and GEMMs on zeros run at a higher clock: in the gathered x,
     if the call returns it, else in memory of its size, as the serial schedule takes, or symmetric memory the others. It goes back
-    to torch's allocator with this object.
+    to torch's allocator with this object. A call without weights of these names multiplies random matrices.
     """
 
     def __init__(self, p: Problem, tensors: Mapping[str, torch.Tensor]) -> None:
         """tensors: of a call of `p`, w and y, or w0, w1, ..., y0, y1, ..., if it is returned, x, and if it has scales, these."""
         self.tensors = tensors
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
-        weight = next(iter(self.weights.values()))
+        weight = next(iter(self.weights.values() or tensors.values()))
         self.device, shapes, gathers = weight.device, library_gemms(p), isinstance(p, AllGatherMatmul)
         self.scaled = p.scaled if isinstance(p, AllGatherMatmul) else None
         rows, largest = max(m for m, *_ in shapes), max(m * k for m, _, k, _ in shapes)
+        if not self.weights:
+            largest = max(largest, *(n * k for _, n, k, _ in shapes))
         results = {name: tensors[name.replace("w", "y")] for name in self.weights}
         self.results = {name: y if len(y) >= rows else y.new_empty(rows, y.shape[1]) for name, y in results.items()}
         returned = gathers and "x" in tensors
@@ -51,13 +53,8 @@ class GemmTimer:
     @torch.no_grad()
     def __call__(self, shape: MatmulShape, warm: int, calls: int) -> float:
         """Microseconds of one of `calls` GEMMs behind `warm` others, one at least. The host is ahead of them."""
-        m, n, k, _ = shape
-        wide = {name: w for name, w in self.weights.items() if w.shape[1] >= n}
-        which = min(wide, key=lambda name: wide[name].shape[1])
-        a, b = self.x[: m * k].view(m, k), wide[which][:k, :n]
-        out = self.results[which][:m, :n]
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        gemm = self._gemm(which, a, b, out)
+        gemm = self.gemm(shape)
         gemm()  # finds and loads a kernel
         torch.cuda._sleep(int(_CYCLES_PER_US * (_SLEEP_US + _HOST_US * (warm + calls))))
         for _ in range(warm - 1):
@@ -68,6 +65,15 @@ class GemmTimer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / calls
+
+    def gemm(self, shape: MatmulShape) -> Callable[[], Any]:
+        m, n, k, _ = shape
+        a = self.x[: m * k].view(m, k)
+        if not self.weights:
+            return partial(torch.mm, a, self.x[: k * n].view(k, n), out=a.new_empty(m, n))
+        wide = {name: w for name, w in self.weights.items() if w.shape[1] >= n}
+        which = min(wide, key=lambda name: wide[name].shape[1])
+        return self._gemm(which, a, wide[which][:k, :n], self.results[which][:m, :n])
 
     def _gemm(self, weight: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         """Of a part of it."""

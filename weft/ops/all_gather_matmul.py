@@ -14,6 +14,8 @@ from weft.operator.calls import made, operator_named, overlaps, registered
 from weft.operator.flattened import UNEVEN, check_weights, flattened, grad_of_weight, restored, rows_of_ranks
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
+from weft.ops.all_gather_matmul_gradients import AGAIN, partial_of, reduce_scattered
+from weft.ops.all_gather_matmul_gradients import OPERATOR as ALL_GRADIENTS
 from weft.runtime.collectives import all_gather_single
 from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -22,7 +24,6 @@ from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
 
 _DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
-_AGAIN = "all_gather x_shard again"
 
 
 def all_gather_matmul(
@@ -104,7 +105,8 @@ class _AllGatherMatmul(Operator[_Call]):
 
         grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    x is gathered again while the first GEMMs run, and the reduce-scatter runs while the second ones do; or else as a part of the
+    Where all are wanted, that is an operator of its own (`weft.ops.all_gather_matmul_gradients`). Otherwise x is gathered again
+    while the first GEMMs run, and the reduce-scatter runs while the second ones do; or, where there are none, as a part of the
     first ones, by `matmul_reduce_scatter`.
     """
 
@@ -145,25 +147,30 @@ class _AllGatherMatmul(Operator[_Call]):
         self, p: AllGatherMatmul, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        x, *Bs = saved
+        (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
+        if even and all(wanted) and not p.return_gathered:
+            return _all_at_once(x, Bs, grads, group, turn)
         whole, gathering = x, None
         if any(wanted[1:]) and not p.return_gathered and p.world_size > 1:
-            if len(set(p.rows)) == 1:
+            if even:
                 whole = x.new_empty(p.m, p.k)
-                gathering = begun(turn, _AGAIN, all_gather_single, whole, x.contiguous(), group=group)
+                gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
             else:
-                whole = all_gather(x.contiguous(), list(p.rows), group.rank(), group, turn, _AGAIN)
+                whole = all_gather(x.contiguous(), list(p.rows), group.rank(), group, turn, AGAIN)
         grad_x = scattering = None
         if wanted[0]:
-            even = p.world_size > 1 and len(set(p.rows)) == 1
-            # On GPUs the GEMMs of the weights' gradients hide the reduce-scatter. On CPU processes these are slower with both.
-            hidden = x.device.type == "cuda" and any(wanted[1:])
-            if even and grad_gathered is None and not hidden:
+            if even and grad_gathered is None and not any(wanted[1:]):
                 grad_x = _scattered_by_dual(grads, Bs, group, turn)
             if grad_x is None:
-                partial = _partial(grads, Bs, grad_gathered)
-                grad_x, scattering = _reduce_scattered(partial, p, group, turn)
+                partial = partial_of(grads, [B.t() for B in Bs], grad_gathered)
+                grad_x, scattering = partial, None
+                if even:
+                    grad_x, scattering = reduce_scattered(partial, group, turn)
+                elif p.world_size > 1:
+                    what = "reduce-scatter of x_shard's gradient"
+                    scattering = begun(turn, what, dist.all_reduce, partial, group=group)
+                    grad_x = partial.split(p.rows)[group.rank()]
         if gathering is not None:
             gathering.wait()
         grad_Bs = [
@@ -175,15 +182,16 @@ class _AllGatherMatmul(Operator[_Call]):
         return [grad_x, *grad_Bs]
 
 
-def _partial(
-    grads: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], grad_gathered: torch.Tensor | None
-) -> torch.Tensor:
-    """This rank's part of the gradient of x."""
-    first, B = grads[0], Bs[0].t()
-    partial = first @ B if grad_gathered is None else torch.addmm(grad_gathered, first, B)
-    for grad, B in zip(grads[1:], Bs[1:], strict=True):
-        partial.addmm_(grad, B.t())
-    return partial
+def _all_at_once(
+    x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
+) -> list[torch.Tensor | None]:
+    call = ALL_GRADIENTS.form(x, grads, [B.t() for B in Bs])
+    with plan.use(None):  # what is pinned is this operator's
+        grad_x, *grad_wts = made(
+            ALL_GRADIENTS, group, x, lambda group: call, deadline_s=None if turn is None else turn.deadline_s
+        )
+    as_weights = [wt.t() if B.stride(0) == 1 else wt.t().contiguous() for wt, B in zip(grad_wts, Bs, strict=True)]
+    return [grad_x, *as_weights]
 
 
 def _scattered_by_dual(
@@ -203,20 +211,6 @@ def _scattered_by_dual(
         (found,) = made(dual, group, grad, lambda group: call, deadline_s=deadline_s)
         # The first call may have found that nothing overlaps. Later ones go the other way, and equal calls give equal bits.
         return found if overlaps(dual, like, group, deadline_s) else None
-
-
-def _reduce_scattered(
-    partial: torch.Tensor, p: AllGatherMatmul, group: dist.ProcessGroup, turn: Turn | None
-) -> tuple[torch.Tensor, Any]:
-    """(this rank's rows of the sum over ranks, what to wait for before reading them)."""
-    rank = group.rank()
-    if p.world_size == 1:
-        return partial, None
-    if len(set(p.rows)) == 1 and partial.device.type == "cuda":
-        mine = partial.new_empty(p.rows[rank], p.k)
-        return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
-    work = begun(turn, "reduce-scatter of x_shard's gradient", dist.all_reduce, partial, group=group)
-    return partial.split(p.rows)[rank], work
 
 
 OPERATOR = registered(_AllGatherMatmul())

@@ -7,6 +7,7 @@ from weft.schedule import (  # noqa: F401  (registers their builders)
     ficco,
     ficco_dispatch,
     gather,
+    gathered_gradients,
     gathered_product,
     scatter,
     serial,
@@ -19,6 +20,7 @@ from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
 from weft.schedule.output_map import MatmulInto, OutputMap, schedule_of
 from weft.schedule.problem import Problem, described
 from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
+from weft.schedule.problems.all_gather_matmul_gradients import AllGatherMatmulGradients
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
 from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
 from weft.schedule.problems.matmul_all_gather import MatmulAllGather
@@ -49,10 +51,10 @@ from weft.schedule.steps import (
 )
 
 __all__ = [
-    "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllToAllMatmul", "Buffer",
-    "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll", "Expr", "For", "Index",
-    "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulInto", "MatmulReduceScatter",
-    "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals",
-    "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named", "schedule_of",
-    "total", "unregister", "value",
+    "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllGatherMatmulGradients",
+    "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll",
+    "Expr", "For", "Index", "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulInto",
+    "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule",
+    "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named",
+    "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip

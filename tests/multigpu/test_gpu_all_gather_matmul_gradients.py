@@ -1,0 +1,59 @@
+"""All gradients of weft.all_gather_matmul as one schedule, on two GPUs."""
+
+from __future__ import annotations
+
+import gpu_ranks
+import product_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from matmul_ranks import close
+
+import weft
+from weft.launch import Pool
+from weft.operator.calls import prepared_calls
+from weft.ops.all_gather_matmul_gradients import OPERATOR
+from weft.schedule import AllGatherMatmulGradients
+
+pytestmark = gpu_ranks.MARKS
+SIZES = {"one weight": (2048, (512,), 256), "three weights": (1024, (384, 128, 128), 512), "odd": (602, (19, 7), 43)}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, dtype: str) -> None:
+    pair.run(product_ranks.on_streams, AllGatherMatmulGradients(2, *SIZES[sizes], dtype), "direct", timeout_s=60)
+
+
+def _backward(group: dist.ProcessGroup) -> None:
+    """Sizes for which it is chosen unasked, that change from call to call; by autograd."""
+    rank, world, device = group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device())
+    for number, m in enumerate((4096, 2048, 4096, 6144)):
+        torch.manual_seed(number)
+        xs, k, n = torch.randn(world, m // world, 1024, device=device).bfloat16(), 1024, 2048
+        weights = [torch.randn(world, n, k, device=device).bfloat16() for _ in range(2)]
+        grads = [torch.randn(world, m, n, device=device).bfloat16() for _ in range(2)]
+        x = xs[rank].clone().requires_grad_()
+        ws = [w[rank].clone().requires_grad_() for w in weights]
+        _, ys = weft.all_gather_matmul(x, [w.t() for w in ws], 0, group, return_A=False)
+        torch.autograd.backward(ys, [grad[rank] for grad in grads])
+        whole, mine = xs.flatten(0, 1).double(), slice(rank * m // world, (rank + 1) * m // world)
+        exact = torch.zeros(m // world, k, dtype=torch.float64, device=device)
+        for grad, w in zip(grads, weights, strict=True):
+            for g, one in zip(grad, w, strict=True):
+                exact += g[mine].double() @ one.double()
+        assert x.grad is not None
+        # Two products on each rank are rounded before they are added up.
+        usual = sum(
+            g[mine] @ one for grad, w in zip(grads, weights, strict=True) for g, one in zip(grad, w, strict=True)
+        )
+        close(x.grad, exact, usual)
+        for w, grad in zip(ws, grads, strict=True):
+            assert w.grad is not None
+            assert w.grad.is_contiguous()
+            close(w.grad, grad[rank].t().double() @ whole, grad[rank].t() @ xs.flatten(0, 1))
+    assert {one.taken[0] for one in prepared_calls(OPERATOR, group)} == {"direct"}
+
+
+def test_chosen_unasked(pair: Pool) -> None:
+    pair.run(_backward, timeout_s=60)

@@ -1,0 +1,106 @@
+"""The backward of `weft.all_gather_matmul` where all gradients are wanted, as an operator: with schedules of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.operator.calls import registered
+from weft.operator.prepared import contiguous, strided
+from weft.operator.spec import Operator
+from weft.runtime.collectives import all_gather_single
+from weft.runtime.in_turn import Turn, begun
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import AllGatherMatmulGradients
+
+_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
+AGAIN = "all_gather x_shard again"
+
+
+class _Call(NamedTuple):
+    """x: this rank's shard. grads: of the products, [m, n_i]. wts: the weights transposed, [n_i, k]."""
+
+    x: torch.Tensor
+    grads: list[torch.Tensor]
+    wts: list[torch.Tensor]
+
+
+class _AllGatherMatmulGradients(Operator[_Call]):
+    """Returns x's gradient, and those of the weights, transposed."""
+
+    name, form = "all_gather_matmul_gradients", _Call
+
+    def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmulGradients:
+        x, grads, wts = call
+        sizes = tuple(wt.shape[0] for wt in wts)
+        m, k = x.shape[0] * world, x.shape[1]
+        shapes = [tuple(t.shape) for t in (*grads, *wts)]
+        if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)] or x.dtype not in _DTYPES:
+            raise ValueError(f"a shard {tuple(x.shape)}, {x.dtype}, does not go with gradients and weights {shapes}")
+        return AllGatherMatmulGradients(world, m, sizes, k, _DTYPES[x.dtype])
+
+    def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
+        tensors = {"x_shard": contiguous(call.x, "A_shard")}
+        for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
+            grad = strided(grad, "the gradient of a result")
+            tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
+        return tensors
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        grads = {f"grad_wt{i}": wt.new_empty(wt.shape) for i, wt in enumerate(call.wts)}
+        return {"grad_x": call.x.new_empty(call.x.shape)} | grads
+
+    def unfused(
+        self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+    ) -> list[torch.Tensor] | None:
+        """The library's calls, each of its collectives beside GEMMs."""
+        x, grads, wts = call
+        whole = x.new_empty(p.m, p.k)
+        gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
+        grad_x, scattering = reduce_scattered(partial_of(grads, wts), group, turn)
+        gathering.wait()
+        grad_wts = [grad.t() @ whole for grad in grads]
+        scattering.wait()
+        if turn is not None:
+            turn.done("gradients", whole)
+        return [grad_x, *grad_wts]
+
+    def drawn(self, p: AllGatherMatmulGradients, rank: int, generator: torch.Generator) -> _Call:
+        def random(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator, device=generator.device)
+            return drawn.to(TORCH_DTYPE[p.dtype])
+
+        return _Call(random(p.rows, p.k), [random(p.m, n) for n in p.n], [random(n, p.k) for n in p.n])
+
+    def expected(self, p: AllGatherMatmulGradients, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
+        whole, mine = torch.cat([call.x for call in calls]).double(), slice(rank * p.rows, (rank + 1) * p.rows)
+        products = [
+            grad[mine].double() @ wt.double() for call in calls for grad, wt in zip(call.grads, call.wts, strict=True)
+        ]
+        return [torch.stack(products).sum(0), *(grad.t().double() @ whole for grad in calls[rank].grads)]
+
+
+def partial_of(
+    grads: Sequence[torch.Tensor], wts: Sequence[torch.Tensor], gathered: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's part of the gradient of x. gathered: what else is added."""
+    partial = grads[0] @ wts[0] if gathered is None else torch.addmm(gathered, grads[0], wts[0])
+    for grad, wt in zip(grads[1:], wts[1:], strict=True):
+        partial.addmm_(grad, wt)
+    return partial
+
+
+def reduce_scattered(partial: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None) -> tuple[torch.Tensor, Any]:
+    """(this rank's rows of the sum over ranks, of which all have as many; what to wait for before reading them)."""
+    rows = partial.shape[0] // group.size()
+    if partial.device.type == "cuda":
+        mine = partial.new_empty(rows, partial.shape[1])
+        return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
+    work = begun(turn, "reduce-scatter of x_shard's gradient", dist.all_reduce, partial, group=group)
+    return partial.narrow(0, group.rank() * rows, rows), work
+
+
+OPERATOR = registered(_AllGatherMatmulGradients())

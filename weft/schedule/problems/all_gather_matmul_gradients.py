@@ -1,0 +1,63 @@
+"""All gradients of rows that were gathered and multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from weft.schedule.problem import Problem, require_even
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherMatmulGradients(Problem):
+    """grad_x = this rank's rows of the sum over ranks of sum_i g_i @ wt_i; grad_wt_i = gt_i @ x, with x gathered.
+
+    Buffers: x_shard [m / ranks, k], g0, g1, ... [m, n[i]], the same transposed gt0, gt1, ... [n[i], m], and the weights
+    transposed wt0, wt1, ... [n[i], k] in; grad_x [m / ranks, k], grad_wt0, grad_wt1, ... [n[i], k] out.
+    """
+
+    name: ClassVar[str] = "all_gather_matmul_gradients"
+    rounds_sums: ClassVar[bool] = True
+    world_size: int
+    m: int
+    n: tuple[int, ...]
+    k: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for n in self.n:
+            require_even(self.m, n, self.k, self.world_size)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmulGradients:
+        return cls(ranks, m, (n,), k, dtype)
+
+    @classmethod
+    def of(cls, p: AllGatherMatmul) -> AllGatherMatmulGradients:
+        """Of an operator with equal shards."""
+        return cls(p.world_size, p.m, p.n, p.k, p.dtype)
+
+    @property
+    def rows(self) -> int:
+        """Of a shard."""
+        return self.m // self.world_size
+
+    @property
+    def family(self) -> tuple[Hashable, float]:
+        """Of M."""
+        return replace(self, m=self.world_size), float(self.rows)
+
+    def resized(self, size: float) -> AllGatherMatmulGradients:
+        return replace(self, m=max(1, round(size)) * self.world_size)
+
+    @property
+    def text(self) -> str:
+        n, ranks = "+".join(map(str, self.n)), counted(self.world_size, "rank")
+        return f"gradients of [{self.m}, {self.k}] gathered from {ranks} @ [{self.k}, {n}] on each, {self.dtype}"
+
+    @property
+    def has_work(self) -> bool:
+        return self.m > 0 and self.k > 0 and sum(self.n) > 0
