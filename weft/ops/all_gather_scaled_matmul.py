@@ -15,15 +15,14 @@ import torch.distributed as dist
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.operator.calls import made, registered
 from weft.operator.flattened import UNEVEN, check_weights, flattened, restored, rows_of_ranks
-from weft.operator.prepared import contiguous, group_of, warn_of_copy
+from weft.operator.prepared import contiguous, group_of
+from weft.operator.scaled import FP8, check_beside, check_on, column_major, is_for_all, refuse_gradients, scale_of
 from weft.operator.spec import Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
-from weft.schedule.problems.all_gather_matmul import SCALED_MULTIPLE
 from weft.timeline import Timeline
 from weft.words import counted
 
-_FP8 = TORCH_DTYPE["fp8"]
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32", "fp8")}
 
 
@@ -123,10 +122,10 @@ def _call(
     sizes = rows_of_ranks(rows, A_shard, dim, group)
     by_row, scale = _scale_of_rows(A_scale, B_scales, A_shard, dim, rows, group)
     dtypes = [torch.bfloat16] * len(Bs) if out_dtypes is None else listed("out_dtypes", out_dtypes)
-    out = [_OUT.get(dtype or _FP8, "") for dtype in dtypes]
+    out = [_OUT.get(dtype or FP8, "") for dtype in dtypes]
     fast = [False] * len(Bs) if use_fast_accum is None else listed("use_fast_accum", use_fast_accum)
     _check_rest((A_shard, A_scale, *Bs, *B_scales, *biases), len(Bs), B_scales, biases, result_scales, dtypes, fast)
-    scales = [_scale_of(B, scale, by_row) for B, scale in zip(Bs, B_scales, strict=True)]
+    scales = [scale_of(B, scale, by_row) for B, scale in zip(Bs, B_scales, strict=True)]
     x = flattened(A_shard, dim)
     return _Call(x, list(Bs), scale, scales, list(biases), out, list(fast), by_row, return_A, sizes)
 
@@ -137,9 +136,7 @@ def _scale_of_rows(
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
     """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1])"""
     own = (*A_shard.shape[:-1], 1)
-    # One element may be the scale of everything, or of a rank's only row: the weights' scales are of the same kind.
-    of_everything = A_scale.numel() == 1 and all(scale.numel() == 1 for scale in B_scales)
-    if A_scale.shape == own and not of_everything:
+    if A_scale.shape == own and not is_for_all(A_scale, B_scales):
         return True, flattened(A_scale, gather_dim).contiguous()
     if A_scale.numel() == 1:
         return False, A_scale.reshape(1, 1)
@@ -153,13 +150,6 @@ def _scale_of_rows(
     raise ValueError(
         f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own} or {tuple(whole)}"
     )
-
-
-def _scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """In one form of all that mean the same."""
-    if scale.numel() != 1:
-        return scale
-    return scale.reshape(1, 1).expand(1, B.shape[-1]) if by_row else scale.reshape(1, 1)
 
 
 def _check_rest(
@@ -178,10 +168,7 @@ def _check_rest(
     for dtype in out_dtypes:
         if dtype is not None and dtype not in _OUT:
             raise ValueError(f"out_dtypes has {dtype}: use one of {', '.join(map(str, _OUT))}")
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise ValueError(
-            "an input wants gradients, and there are none of fp8: call under torch.no_grad(), or pass detached tensors"
-        )
+    refuse_gradients(tensors)
 
 
 class _AllGatherScaledMatmul(Operator[_Call]):
@@ -196,37 +183,20 @@ class _AllGatherScaledMatmul(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmul:
         x = call.x
-        if x.dtype != _FP8:
-            raise ValueError(f"A_shard is {x.dtype}: use {_FP8}, and weft.all_gather_matmul for other dtypes")
+        if x.dtype != FP8:
+            raise ValueError(f"A_shard is {x.dtype}: use {FP8}, and weft.all_gather_matmul for other dtypes")
         check_weights(x, call.Bs)
         check_flag("return_A", call.return_x)
         for i, fast in enumerate(call.fast):
             check_flag(f"use_fast_accum[{i}]", fast)
-        for name, scale in (("A_scale", call.scale), *((f"B_scales[{i}]", s) for i, s in enumerate(call.B_scales))):
-            _check_on(x.device, name, scale, torch.float32)
+        check_on(x.device, "A_scale", call.scale, torch.float32)
         for i, (B, scale, bias, out) in enumerate(zip(call.Bs, call.B_scales, call.biases, call.out, strict=True)):
-            n = B.shape[1]
-            if not _fits(scale, B, call):
-                wanted = (
-                    f"[1, {n}]"
-                    if call.by_row
-                    else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
-                )
-                raise ValueError(f"B_scales[{i}] has shape {tuple(scale.shape)}: pass {wanted}")
+            check_on(x.device, f"B_scales[{i}]", scale, torch.float32)
             if out == "fp8" and call.by_row:
                 raise ValueError(
-                    f"out_dtypes[{i}] is {_FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16"
+                    f"out_dtypes[{i}] is {FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16"
                 )
-            if bias is not None:
-                if out == "fp32":
-                    raise ValueError(
-                        f"biases[{i}] and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after"
-                    )
-                _check_on(x.device, f"biases[{i}]", bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
-                if bias.shape != (n,) or not bias.is_contiguous():
-                    raise ValueError(
-                        f"biases[{i}] has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]"
-                    )
+            check_beside(B, scale, bias, out, call.by_row, (f"B_scales[{i}]", f"biases[{i}]"))
         scaled = Scaled(
             "row" if call.by_row else "tensor",
             tuple(call.out),
@@ -241,7 +211,7 @@ class _AllGatherScaledMatmul(Operator[_Call]):
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}
         for i, (B, scale, bias) in enumerate(zip(call.Bs, call.B_scales, call.biases, strict=True)):
-            tensors[f"w{i}"] = _column_major(B, f"Bs[{i}]")
+            tensors[f"w{i}"] = column_major(B, f"Bs[{i}]")
             tensors[f"w_scale{i}"] = scale.contiguous()
             if bias is not None:
                 tensors[f"bias{i}"] = bias.view(1, -1)
@@ -256,23 +226,6 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         if call.return_x:
             tensors["x"] = x.new_empty(m, x.shape[1])
         return tensors
-
-
-def _fits(B_scale: torch.Tensor, B: torch.Tensor, call: _Call) -> bool:
-    return B_scale.numel() == 1 or (call.by_row and B_scale.shape == (1, *B.shape[-1:]))
-
-
-def _check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype or tensor.device != device:
-        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: use {dtype} on {device}")
-
-
-def _column_major(B: torch.Tensor, name: str) -> torch.Tensor:
-    row, col = B.stride()
-    if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
-        return B
-    warn_of_copy(name, B, "and fp8 GEMMs want columns in one piece; pass weight.t() of a contiguous weight")
-    return B.t().contiguous().t()
 
 
 OPERATOR = registered(_AllGatherScaledMatmul())

@@ -15,6 +15,16 @@ SCALED_MULTIPLE = 16
 """Of k and n: what the libraries' fp8 GEMMs take."""
 
 
+def require_multiple(name: str, size: int) -> None:
+    """Raises `ValueError` for a size that fp8 GEMMs do not take."""
+    if size < 1 or size % SCALED_MULTIPLE:
+        below = size - size % SCALED_MULTIPLE
+        nearest = f"{below} or {below + SCALED_MULTIPLE}" if below else f"{SCALED_MULTIPLE}"
+        raise ValueError(
+            f"{name}={size} must be a positive multiple of {SCALED_MULTIPLE}, as fp8 GEMMs want it: use {nearest}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """fp8 operands with fp32 scales: ys[i] = (x * its scales) @ (ws[i] * its scales) + bias[i].
@@ -41,13 +51,9 @@ class Scaled:
             raise ValueError(f"dtype={dtype!r}: operands with scales are fp8")
         if {len(self.out), len(self.biased), len(self.fast)} != {len(n)}:
             raise ValueError(f"{self} must have one entry for each of n={n} in out, biased and fast")
-        for name, size in (("K", k), *((f"N of Bs[{i}]", columns) for i, columns in enumerate(n))):
-            if size < 1 or size % SCALED_MULTIPLE:
-                below = size - size % SCALED_MULTIPLE
-                nearest = f"{below} or {below + SCALED_MULTIPLE}" if below else f"{SCALED_MULTIPLE}"
-                raise ValueError(
-                    f"{name}={size} must be a positive multiple of {SCALED_MULTIPLE}, as fp8 GEMMs want it: use {nearest}"
-                )
+        require_multiple("K", k)
+        for i, columns in enumerate(n):
+            require_multiple(f"N of Bs[{i}]", columns)
         for dtype in self.out:
             if dtype not in ("bf16", "fp16", "fp32") and (dtype, self.by) != ("fp8", "tensor"):
                 raise ValueError(

@@ -1,0 +1,67 @@
+"""Operands of fp8 GEMMs with scales: which dtypes there are, scales in one form of all that mean the same, and what cannot be.
+
+What operators with such GEMMs have in common, whatever is gathered or scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from weft.operator.prepared import warn_of_copy
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import Scaled
+from weft.schedule.problems.all_gather_matmul import SCALED_MULTIPLE
+
+FP8 = TORCH_DTYPE["fp8"]
+
+
+def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "an input wants gradients, and there are none of fp8: call under torch.no_grad(), or pass detached tensors"
+        )
+
+
+def is_for_all(A_scale: torch.Tensor, B_scales: Iterable[torch.Tensor]) -> bool:
+    """Whether one element is the scale of everything, and not of a rank's only row: the weights' scales are of the same kind."""
+    return A_scale.numel() == 1 and all(scale.numel() == 1 for scale in B_scales)
+
+
+def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
+    """In one form of all that mean the same."""
+    if scale.numel() != 1:
+        return scale
+    columns = B.shape[-1] if B.dim() else 1  # what B must be is checked later
+    return scale.reshape(1, 1).expand(1, columns) if by_row else scale.reshape(1, 1)
+
+
+def check_on(device: torch.device, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: use {dtype} on {device}")
+
+
+def check_beside(
+    B: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: str, by_row: bool, names: tuple[str, str]
+) -> None:
+    """Raise `ValueError` for a scale or a bias that does not fit to B and a result of dtype `out`. names: of both."""
+    (of_scale, of_bias), n = names, B.shape[1]
+    if scale.numel() != 1 and not (by_row and scale.shape == (1, n)):
+        wanted = f"[1, {n}]" if by_row else f"one element, or A_scale with a scale for each row and this as [1, {n}]"
+        raise ValueError(f"{of_scale} has shape {tuple(scale.shape)}: pass {wanted}")
+    if bias is None:
+        return
+    if out == "fp32":
+        raise ValueError(f"{of_bias} and a result in fp32: fp8 GEMMs add none there; use bf16, or add it after")
+    check_on(B.device, of_bias, bias, TORCH_DTYPE[Scaled.bias_dtype(out)])
+    if bias.shape != (n,) or not bias.is_contiguous():
+        raise ValueError(f"{of_bias} has shape {tuple(bias.shape)}, strides {bias.stride()}: pass a contiguous [{n}]")
+
+
+def column_major(B: torch.Tensor, name: str) -> torch.Tensor:
+    row, col = B.stride()
+    if row == 1 and col >= B.shape[0] and col % SCALED_MULTIPLE == 0:
+        return B
+    warn_of_copy(name, B, "and fp8 GEMMs want columns in one piece; pass weight.t() of a contiguous weight")
+    return B.t().contiguous().t()
