@@ -107,6 +107,10 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
     return None if all(size == extent for size in sizes) else sizes
 
 
+def checked_shape(name: str, given: Any) -> tuple[int, ...]:
+    return tuple(_whole(f"{name}[{i}]", size, "pass a whole number") for i, size in enumerate(listed(name, given)))
+
+
 def checked_deadline(deadline_s: Any) -> float | None:
     """Seconds, or None for the usual ones."""
     if deadline_s is None:

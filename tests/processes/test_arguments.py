@@ -141,6 +141,15 @@ def matmul_reduce_scatter(group: dist.ProcessGroup) -> Operator:
     return Operator(weft.matmul_reduce_scatter, arguments, places("A", "B"))
 
 
+def scaled_matmul_reduce_scatter(group: dist.ProcessGroup) -> Operator:
+    arguments = {
+        "A": data(group, 4, 32).to(FP8), "B": data(group, 16, 32).to(FP8).t(), "A_scale": torch.ones(4, 1),
+        "B_scale": torch.ones(1, 16), "reduce_op": "sum", "orig_scatter_dim": 0, "scatter_dim_after_maybe_reshape": 0,
+        "group": group, "bias": torch.ones(16, dtype=torch.bfloat16),
+    }  # fmt: skip
+    return Operator(weft.scaled_matmul_reduce_scatter, arguments, places("A", "B", "A_scale", "B_scale", "bias"))
+
+
 def matmul_all_gather(group: dist.ProcessGroup) -> Operator:
     arguments = {"x": data(group, 4, 8), "w": data(group, 8, 3), "gather_dim": 0, "group": group}
     return Operator(weft.matmul_all_gather, arguments, places("x", "w"))
@@ -219,6 +228,7 @@ OPERATORS: dict[str, Callable[[dist.ProcessGroup], Operator]] = {
     "matmul_all_gather": matmul_all_gather,
     "matmul_all_reduce": matmul_all_reduce,
     "matmul_reduce_scatter": matmul_reduce_scatter,
+    "scaled_matmul_reduce_scatter": scaled_matmul_reduce_scatter,
     "all_to_all_matmul": all_to_all_matmul,
     "matmul_all_to_all": matmul_all_to_all,
     "embedding_all_to_all": embedding_all_to_all,
@@ -314,6 +324,20 @@ PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
 ]
 ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {
     "matmul_reduce_scatter": SCATTERS_REFUSE,
+    "scaled_matmul_reduce_scatter": [
+        ("orig_scatter_dim", "0", f"orig_scatter_dim='0' is a str: {NO_DIMENSION}"),
+        ("orig_scatter_dim", None, f"orig_scatter_dim=None is a NoneType: {NO_DIMENSION}"),
+        ("scatter_dim_after_maybe_reshape", True, f"scatter_dim_after_maybe_reshape=True is a bool: {NO_DIMENSION}"),
+        ("output_shape", 4, "output_shape is an int: pass a list"),
+        ("output_shape", [], "output_shape=() is none of A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)"),
+        ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) is none of A (4, 32) @ B (32, 16)"),
+        ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass a whole number"),
+        ("B", [torch.ones(32, 16)], "B is a list: pass a torch.Tensor"),
+        ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
+        ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),
+        ("use_fast_accum", "no", "use_fast_accum='no' is a str: pass True or False"),
+        ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    ],
     "matmul_all_gather": [
         ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
         ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
@@ -514,6 +538,20 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
         "another type": of_each("A", lambda x: x.as_subclass(Named)),
         "a deadline": option(deadline_s=30),
     },
+    "scaled_matmul_reduce_scatter": {
+        "a name": lambda a: a.update(group=a["group"].group_name),
+        "from behind": option(orig_scatter_dim=-2, scatter_dim_after_maybe_reshape=-2),
+        "of numpy": option(orig_scatter_dim=np.int64(0), output_shape=np.array([4, 16])),
+        "blocks of rows": lambda a: a.update(A=a["A"].view(2, 2, -1), A_scale=a["A_scale"].view(2, 2, 1)),
+        "flattened": option(scatter_dim_after_maybe_reshape=None, output_shape=[2, 2, 16]),
+        "weights by rows": of_each("B", lambda w: w.contiguous()),
+        "one scale for all columns": of_each("B_scale", lambda scale: scale[0, :1]),
+        "no dimensions": of_each("B_scale", lambda scale: scale[0, 0]),
+        "scattered scales": of_each("A_scale", scattered),
+        "slow": option(use_fast_accum=False),
+        "the usual dtype": option(out_dtype=torch.bfloat16),
+        "a deadline": option(deadline_s=30),
+    },
     "all_to_all_matmul": {
         "int32": of_each("splits", torch.Tensor.int),
         "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
@@ -546,6 +584,7 @@ SCHEDULES: dict[str, list[str | None]] = {
     "matmul_all_gather": ["serial", "direct[chunks=2,by=dma]"],
     "matmul_all_reduce": ["serial", "one_shot[by=kernel]", "two_shot[chunks=2,by=dma,add=gemm]"],
     "matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=gemm]"],
+    "scaled_matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=reduce]"],
     "all_to_all_matmul": ["serial", "dispatch[by=dma,rest=each]"],
     "matmul_all_to_all": ["serial", "combine[chunks=1,by=dma]"],
     "embedding_all_to_all": [None],

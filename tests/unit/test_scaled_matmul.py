@@ -7,7 +7,7 @@ import torch
 
 from weft.operator.gpu_gemms import GemmTimer
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import AllGatherMatmul, Scaled
+from weft.schedule import AllGatherMatmul, Scaled, ScaledMatmulReduceScatter
 
 FP8 = torch.float8_e4m3fn
 
@@ -45,3 +45,23 @@ def test_parts_of_scaled_gemms_are_timed_with_their_scales() -> None:
     timer._gemm("w1", a, b, y)()
     exact = a.double() @ (b.double() * tensors["w_scale1"][:, :16]) + tensors["bias1"][:, :16]
     assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["tensor", "row"])
+def test_parts_of_one_scaled_gemm_are_timed_with_its_scales(by: str) -> None:
+    """In memory of their own, where the result has fewer rows."""
+    p = ScaledMatmulReduceScatter(2, 16, 48, 32, "bf16", by, True, True)  # type: ignore[arg-type]
+    by_row = by == "row"
+    tensors = {
+        "x": random(16, 32, dtype=FP8), "w": random(48, 32, dtype=FP8).t(), "x_scale": random(16 if by_row else 1, 1),
+        "w_scale": random(1, 48 if by_row else 1), "bias": random(1, 48, dtype=torch.bfloat16),
+        "y": torch.ones(8, 48, dtype=torch.bfloat16),
+    }  # fmt: skip
+    timer = GemmTimer(p, tensors)
+    assert set(timer.weights) == {"w"}
+    a, y = timer.x[: 16 * 32].view(16, 32), timer.results["w"][:16, :48]
+    timer._gemm("w", a, tensors["w"], y)()
+    scale = 1.0 if by_row else tensors["x_scale"].double()
+    exact = a.double() * scale @ (tensors["w"].double() * tensors["w_scale"]) + tensors["bias"]
+    assert torch.allclose(y.double(), exact, rtol=2**-8, atol=1e-4)
+    assert torch.equal(tensors["y"], torch.ones(8, 48, dtype=torch.bfloat16))

@@ -29,11 +29,14 @@ from weft.schedule import (
     Compute,
     MatmulReduceScatter,
     NotApplicableError,
+    OutputMap,
+    ScaledMatmulReduceScatter,
     Schedule,
     Set,
     Tiles,
     Wait,
     candidates,
+    described,
     named,
 )
 from weft.schedule.kernels import TrackedMatmul
@@ -48,6 +51,13 @@ PROBLEMS = (
     MatmulReduceScatter(3, 15, 2, 3, "bf16"),
     MatmulReduceScatter(4, 36, 17, 3, "fp32"),
     MatmulReduceScatter(8, 32, 3, 2, "bf16"),
+)
+
+SCALED = (
+    ScaledMatmulReduceScatter(1, 5, 32, 16, "fp32", "row", False, True),
+    ScaledMatmulReduceScatter(2, 14, 16, 16, "bf16", "row", True, False),
+    ScaledMatmulReduceScatter(2, 14, 16, 32, "fp32", "tensor", False, True),
+    ScaledMatmulReduceScatter(4, 36, 16, 16, "fp16", "row", False, False),
 )
 
 
@@ -67,11 +77,23 @@ def inputs_of(p: MatmulReduceScatter, runs: int, seed: int) -> list[list[Tensors
     def small(rows: int, cols: int) -> np.ndarray:
         return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
 
-    return [[{"x": small(p.m, p.k), "w": small(p.k, p.n)} for _ in range(p.world_size)] for _ in range(runs)]
+    def of_rank() -> Tensors:
+        found = {"x": small(p.m, p.k), "w": small(p.k, p.n)}
+        if isinstance(p, ScaledMatmulReduceScatter):
+            rows, columns = (p.m, p.n) if p.by == "row" else (1, 1)
+            found |= {"x_scale": small(rows, 1), "w_scale": small(1, columns)}
+            found |= {"bias": small(1, p.n)} if p.biased else {}
+        return found
+
+    return [[of_rank() for _ in range(p.world_size)] for _ in range(runs)]
 
 
 def expected(p: MatmulReduceScatter, inputs: list[list[Tensors]]) -> list[list[Tensors]]:
-    sums = [sum(t["x"] @ t["w"] for t in ranks) for ranks in inputs]
+    def product(t: Tensors) -> np.ndarray:
+        scaled = (t["x"] * t.get("x_scale", 1.0)) @ (t["w"] * t.get("w_scale", 1.0))
+        return np.asarray(scaled + t.get("bias", 0.0))
+
+    sums = [sum(map(product, ranks)) for ranks in inputs]
     return [[{"y": part} for part in np.split(np.asarray(total), p.world_size)] for total in sums]
 
 
@@ -94,6 +116,39 @@ def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatte
     for candidate, schedule in found:
         check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)
         assert simulate(schedule, NULL).end_us >= 0
+
+
+@pytest.mark.parametrize("p", SCALED, ids=str)
+def test_scaled_gemms_have_the_schedules_in_which_none_adds(p: ScaledMatmulReduceScatter) -> None:
+    found = applicable(p)
+    ways = {f"direct[chunks={n},by={by},add=reduce]" for n in (1, 2, 4) for by in ("dma", "kernel", "store")}
+    assert {candidate.name for candidate, _ in found} == {"serial"} | (
+        ways | {"scatter"} if p.world_size > 1 else set()
+    )
+    for candidate, schedule in found:
+        check(p, schedule, candidate.name)
+        assert simulate(schedule, NULL).end_us >= 0
+    if p.world_size > 1:
+        assert sum(p.worth_running(candidate) for candidate, _ in found) == 4
+        with pytest.raises(NotApplicableError, match="an output map has no scaled GEMMs"):
+            OutputMap(rows=p.m, chunks=2).schedule(p)
+    if p.world_size > 2:
+        with pytest.raises(NotApplicableError, match="an fp8 GEMM with scales does not add to what came"):
+            named(p, "ring[chunks=2,by=dma]").build()
+
+
+@pytest.mark.parametrize("by", ["tensor", "row"])
+def test_scaled_products_travel_and_are_priced_as_they_are(by: str) -> None:
+    """Half the bytes of operands, GEMMs at the rate of fp8, and as many bytes between ranks as without scales."""
+    plain, model = MatmulReduceScatter(2, 16384, 8192, 4096, "bf16"), gpu("h200", 2)
+    p = ScaledMatmulReduceScatter(2, 16384, 8192, 4096, "bf16", by, False, False)  # type: ignore[arg-type]
+    assert p.family[0] == replace(p, m=2)
+    assert p.resized(p.family[1]) == p
+    assert ladder(p)[:2] == ((16384, 8192, 4096, "fp8"), (8192, 8192, 4096, "fp8"))
+    for name in ("serial", "scatter", "direct[chunks=2,by=dma,add=reduce]"):
+        ran, usual = (simulate(named(one, name).build(), model) for one in (p, plain))
+        assert ran.end_us < usual.end_us
+        assert sum(s.bytes for s in ran.timeline) == sum(s.bytes for s in usual.timeline) > 0
 
 
 @pytest.mark.parametrize("world", [4, 8])
@@ -165,6 +220,26 @@ def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, ch
 def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
     with pytest.raises(ValueError, match=re.escape(fault)):
         replace(PROBLEMS[1], **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
+        ({"n": 24}, "N=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
+        ({"k": 0}, "K=0 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
+        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in fp32, fp16 or bf16"),
+    ],
+)
+def test_what_cannot_be_scaled(change: dict[str, object], fault: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        replace(SCALED[1], **change)  # type: ignore[arg-type]
+
+
+def test_plans_take_the_dtype_of_a_scaled_result() -> None:
+    for said, dtype in {"fp8": "bf16", "bf16": "bf16", "fp32": "fp32"}.items():
+        p = described("scaled_matmul_reduce_scatter", m=64, n=32, k=16, ranks=2, dtype=said)
+        assert p == ScaledMatmulReduceScatter(2, 64, 32, 16, dtype, "tensor", False, False)
 
 
 def test_it_is_planned_by_the_model_and_explained() -> None:

@@ -69,8 +69,8 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         help="single: one call, one synchronisation. queued: many. graph: captured and replayed. Default: all that the operator "
         "has here")  # fmt: skip
     add("--scale", help=_SCALE)
-    add("--dtype", help="of inputs and outputs: fp32, fp16, bf16; fp8: all_gather_matmul's scaled sibling. Default: fp32; bf16 "
-        "for GEMMs on GPUs")  # fmt: skip
+    add("--dtype", help="of inputs and outputs: fp32, fp16, bf16; fp8: all_gather_matmul's scaled sibling, and what "
+        "scaled_matmul_reduce_scatter has. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
     add("--json", type=Path, help="append one JSON object per variant and mode to this file")
     add("--quick", action="store_true", help="small inputs, few repetitions: to try it out")
     add("--seconds", type=float, help="for the slowest variant in each mode. Default: 1, with --quick 0.1")

@@ -64,6 +64,12 @@ M / ranks rows to each.
     weft plan matmul_reduce_scatter --shape 8192,8192,4096
 
     weft plan matmul_reduce_scatter --shape 16384,8192,4096 --ranks 8 --all""",
+    "scaled_matmul_reduce_scatter": f"""Plan the same with x and w in fp8, one scale for each: products are added up in --dtype
+(fp8: bf16).
+
+{_LOSSES}
+
+    weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all""",
     "matmul_all_gather": f"""Plan y = all_gather(x @ w): M rows of K columns and [K, N] on each rank, and all ranks' products on
 each: below each other, or with --gather-dim -1 side by side.
 

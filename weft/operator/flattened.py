@@ -34,6 +34,16 @@ def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A
             )
 
 
+def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatter_dim") -> None:
+    """That ranks get equal parts of that dimension of A. name: of the argument."""
+    if shape[dim] % world:
+        below = shape[dim] - shape[dim] % world
+        raise ValueError(
+            f"A has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by world_size={world}, as "
+            f"every rank gets as many: pad to {below + world}"
+        )
+
+
 def rows_of_one(shape: Sequence[int], gather_dim: int) -> int:
     """How many rows of the matrix one index of `gather_dim` is."""
     rows = 1

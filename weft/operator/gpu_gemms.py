@@ -10,7 +10,7 @@ import torch
 
 from weft.plan.predict import library_gemms
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import AllGatherMatmul, Problem
+from weft.schedule import AllGatherMatmul, Problem, ScaledMatmulReduceScatter
 from weft.sim.model import MatmulShape
 
 _SLEEP_US = 100.0
@@ -33,7 +33,7 @@ class GemmTimer:
         self.weights = {name: tensors[name] for name in tensors if name.replace("w", "y") in tensors and name[0] == "w"}
         weight = next(iter(self.weights.values() or tensors.values()))
         self.device, shapes, gathers = weight.device, library_gemms(p), isinstance(p, AllGatherMatmul)
-        self.scaled = p.scaled if isinstance(p, AllGatherMatmul) else None
+        self.scaled = p.scaled if isinstance(p, AllGatherMatmul | ScaledMatmulReduceScatter) else None
         rows, largest = max(m for m, *_ in shapes), max(m * k for m, _, k, _ in shapes)
         if not self.weights:
             largest = max(largest, *(n * k for _, n, k, _ in shapes))
@@ -79,11 +79,11 @@ class GemmTimer:
         """Of a part of it."""
         if self.scaled is None:
             return partial(torch.mm, a, b, out=out)
-        i = int(weight[1:])
+        i = weight[1:]  # of one of several
         x_scale, w_scale, bias = (self.tensors.get(name) for name in ("x_scale", f"w_scale{i}", f"bias{i}"))
         assert x_scale is not None
         assert w_scale is not None
         if self.scaled.by == "row":
             x_scale, w_scale = x_scale.new_ones(a.shape[0], 1), w_scale[:, : b.shape[1]]
         bias = None if bias is None else bias[:, : b.shape[1]]
-        return partial(scaled_matmul, a, b, x_scale, w_scale, bias, fast=self.scaled.fast[i], out=out)
+        return partial(scaled_matmul, a, b, x_scale, w_scale, bias, fast=self.scaled.fast[int(i or 0)], out=out)

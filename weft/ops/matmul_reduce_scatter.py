@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
-from weft.operator.flattened import check_weights, flattened, grad_of_weight, restored
+from weft.operator.flattened import check_even, check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
 from weft.ops.all_gather_matmul import all_gather_matmul
@@ -47,8 +47,8 @@ def matmul_reduce_scatter(
     `all_gather_matmul`. Autocast does not apply: inputs are multiplied in the dtype that they have.
 
     A: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()). Integers and fp8 are
-        refused: products are rounded to A's dtype before they are added up, and these cannot hold sums. Copied if
-        `A.movedim(scatter_dim, 0)` is not contiguous.
+        refused: products are rounded to A's dtype before they are added up, and these cannot hold sums (for fp8 with scales there
+        is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not contiguous.
     B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
     scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
@@ -82,7 +82,7 @@ def matmul_reduce_scatter(
         if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
             raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
         dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"))
-        _check_even(A.shape, dim, size_of(group))
+        check_even(A.shape, dim, size_of(group))
         return _Call(flattened(A, dim), B)
 
     (y,) = made(OPERATOR, group, A, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
@@ -91,15 +91,6 @@ def matmul_reduce_scatter(
         y = y.div_(world)
     (y,) = restored([y], A.shape, scatter_dim, [A.shape[scatter_dim] // world], group)
     return y
-
-
-def _check_even(shape: Sequence[int], dim: int, world: int) -> None:
-    if shape[dim] % world:
-        below = shape[dim] - shape[dim] % world
-        raise ValueError(
-            f"A has shape {tuple(shape)}, and the {shape[dim]} of scatter_dim={dim} must be divisible by world_size={world}, as "
-            f"every rank gets as many: pad to {below + world}"
-        )
 
 
 class _Call(NamedTuple):
@@ -121,11 +112,12 @@ class _MatmulReduceScatter(Operator[_Call]):
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
         x, B = call
         if x.dtype not in _DTYPES:
+            fp8 = "; for fp8 there is weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
             raise ValueError(
-                f"A is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}, in which the ranks' products can be added up"
+                f"A is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}, in which the ranks' products can be added up{fp8}"
             )
         check_weights(x, [B], what="A", each="B")
-        _check_even(x.shape, 0, world)
+        check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], _DTYPES[x.dtype])
 
     def inputs(self, p: MatmulReduceScatter, call: _Call) -> dict[str, Any]:

@@ -179,6 +179,7 @@ def explain(
 
     op: all_gather_matmul: M rows gathered, M / ranks from each, of K columns, times [K, N] on each rank.
         matmul_reduce_scatter: M rows of K columns on each rank, times [K, N] on each, added up, M / ranks rows to each.
+        scaled_matmul_reduce_scatter: the same with fp8 operands, one scale for each; products are added up in `dtype`.
         matmul_all_gather: M rows of K columns on each rank, times [K, N] on each; gather_dim: 0 joins the products' rows, -1
         their columns.
         matmul_all_reduce: M rows of K columns on each rank, times [K, N] on each, added up, all of it to each.

@@ -27,6 +27,7 @@ from weft.schedule.problems.matmul_all_gather import MatmulAllGather
 from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
@@ -54,7 +55,7 @@ __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllGatherMatmulGradients",
     "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll",
     "Expr", "For", "Index", "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulInto",
-    "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule",
-    "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates", "described", "lookup", "named",
-    "schedule_of", "total", "unregister", "value",
+    "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled",
+    "ScaledMatmulReduceScatter", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
+    "candidates", "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip

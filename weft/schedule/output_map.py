@@ -35,6 +35,7 @@ from weft.schedule.output_routes import CollectiveName, Entry, Op, routes_of
 from weft.schedule.output_steps import Add, By, Gemm, Product, scheduled
 from weft.schedule.problems.matmul_all_gather import MatmulAllGather
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.schedule.schedule import Schedule
 
 Sender: TypeAlias = Literal["store", "dma"]
@@ -204,6 +205,8 @@ def _require_tracked(maps: Sequence[OutputMap], p: MatmulInto) -> None:
 
 def _as_matmul_into(p: MatmulReduceScatter | MatmulAllGather) -> tuple[MatmulInto, int]:
     """And rows of the whole output."""
+    if isinstance(p, ScaledMatmulReduceScatter):
+        raise NotApplicableError("an output map has no scaled GEMMs")
     if isinstance(p, MatmulReduceScatter):
         return MatmulInto("reduce_scatter", p.world_size, p.n, p.k, p.dtype), p.m
     if p.columns:

@@ -24,6 +24,7 @@ from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.operands import cut, peer
 from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.schedule.schedule import Draft, LaneDraft
 from weft.schedule.steps import Buffer, Compute, Region, Role, Set, Signals
 
@@ -36,13 +37,20 @@ _TILE, _LEAST_TILE = (128, 256), 16  # rows and columns: fast where there are so
 
 
 class PartialProducts:
-    """The caller's x and w in a draft of `p`. peers: the ranks whose rows are computed, in this order. sources: who computes the
-    own rows, in the order in which they come."""
+    """The caller's x and w in a draft of `p`, with their scales if they are fp8. peers: the ranks whose rows are computed, in this
+    order. sources: who computes the own rows, in the order in which they come."""
 
     def __init__(self, name: str, p: MatmulReduceScatter | MatmulAllReduce) -> None:
         self.d, self.p, self.m = Draft(name, p.world_size), p, -(-p.m // p.world_size)
-        self.x = self.d.buffer("x", p.m, p.k, p.dtype, "input")
-        self.w = self.d.buffer("w", p.k, p.n, p.dtype, "input")
+        self.scaled = p if isinstance(p, ScaledMatmulReduceScatter) else None
+        of_operands = p.dtype if self.scaled is None else "fp8"
+        self.x = self.d.buffer("x", p.m, p.k, of_operands, "input")
+        self.w = self.d.buffer("w", p.k, p.n, of_operands, "input")
+        if self.scaled is not None:
+            by_row = self.scaled.by == "row"
+            self._x_scale = self.d.buffer("x_scale", p.m if by_row else 1, 1, "fp32", "input")
+            self._w_scale = self.d.buffer("w_scale", 1, p.n if by_row else 1, "fp32", "input")
+            self._bias = [self.d.buffer("bias", 1, p.n, p.dtype, "input")] if self.scaled.biased else []
         following = [name for name in ("bias", "residual") if isinstance(p, MatmulAllReduce) and getattr(p, name)]
         self._following = [
             self.d.buffer(name, p.m if name == "residual" else 1, p.n, p.dtype, "input") for name in following
@@ -88,7 +96,21 @@ class PartialProducts:
         self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False
     ) -> LaneDraft:
         """This rank's product for these rows of `owner`."""
-        return lane.matmul(out, self.part(self.x, owner, owner, chunk), self.w.part(), accumulate=add)
+        return self._multiply(lane, out, (owner * self.m + (chunk[0] if chunk else 0), self.rows(owner, chunk)), add)
+
+    def multiply_all(self, lane: LaneDraft, out: Region) -> LaneDraft:
+        """For all rows."""
+        return self._multiply(lane, out, None, False)
+
+    def _multiply(self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None, add: bool) -> LaneDraft:
+        x, w = self.x.part(rows=rows), self.w.part()
+        if self.scaled is None:
+            return lane.matmul(out, x, w, accumulate=add)
+        if add:
+            raise NotApplicableError("an fp8 GEMM with scales does not add to what came: take add=reduce")
+        op = "scaled_matmul_fast" if self.scaled.fast else "scaled_matmul"
+        x_scale = self._x_scale.part(rows=rows if self.scaled.by == "row" else None)
+        return lane.compute(op, out, x, w, x_scale, self._w_scale.part(), *(bias.part() for bias in self._bias))
 
 
 class Sums:
@@ -192,6 +214,8 @@ def tracked_sums(o: PartialProducts, sums: Sums, *, chunks: int, to: Literal["dm
     """One kernel for all rows. to dma: copy engines send a chunk's rows when all its tiles are stored; store: tiles are stored in
     the owner's slot. Returns the chunks, which are of whole tiles."""
     d, p, peers = o.d, o.p, len(o.peers)
+    if o.scaled is not None:
+        raise NotApplicableError("its kernel multiplies no fp8: take direct[...] or scatter")
     if to == "store" and chunks > 1:
         raise NotApplicableError("tiles go to their owner one by one, and not in chunks: take chunks=1")
     if p.m % p.world_size:

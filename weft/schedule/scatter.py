@@ -6,6 +6,9 @@
     tracked   one kernel for all rows; what a chunk's tiles have set signals for is sent while it goes on with others
     ring      partial sums go around: each rank adds its own product to what its left neighbour sent, and sends that on
 
+fp8 operands with scales (`ScaledMatmulReduceScatter`) take the same ways, but those in which a GEMM adds to what came (add=gemm,
+ring), and the tracked one. Their products travel, and are added up, in the result's dtype.
+
 Who computes what when, and how it is added up: `weft.schedule.partial_products`.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
@@ -14,22 +17,35 @@ Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compu
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK
 from weft.schedule.operands import peer
 from weft.schedule.partial_products import Add, By, PartialProducts, Sums, add_to_last, direct_sums, tracked_sums
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Buffer
+
+
+def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Of both problems."""
+
+    def register(function: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        for problem in (MatmulReduceScatter, ScaledMatmulReduceScatter):
+            builder(problem, **parameters)(function)
+        return function
+
+    return register
 
 
 def _result(o: PartialProducts) -> Buffer:
     return o.parts("y", 1, "output")
 
 
-@builder(MatmulReduceScatter)
+@_builder()
 def serial(p: MatmulReduceScatter) -> Schedule:
     o = PartialProducts("serial", p)
     y, lane = _result(o), o.d.lane("compute")
@@ -37,18 +53,18 @@ def serial(p: MatmulReduceScatter) -> Schedule:
         o.multiply(lane, y.part(), RANK)
     else:
         whole = o.parts("whole", p.world_size, "scratch")
-        lane.matmul(whole.part(), o.x.part(), o.w.part()).reduce_scatter(whole.part(), y.part())
+        o.multiply_all(lane, whole.part()).reduce_scatter(whole.part(), y.part())
     return o.d.schedule()
 
 
-@builder(MatmulReduceScatter)
+@_builder()
 def scatter(p: MatmulReduceScatter) -> Schedule:
     """All on one lane. Room for a run's rows is told behind its GEMM, by the launch that stores rows in peers' memory."""
     o = PartialProducts.overlapped("scatter", p)
     d, y, peers = o.d, _result(o), len(o.peers)
     whole, box = o.parts("whole", p.world_size, "scratch"), o.parts("box", peers, "symmetric")
     room, there = d.signals("room", peers), d.signals("there", peers)
-    lane = d.lane("compute").matmul(whole.part(), o.x.part(), o.w.part())
+    lane = o.multiply_all(d.lane("compute"), whole.part())
     for i, source in enumerate(o.sources):
         lane.set(room, i, at=source)
     for i in range(peers):
@@ -61,7 +77,7 @@ def scatter(p: MatmulReduceScatter) -> Schedule:
     return d.schedule()
 
 
-@builder(MatmulReduceScatter, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
+@_builder(chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule:
     """By `direct_sums`, into the result."""
     o = PartialProducts.overlapped("direct", p)
@@ -69,7 +85,7 @@ def direct(p: MatmulReduceScatter, *, chunks: int, by: By, add: Add) -> Schedule
     return o.d.schedule()
 
 
-@builder(MatmulReduceScatter, chunks=(2, 4), by=("dma", "kernel"))
+@_builder(chunks=(2, 4), by=("dma", "kernel"))
 def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -> Schedule:
     """In chunks, so that one travels while the next is computed. What travels is rounded at each rank, as in a library's ring."""
     if p.world_size < 3:
@@ -93,7 +109,7 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
     return d.schedule()
 
 
-@builder(MatmulReduceScatter, chunks=(1, 2, 4), to=("dma", "store"))
+@_builder(chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulReduceScatter, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
     """By `tracked_sums`, into the result."""
     o = PartialProducts.overlapped("tracked", p)

@@ -13,6 +13,7 @@ OPERATORS = {
     "matmul_all_gather": "weft.ops.matmul_all_gather",
     "matmul_all_reduce": "weft.ops.matmul_all_reduce",
     "matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter",
+    "scaled_matmul_reduce_scatter": "weft.bench.ops.scaled_matmul_reduce_scatter",
     "matmul_all_to_all": "weft.bench.ops.matmul_all_to_all",
     "all_to_all_matmul": "weft.bench.ops.all_to_all_matmul",
     "inefficiency": "weft.studies.inefficiency",

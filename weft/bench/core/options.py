@@ -44,7 +44,8 @@ class BenchOptions:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.dtype == "fp8" and not op.fp8:
-            raise ValueError(f"dtype='fp8': {self.op} has no scaled GEMMs; all_gather_matmul has")
+            others = "all_gather_matmul and scaled_matmul_reduce_scatter have"
+            raise ValueError(f"dtype='fp8': {self.op} has no scaled GEMMs; {others}")
         known = op.modes(self.device)
         if not self.modes or set(self.modes) - set(known):
             raise ValueError(

@@ -31,20 +31,19 @@ from weft.symm import SymmetricBuffer
 class ScatterVariants(TorchVariants):
     def draw(self) -> None:
         super().draw()
-        self.product = self.calls[0].x.new_empty(self.config.m, self.config.n)
+        self.product = torch.empty(self.config.m, self.config.n, dtype=self.dtype, device=self.ranks.device)
 
     def moved(self) -> tuple[float, float, float]:
-        (m, n, k), item, world = (
-            (self.config.m, self.config.n, self.config.k),
-            self.dtype.itemsize,
-            self.ranks.world_size,
-        )
-        of_rank = m // world * n * item
-        return (m + n) * k * item + of_rank, of_rank * (world - 1), 2.0 * m * n * k
+        m, n, k = self.config.m, self.config.n, self.config.k
+        of_rank, others = self.problem.rows * n * self.dtype.itemsize, self.ranks.world_size - 1
+        return (m + n) * k * self.operands.itemsize + of_rank, of_rank * others, 2.0 * m * n * k
+
+    def gemm(self, which: int, out: torch.Tensor) -> None:
+        """By the library."""
+        torch.mm(*self.calls[which], out=out)
 
     def serial(self, which: int) -> torch.Tensor:
-        x, w = self.calls[which]
-        torch.mm(x, w, out=self.product)
+        self.gemm(which, self.product)
         return self.scattered()
 
     def scattered(self) -> torch.Tensor:
@@ -61,7 +60,7 @@ class ScatterVariants(TorchVariants):
 
     def alone(self) -> tuple[Call, Call, Call]:
         return (
-            lambda which: torch.mm(*self.calls[which]),
+            lambda which: self.gemm(which, torch.empty_like(self.product)),
             lambda which: self.copy_to_peers(self._copies),
             lambda which: self.scattered(),
         )

@@ -1,0 +1,224 @@
+"""weft.scaled_matmul_reduce_scatter: an fp8 GEMM with scales whose rows leave for their ranks while it goes on with others.
+
+The scaled sibling of `weft.matmul_reduce_scatter`. Products travel, and are added up, in the result's dtype: fp8 holds no sums.
+Scales stay where they are: those of rows are cut as the rows are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.arguments import check_flag, check_tensor, checked_dimension, checked_shape
+from weft.operator.calls import made, registered
+from weft.operator.flattened import check_even, check_weights, flattened, restored
+from weft.operator.prepared import contiguous, size_of
+from weft.operator.scaled import FP8, check_beside, check_on, column_major, is_for_all, refuse_gradients, scale_of
+from weft.operator.spec import Operator
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import ScaledMatmulReduceScatter
+from weft.timeline import Timeline
+
+_OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
+
+
+def scaled_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int | None,
+    group: dist.ProcessGroup | str,
+    output_shape: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    *,
+    schedule: str | None = None,
+    deadline_s: float | None = None,
+    timeline: Timeline | None = None,
+) -> torch.Tensor:
+    """Multiply the fp8 `A` with the fp8 `B`, scaled, add up the products of all ranks of `group`, and give each its part.
+
+    Arguments and result are those of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`. Equals
+
+        y = torch._scaled_mm(A.flatten(0, -2), B, A_scale, B_scale, bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+        return reduce_scatter(y.view(output_shape), reduce_op, orig_scatter_dim)
+
+    and what `weft.matmul_reduce_scatter` says of schedules, memory and first calls holds. Collective over `group`. Forward only:
+    inputs that want gradients are refused.
+
+    A: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16. Copied if `A.movedim(orig_scatter_dim, 0)` is not contiguous.
+        Other dtypes are refused, integers and float8_e5m2 too: weft's scaled GEMMs are of this one. For fp32, fp16 and bf16 there
+        is `weft.matmul_reduce_scatter`.
+    B: [K, N] in float8_e4m3fn, N a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
+    A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one for each row, which goes where the
+        row goes.
+    B_scale: fp32, one element; with a scale for each row of A, [1, N] (or one element, for all columns).
+    reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
+    orig_scatter_dim: any dimension of output_shape but the last; its size must be divisible by the number of ranks.
+    scatter_dim_after_maybe_reshape: the same in A: orig_scatter_dim, or 0 where A is flattened to [rows, K] and output_shape is
+        not. None: whichever it is.
+    group: a process group, or its name.
+    output_shape: of the whole product, [..., N], where A is flattened. None: A's, with N in place of K.
+    bias: [N] in out_dtype, which must be bfloat16 or float16: added to this rank's product, so that the sum has all ranks'. All
+        ranks have one, or none has.
+    result_scale: None: scale B_scale, or the result.
+    out_dtype: torch.bfloat16, float16 or float32, in which products travel and are added up. No fp8, which torch takes None for:
+        it cannot hold sums. With scales of rows, GPUs may have GEMMs for bfloat16 alone.
+    use_fast_accum: whether GEMMs accumulate fast and less exactly.
+    schedule, deadline_s, timeline: as of `weft.matmul_reduce_scatter`. No schedule in which a GEMM adds to what came (add=gemm,
+        ring), which scaled GEMMs cannot, and none with a tracked GEMM.
+
+    Returns this rank's part of the sum, in out_dtype, of output_shape with a part of orig_scatter_dim, which is the outermost
+    dimension in memory. Overlapped schedules add up in fp32 what was rounded to out_dtype, and round once; "avg" divides what has
+    been rounded. On CPU it computes in fp32, for tests. On GPUs the library's way is taken unless a schedule is pinned or
+    "autotune" is asked for.
+    Memory: as for `weft.matmul_reduce_scatter`, products being in out_dtype.
+
+    Raises what `weft.matmul_reduce_scatter` raises.
+
+    Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", for data that is not scaled.
+    """
+
+    def form(group: dist.ProcessGroup | str | None) -> _Call:
+        for name, tensor in (("A", A), ("B", B), ("A_scale", A_scale), ("B_scale", B_scale)):
+            check_tensor(name, tensor)
+        if bias is not None:
+            check_tensor("bias", bias)
+        if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
+            raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
+        if result_scale is not None:
+            raise ValueError("result_scale is not taken: pass None, and scale B_scale, or the result")
+        if out_dtype not in _OUT:
+            raise ValueError(
+                f"out_dtype={out_dtype}: use one of {', '.join(map(str, _OUT))}, in which the ranks' products can be added up"
+            )
+        refuse_gradients((A, B, A_scale, B_scale, bias))
+        x, dim = _scattered(A, B, orig_scatter_dim, scatter_dim_after_maybe_reshape, output_shape)
+        check_even(x.shape, dim, size_of(group), name="orig_scatter_dim")
+        by_row = _has_scale_of_rows(A, A_scale, B_scale)
+        scale = flattened(A_scale.reshape(*x.shape[:-1], 1), dim).contiguous() if by_row else A_scale.reshape(1, 1)
+        of_columns = scale_of(B, B_scale, by_row)
+        return _Call(flattened(x, dim), B, scale, of_columns, bias, _OUT[out_dtype], use_fast_accum, by_row)
+
+    (y,) = made(OPERATOR, group, A, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    world = size_of(group)
+    if reduce_op == "avg":
+        y = y.div_(world)
+    shape = A.shape if output_shape is None else (*output_shape[:-1], A.shape[-1])
+    (y,) = restored([y], shape, orig_scatter_dim, [shape[orig_scatter_dim] // world], group)
+    return y
+
+
+def _scattered(
+    A: torch.Tensor, B: torch.Tensor, orig_scatter_dim: int, after: int | None, output_shape: Sequence[int] | None
+) -> tuple[torch.Tensor, int]:
+    """(A in the product's dimensions, that which is scattered); raises `ValueError` for dimensions that are none."""
+    of_A = checked_dimension(A, 0 if after is None else after, names=("A", "scatter_dim_after_maybe_reshape"))
+    x = A if output_shape is None else A.reshape(_leading(A, B, output_shape) + A.shape[-1:])
+    dim = checked_dimension(x, orig_scatter_dim, names=("A", "orig_scatter_dim"))
+    expected = dim if x.dim() == A.dim() else 0
+    if after is not None and of_A != expected:
+        raise ValueError(
+            f"scatter_dim_after_maybe_reshape={after}: of A {tuple(A.shape)} orig_scatter_dim={orig_scatter_dim} is dimension "
+            f"{expected}: pass that, or None"
+        )
+    return x, dim
+
+
+def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of the product's dimensions but the last."""
+    shape, rows = checked_shape("output_shape", output_shape), math.prod(A.shape[:-1])
+    alike = shape[:-1] == A.shape[:-1] or (A.dim() == 2 and len(shape) > 2 and math.prod(shape[:-1]) == rows)
+    if not alike or shape[-1:] != B.shape[-1:] or min(shape) < 0:
+        raise ValueError(
+            f"output_shape={shape} is none of A {tuple(A.shape)} @ B {tuple(B.shape)}: pass {(*A.shape[:-1], *B.shape[-1:])}, or, "
+            f"with A as {(rows, A.shape[-1])}, sizes before the last that make {rows}"
+        )
+    return shape[:-1]
+
+
+def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor) -> bool:
+    own = (*A.shape[:-1], 1)
+    if A_scale.shape == own and not is_for_all(A_scale, [B_scale]):
+        return True
+    if A_scale.numel() == 1:
+        return False
+    raise ValueError(f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own}")
+
+
+class _Call(NamedTuple):
+    """Of matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: name of a dtype."""
+
+    x: torch.Tensor
+    B: torch.Tensor
+    scale: torch.Tensor
+    B_scale: torch.Tensor
+    bias: torch.Tensor | None
+    out: str
+    fast: bool
+    by_row: bool
+
+
+class _ScaledMatmulReduceScatter(Operator[_Call]):
+    name, form = "scaled_matmul_reduce_scatter", _Call
+    tags = (torch.Tag.needs_fixed_stride_order,)
+
+    def key(self, call: _Call) -> Any:
+        return super().key(call), call.bias is None or call.bias.is_contiguous()
+
+    def problem(self, call: _Call, world: int, most: int) -> ScaledMatmulReduceScatter:
+        x, B = call.x, call.B
+        if x.dtype != FP8:
+            raise ValueError(
+                f"A is {x.dtype}: use {FP8}, of which scaled GEMMs are; for fp32, fp16 and bf16 there is weft.matmul_reduce_scatter"
+            )
+        check_weights(x, [B], what="A", each="B")
+        check_even(x.shape, 0, world)
+        check_flag("use_fast_accum", call.fast)
+        check_on(x.device, "A_scale", call.scale, torch.float32)
+        check_on(x.device, "B_scale", call.B_scale, torch.float32)
+        check_beside(B, call.B_scale, call.bias, call.out, call.by_row, ("B_scale", "bias"))
+        by: Literal["tensor", "row"] = "row" if call.by_row else "tensor"
+        (m, k), n, biased = x.shape, B.shape[1], call.bias is not None
+        return ScaledMatmulReduceScatter(world, m, n, k, call.out, by, biased, call.fast)
+
+    def inputs(self, p: ScaledMatmulReduceScatter, call: _Call) -> dict[str, Any]:
+        tensors = {"x": contiguous(call.x, "A"), "x_scale": call.scale}
+        tensors |= {"w": column_major(call.B, "B"), "w_scale": call.B_scale.contiguous()}
+        return tensors if call.bias is None else tensors | {"bias": call.bias.view(1, -1)}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        return {"y": call.x.new_empty(call.x.shape[0] // world, call.B.shape[1], dtype=TORCH_DTYPE[call.out])}
+
+    def drawn(self, p: ScaledMatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
+        """With scales that make results about 1: fp8 has no room for small numbers."""
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=generator.device)
+
+        by_row, dtype = p.by == "row", TORCH_DTYPE[p.dtype]
+        scale, B_scale = (normal(n if by_row else 1).abs_().add_(0.5) for n in (p.m, p.n))
+        bias = normal(p.n).to(dtype) if p.biased else None
+        x, B = normal(p.m, p.k).to(FP8), normal(p.n, p.k).to(FP8).t()
+        return _Call(x, B, scale[:, None], B_scale.mul_(p.k**-0.5)[None], bias, p.dtype, p.fast, by_row)
+
+    def expected(self, p: ScaledMatmulReduceScatter, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
+        mine = slice(rank * p.rows, (rank + 1) * p.rows)
+        total = torch.zeros(p.rows, p.n, dtype=torch.float64, device=calls[0].x.device)
+        for call in calls:
+            x = call.x[mine].double() * (call.scale[mine] if call.by_row else call.scale).double()
+            total += x @ (call.B.double() * call.B_scale.double())
+            total += 0.0 if call.bias is None else call.bias.double()
+        return [total]
+
+
+OPERATOR = registered(_ScaledMatmulReduceScatter())

@@ -1,0 +1,55 @@
+"""Products of fp8 operands of all ranks, scaled, added up, and to each rank its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weft.schedule.candidate import Candidate
+from weft.schedule.problems.all_gather_matmul import Scaled, require_multiple
+from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
+from weft.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatmulReduceScatter(MatmulReduceScatter):
+    """y = this rank's rows of the sum of all ranks' (x * its scales) @ (w * its scales) + bias, x and w in fp8, the products, which
+    travel and are added up, in `dtype`.
+
+    by "tensor": one scale for all of x, one for all of w. "row": one for each row of x, and for each column of w. biased: whether
+    each rank's product has a bias. fast: whether it is accumulated fast (and less exactly).
+
+    Buffers: x [m, k], w [k, n], x_scale [1, 1] or [m, 1], w_scale [1, 1] or [1, n], in fp32, and with `biased` bias [1, n] in
+    `dtype`, in; y [m / ranks, n] out. Source: that of `MatmulReduceScatter`, for data that is not scaled.
+    """
+
+    name: ClassVar[str] = "scaled_matmul_reduce_scatter"
+    tried_on_gpus: ClassVar[bool] = False
+    by: Literal["tensor", "row"]
+    biased: bool
+    fast: bool
+
+    def __post_init__(self) -> None:
+        MatmulReduceScatter.__post_init__(self)  # super() does not find a class with slots
+        require_multiple("K", self.k)
+        require_multiple("N", self.n)
+
+    @classmethod
+    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
+        """dtype: of the result; fp8, which that of the operands always is, stands for bf16."""
+        return cls(ranks, m, n, k, "bf16" if dtype == "fp8" else dtype, "tensor", False, False)
+
+    @property
+    def scaled(self) -> Scaled:
+        """What is scaled how, as all problems with one or several such GEMMs say it."""
+        return Scaled(self.by, (self.dtype,), (self.biased,), (self.fast,))
+
+    @property
+    def text(self) -> str:
+        product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] on each of {counted(self.world_size, 'rank')}"
+        return f"{product}, fp8 scaled by {self.by}, added up in {self.dtype}, {self.rows} rows to each"
+
+    def worth_running(self, candidate: Candidate) -> bool:
+        return candidate.name in (
+            "serial", "scatter", "direct[chunks=1,by=dma,add=reduce]", "direct[chunks=2,by=dma,add=reduce]"
+        )  # fmt: skip
