@@ -335,6 +335,7 @@ ARGUMENTS_REFUSED = dict.fromkeys(GATHERS, GATHERS_REFUSE) | {
         ("B", [torch.ones(32, 16)], "B is a list: pass a torch.Tensor"),
         ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
         ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),
+        ("out_dtype", [torch.bfloat16], "out_dtype=[torch.bfloat16]: use one of torch.bfloat16"),
         ("use_fast_accum", "no", "use_fast_accum='no' is a str: pass True or False"),
         ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
     ],

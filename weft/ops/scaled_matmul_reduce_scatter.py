@@ -97,7 +97,7 @@ def scaled_matmul_reduce_scatter(
             raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
         if result_scale is not None:
             raise ValueError("result_scale is not taken: pass None, and scale B_scale, or the result")
-        if out_dtype not in _OUT:
+        if not isinstance(out_dtype, torch.dtype) or out_dtype not in _OUT:
             raise ValueError(
                 f"out_dtype={out_dtype}: use one of {', '.join(map(str, _OUT))}, in which the ranks' products can be added up"
             )
