@@ -14,11 +14,11 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for
 from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.gemms import find_shapes, shapes_file
-from weft.bench.ops.matmul_all_to_all import OPERATOR, CombineVariants, ReturningShape
+from weft.bench.ops.matmul_all_to_all import OPERATOR, CombineVariants
 from weft.bench.report import markdown
 from weft.launch import Pool
 
-SHAPE = ReturningShape(m=24, n=16, k=40, experts=6, top_k=2, skew=0.7, sources=("by hand",))
+SHAPE = MoeShape(m=24, n=16, k=40, experts=6, top_k=2, skew=0.7, sources=("by hand",))
 STORE, DMA = "combine[chunks=1,by=store]", "combine[chunks=1,by=dma]"
 
 
@@ -42,7 +42,7 @@ def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -
 def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> None:
     there, back = shapes_file("all_to_all_matmul"), shapes_file("matmul_all_to_all")
     for group in ("mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b"):
-        first, last = find_shapes(MoeShape, there, group, "cuda"), find_shapes(ReturningShape, back, group, "cuda")
+        first, last = find_shapes(MoeShape, there, group, "cuda"), find_shapes(MoeShape, back, group, "cuda")
         assert {(2 * s.k, s.n, s.m, s.experts, s.top_k, s.skew) for s in last} == {
             (s.n, s.k, s.m, s.experts, s.top_k, s.skew) for s in first if s.sources == (f"{group} gate_up",)
         }

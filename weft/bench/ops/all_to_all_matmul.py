@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -40,7 +41,7 @@ from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
-from weft.schedule import AllToAllMatmul
+from weft.schedule.problem import PROBLEMS
 from weft.words import counted
 
 PADDED, BOUNDED = "padded", "-bounded"
@@ -88,8 +89,9 @@ class MoeShape(Shape):
         return self.m * self.top_k
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        """Of calls with and without max_rows."""
-        p = AllToAllMatmul.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
+        """Of calls for as many rows as there are, and for at most so many."""
+        described: Any = PROBLEMS[op]
+        p = described.even(self.rows, self.n, self.k, self.experts // ranks, ranks, dtype)
         return (p, ""), (replace(p, exact=False), BOUNDED)
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
@@ -121,38 +123,149 @@ class Load:
     busiest_bytes: float
 
 
-class DispatchVariants(GemmVariants):
-    """Normally distributed tokens, weights scaled so that outputs are about 1; other tokens and splits in each input set."""
+class ExpertVariants(GemmVariants):
+    """Normally distributed rows, weights scaled so that results are about 1; other rows and splits in each input set."""
 
-    baselines: ClassVar[tuple[str, ...]] = (BASELINE, PADDED)
-    compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: baselines}  # exact rows are not compared with padding
     beside = (GEMM, GEMM_EACH, EXCHANGE)
+    ahead: ClassVar[str]
+    """The baseline that can be captured."""
+    arrived: Sequence[torch.Tensor]
+    """What lies at this rank's experts, by expert and then by source."""
+    moved: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """What the exchange alone receives, and what it sends."""
 
     def draw(self) -> None:
         ranks, shape = self.ranks, self.config
         self.experts = shape.experts // ranks.world_size
         self.all_splits = [shape.splits(ranks.world_size, which) for which in range(self.input_sets)]
-        self.tokens = [self._tokens(which, ranks.rank) for which in range(self.input_sets)]
         self.splits = [splits[ranks.rank].to(ranks.device) for splits in self.all_splits]
+        self.received = [self.counts(which).to(ranks.device) for which in range(self.input_sets)]
+        self.draw_rows()
         self.w = torch.empty(self.experts, shape.k, shape.n, dtype=self.dtype, device=ranks.device)
         for i, of_expert in enumerate(self.w):  # one by one: in fp32 all together take as much again, twice
-            of_expert.copy_(self.normal(10_000 * (1 + ranks.rank) + i, shape.k, shape.n).mul_(shape.k**-0.5))
-        self.slots = torch.arange(self.load.capacity, device=ranks.device)
+            of_expert.copy_(self.expert(ranks.rank, i))
 
-    def _tokens(self, which: int, rank: int) -> torch.Tensor:
-        return self.normal(1000 * which + rank, self.config.rows, self.config.k).to(self.dtype)
+    @abstractmethod
+    def draw_rows(self) -> None: ...
 
-    def counts(self, which: int) -> torch.Tensor:
-        """int64 [world size, experts], on the host: what each rank sends here for each expert of this rank."""
-        first = self.ranks.rank * self.experts
+    def rows_drawn(self, which: int, rank: int, count: int) -> torch.Tensor:
+        return self.normal(1000 * which + rank, count, self.config.k).to(self.dtype)
+
+    def expert(self, rank: int, number: int) -> torch.Tensor:
+        shape = self.config
+        drawn = self.normal(10_000 * (1 + rank) + number, shape.k, shape.n).mul_(shape.k**-0.5)
+        return drawn.to(self.dtype)
+
+    def counts(self, which: int, rank: int | None = None) -> torch.Tensor:
+        """int64 [world size, experts], on the host: what each rank sends to `rank`, here, for each expert of it."""
+        first = (self.ranks.rank if rank is None else rank) * self.experts
         return self.all_splits[which][:, first : first + self.experts]
 
+    def is_mine(self, p: Any, variant: str) -> bool:
+        mine, exact = self.problem, not variant.endswith(BOUNDED)
+        return bool((p.experts, p.n, p.k, p.dtype, p.exact) == (mine.experts, mine.n, mine.k, mine.dtype, exact))
+
+    @cached_property
+    def load(self) -> Load:
+        world = self.ranks.world_size
+        splits = torch.stack(self.all_splits).view(self.input_sets, world, world, self.experts)
+        between = splits.sum(3)  # rows [input set, from, to]
+        of_rank, of_expert = between.sum(1), splits.sum(1).flatten(1)
+        leaving = between.masked_fill(torch.eye(world, dtype=torch.bool), 0)
+        busiest = torch.maximum(leaving.sum(2), leaving.sum(1)).amax(1).double().mean()
+        return Load(
+            max_rows=_round_up(int(of_rank.max()), 128),
+            capacity=_round_up(int(splits.max()), 8),
+            rank_skew=float((of_rank.amax(1) / of_rank.double().mean(1)).mean()),
+            expert_skew=float((of_expert.amax(1) / of_expert.double().mean(1)).mean()),
+            busiest_bytes=float(busiest) * self.sent_columns * self.dtype.itemsize,
+        )
+
+    @property
+    def sent_columns(self) -> int:
+        return self.config.k
+
+    def baseline(self, mode: Mode) -> str:
+        return self.ahead if mode == "graph" else BASELINE
+
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
+        """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
+        shape, load = self.config, self.load
+        rows = load.rank_skew * shape.rows
+        traffic = (self.experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.dtype.itemsize
+        flops = 2 * rows * shape.k * shape.n
+        return 1e3 * max(
+            max(traffic / c.memory, flops / (c.matmul or math.inf), load.busiest_bytes / c.link) for c in ceilings
+        )
+
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        sizes = {field: getattr(self.config, field) for field in ("n", "k", "experts", "top_k", "skew", "rows")}
+        return {"tokens": self.config.m} | sizes | asdict(self.load) | super().shared(mode, found, ceilings)
+
+    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        shape, load = self.config, self.load
+        rooms = (
+            f"; {PADDED} has room for {counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
+            f"{counted(load.max_rows, 'row')} in all"
+        )
+        return [
+            f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows over mean: "
+            f"{load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts{rooms * (PADDED in self.baselines)}",
+            f"all but {self.ahead} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host must "
+            f"learn how many rows come",
+            *super().said(records, ceilings),
+        ]
+
+    # --- variants, and what runs beside them ---
+
+    def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        self.known = [Sizes(*tables) for tables in zip(self.splits, self.received, strict=True)]
+        ends = [
+            torch.tensor(list(itertools.accumulate(sizes.host.of_experts)), dtype=torch.int32) for sizes in self.known
+        ]
+        self.ends = [of_set.to(self.ranks.device) for of_set in ends]
+        beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
+        if any(size * self.dtype.itemsize % 16 for size in (self.config.n, self.config.k)):
+            del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes
+        return {BASELINE: self.serial}, beside, []
+
+    def waits(self, name: str) -> bool:
+        return name != self.ahead and not name.endswith(BOUNDED)
+
+    @abstractmethod
+    def serial(self, which: int) -> torch.Tensor:
+        """The library's calls in turn: `weft.runtime.exchanged`, which is also the operator's serial schedule."""
+
+    def gemm(self, which: int) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(self.arrived[which], self.w, offs=self.ends[which])
+
+    def gemm_each(self, which: int) -> torch.Tensor:
+        x, sizes = self.arrived[which], self.known[which].host.of_experts
+        y = x.new_empty(x.shape[0], self.config.n)
+        for w, part, rows in zip(self.w, x.split(sizes), y.split(sizes), strict=True):
+            torch.mm(part, w, out=rows)
+        return y
+
+    @abstractmethod
+    def exchange(self, which: int) -> None: ...
+
+
+class DispatchVariants(ExpertVariants):
+    baselines: ClassVar[tuple[str, ...]] = (BASELINE, PADDED)
+    compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: baselines}  # exact rows are not compared with padding
+    ahead = PADDED
+
+    def draw_rows(self) -> None:
+        self.tokens = [self._tokens(which, self.ranks.rank) for which in range(self.input_sets)]
+        self.slots = torch.arange(self.load.capacity, device=self.ranks.device)
+
+    def _tokens(self, which: int, rank: int) -> torch.Tensor:
+        return self.rows_drawn(which, rank, self.config.rows)
+
     def ordered(self, which: int) -> torch.Tensor:
-        """What arrives, by expert and then by source, made and not sent: [rows, k]."""
-        parts = []
-        for source in range(self.ranks.world_size):
-            splits = self.all_splits[which][source]
-            first = self.ranks.rank * self.experts
+        """What arrives, made and not sent: [rows, k]."""
+        first, parts = self.ranks.rank * self.experts, []
+        for source, splits in enumerate(self.all_splits[which]):
             parts.append(self._tokens(which, source).split(splits.tolist())[first : first + self.experts])
         return torch.cat([part for of_expert in zip(*parts, strict=True) for part in of_expert])
 
@@ -172,84 +285,22 @@ class DispatchVariants(GemmVariants):
         here = torch.arange(self.load.capacity) < counts.t().unsqueeze(-1)  # [experts, sources, capacity]
         return output[here.flatten().to(output.device)]
 
-    def is_mine(self, p: Any, variant: str) -> bool:
-        mine = self.problem
-        return bool(
-            (p.experts, p.n, p.k, p.dtype, p.exact)
-            == (mine.experts, mine.n, mine.k, mine.dtype, not variant.endswith(BOUNDED))
-        )
-
-    @cached_property
-    def load(self) -> Load:
-        world = self.ranks.world_size
-        splits = torch.stack(self.all_splits).view(self.input_sets, world, world, self.experts)
-        between = splits.sum(3)  # rows [input set, from, to]
-        of_rank, of_expert = between.sum(1), splits.sum(1).flatten(1)
-        leaving = between.masked_fill(torch.eye(world, dtype=torch.bool), 0)
-        busiest = torch.maximum(leaving.sum(2), leaving.sum(1)).amax(1).double().mean()
-        return Load(
-            max_rows=_round_up(int(of_rank.max()), 128),
-            capacity=_round_up(int(splits.max()), 8),
-            rank_skew=float((of_rank.amax(1) / of_rank.double().mean(1)).mean()),
-            expert_skew=float((of_expert.amax(1) / of_expert.double().mean(1)).mean()),
-            busiest_bytes=float(busiest) * self.config.k * self.dtype.itemsize,
-        )  # fmt: skip
-
-    def baseline(self, mode: Mode) -> str:
-        return PADDED if mode == "graph" else BASELINE
-
-    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """Of the busiest rank: its rows and its experts once through memory, its GEMMs, its bytes over the link: the longest."""
-        shape, load = self.config, self.load
-        rows = load.rank_skew * shape.rows
-        traffic = (self.experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.dtype.itemsize
-        flops = 2 * rows * shape.k * shape.n
-        return 1e3 * max(
-            max(traffic / c.memory, flops / (c.matmul or math.inf), load.busiest_bytes / c.link) for c in ceilings
-        )
-
-    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        sizes = {field: getattr(self.config, field) for field in ("n", "k", "experts", "top_k", "skew", "rows")}
-        return {"tokens": self.config.m} | sizes | asdict(self.load) | super().shared(mode, found, ceilings)
-
-    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
-        shape, load = self.config, self.load
-        return [
-            f"{counted(shape.m, 'token')} a rank, {shape.top_k} of {counted(shape.experts, 'expert')} each; most rows "
-            f"over mean: {load.rank_skew:.2f} of ranks, {load.expert_skew:.2f} of experts; {PADDED} has room for "
-            f"{counted(load.capacity, 'row')} of each expert on each rank; bounded variants for "
-            f"{counted(load.max_rows, 'row')} in all",
-            f"all but {PADDED} and what ends in {BOUNDED} wait for the device in each call, in queued mode too: the host "
-            f"must learn how many rows come",
-            *super().said(records, ceilings),
-        ]
-
-    # --- variants, and what runs beside them ---
-
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
-        ranks, notes = self.ranks, []
-        arms: dict[str, Arm] = {BASELINE: self.serial}
         # Sent, received, in the order of experts; and multiplied.
         needed = self.config.experts * self.load.capacity * (3 * self.config.k + self.config.n) * self.dtype.itemsize
-        if needed <= _PADDED_SHARE * -ranks.most(-free_bytes(ranks)):
-            arms[PADDED] = self.padded
-        else:
-            notes.append(f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB")
+        fits = needed <= _PADDED_SHARE * -self.ranks.most(-free_bytes(self.ranks))
         self.arrived = [self.ordered(which) for which in range(self.input_sets)]
-        self.sizes = [self.counts(which).sum(0).tolist() for which in range(self.input_sets)]
-        ends = [torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32) for sizes in self.sizes]
-        self.ends = [of_set.to(ranks.device) for of_set in ends]
-        self.received = [torch.empty_like(x) for x in self.arrived]
-        beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
-        if any(size * self.dtype.itemsize % 16 for size in (self.config.n, self.config.k)):
-            del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes
-        return arms, beside, notes
+        self.moved = [(torch.empty_like(x), tokens) for x, tokens in zip(self.arrived, self.tokens, strict=True)]
+        arms, beside, notes = super().others(wanted)
+        if fits:
+            return arms | {PADDED: self.padded}, beside, notes
+        return arms, beside, [f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB"]
 
-    def waits(self, name: str) -> bool:
-        return name != PADDED and not name.endswith(BOUNDED)
+    def exchange(self, which: int) -> None:
+        sizes = self.known[which].host
+        dist.all_to_all_single(*self.moved[which], sizes.came, sizes.sent, group=self.ranks.group)
 
     def serial(self, which: int) -> torch.Tensor:
-        """The library's calls in turn: `weft.runtime.exchanged`, which is also the operator's serial schedule."""
         group = self.ranks.group
         sizes = Sizes(self.splits[which], exchange_counts(self.splits[which], group))
         return multiplied_by_library(self.tokens[which], self.w, sizes, group, None)
@@ -279,42 +330,34 @@ class DispatchVariants(GemmVariants):
 
         return call
 
-    def gemm(self, which: int) -> torch.Tensor:
-        return torch.nn.functional.grouped_mm(self.arrived[which], self.w, offs=self.ends[which])
-
-    def gemm_each(self, which: int) -> torch.Tensor:
-        x, sizes = self.arrived[which], self.sizes[which]
-        y = x.new_empty(x.shape[0], self.config.n)
-        for w, part, rows in zip(self.w, x.split(sizes), y.split(sizes), strict=True):
-            torch.mm(part, w, out=rows)
-        return y
-
-    def exchange(self, which: int) -> None:
-        rank, world, group = self.ranks.rank, self.ranks.world_size, self.ranks.group
-        between = self.all_splits[which].view(world, world, -1).sum(2)
-        came, sent = between[:, rank].tolist(), between[rank].tolist()
-        dist.all_to_all_single(self.received[which], self.tokens[which], came, sent, group=group)
-
 
 class ExpertsOperator(GemmOperator[MoeShape]):
-    variants, shape = DispatchVariants, MoeShape
-    head: tuple[str, ...] = ("tokens x N x K", "most / mean rows", "padded rows")
+    variants: type[ExpertVariants] = DispatchVariants
+    shape = MoeShape
     tail = ("GEMMs alone", "roofline")
-    optional: tuple[str, ...] = (*head[1:], "best schedule", "of them", "GEMMs alone")
+
+    @property
+    def head(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("tokens x N x K", "most / mean rows", *["padded rows"] * (PADDED in self.baselines))
+
+    @property
+    def optional(self) -> tuple[str, ...]:  # type: ignore[override]
+        return *self.head[1:], "best schedule", "of them", "GEMMs alone"
 
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):
             if shape.experts % options.ranks:
-                fitting_ranks = [ranks for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0]
+                fitting = ", ".join(str(ranks) for ranks in range(1, shape.experts + 1) if shape.experts % ranks == 0)
                 raise ValueError(
-                    f"{shape.name}: {counted(shape.experts, 'expert')} cannot be spread evenly over {options.ranks} "
-                    f"ranks: use one of {', '.join(map(str, fitting_ranks))}"
+                    f"{shape.name}: {counted(shape.experts, 'expert')} cannot be spread evenly over {options.ranks} ranks: use one "
+                    f"of {fitting}"
                 )
         super().check_options(options)
 
     def described(self, record: Record) -> list[str]:
         padded = record["capacity"] * record["experts"] / record["rows"]
-        return [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
+        cells = [record["config"], f"{record['rank_skew']:.2f}", f"{padded:.2f}x"]
+        return cells[: len(self.head)]
 
     def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
         of_any = next(iter(by_variant.values()))
