@@ -20,6 +20,7 @@ import importlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from weft.bench.core import records
@@ -86,9 +87,7 @@ def _long_enough(found: Sequence[Record]) -> list[Record]:
     """Without what is too short on CPU: of operators with all variants of that configuration and mode."""
 
     def key(r: Record) -> tuple[str, ...]:
-        alone = (
-            (r["variant"],) if r["op"] == "inefficiency" else ()
-        )  # each of whose variants has a table cell of its own
+        alone = [r["variant"]] * (r["op"] == "inefficiency")  # each of whose variants has a table cell of its own
         return r["op"], r["config"], r["dtype"], r["mode"], *alone
 
     short = {key(r) for r in found if r["device"] == "cpu" and r["p50_ms"] < TOO_SHORT_MS}
@@ -136,12 +135,8 @@ def gain(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline:
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
     """Of each (operator, configuration, dtype, mode) the records of its last run, in the order of first appearance."""
 
-    def key(record: Record) -> tuple[str, ...]:
-        return record["op"], record["config"], record["dtype"], record["mode"]
-
-    last = {key(r): r["run"] for r in found}
-    order = list(last)
-    return sorted((r for r in found if last[key(r)] == r["run"]), key=lambda r: order.index(key(r)))
+    runs = records.last_runs(found, itemgetter("op", "config", "dtype", "mode"))
+    return [r for of_run in runs.values() for r in of_run]
 
 
 def main(arguments: Sequence[str]) -> None:

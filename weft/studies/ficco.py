@@ -18,11 +18,14 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
 from weft.hw import file_of, load_machine
@@ -30,15 +33,12 @@ from weft.plan import AUTOTUNE, static_pick
 from weft.plan.predict import least_us, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.sim.losses import communication_us, gemms_us
-from weft.studies.pages import Table, block, head, model_for, where
-from weft.trace.pyplot import pyplot
+from weft.studies.pages import Table, bars, block, figure, head, model_for, table, where
 
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 """Shard overlap as the paper has it: one peer at a time, whole shards."""
 ASYNCTP, SERIAL, WEFT = "asynctp", "serial", "weft"
 NEAR = 0.03
-_STARTS = ("uniform", "hetero")
-_GEMMS = ("fused", "unfused")
 
 
 def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
@@ -48,32 +48,35 @@ def ficco(shape: str, start: str, gemms: str, by: str = "dma") -> str:
     return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"
 
 
-def _all_of(shape: str, by: str = "dma") -> tuple[str, ...]:
-    return tuple(ficco(shape, start, gemms, by) for start in _STARTS for gemms in _GEMMS)
+def _all_of(*shapes: str, by: str = "dma") -> dict[str, str]:
+    """By the paper's names, such as "hetero-fused-1D"."""
+    return {
+        f"{start}-{gemms}-{shape.upper()}": ficco(shape, start, gemms, by)
+        for shape in shapes for start in ("uniform", "hetero") for gemms in ("fused", "unfused")
+    }  # fmt: skip
 
 
+_NAMED = _all_of("1d", "2d")
+EIGHT = tuple(_NAMED.values())
 STUDIED = {
-    "uniform-fused-1D": ficco("1d", "uniform", "fused"),
-    "hetero-fused-1D": ficco("1d", "hetero", "fused"),
-    "hetero-unfused-1D": ficco("1d", "hetero", "unfused"),
-    "uniform-fused-2D": ficco("2d", "uniform", "fused"),
+    name: _NAMED[name] for name in ("uniform-fused-1D", "hetero-fused-1D", "hetero-unfused-1D", "uniform-fused-2D")
 }
-"""The paper's four, by its names."""
-EIGHT = (*_all_of("1d"), *_all_of("2d"))
+"""The paper's four."""
 KINDS: dict[str, tuple[str, ...]] = {
     "shard": (SHARD,),
     "shard, to all at once": ("shard[chunks=1,send=at_once,by=dma]",),
     "AsyncTP": (ASYNCTP,),
-    "FiCCO 1D": _all_of("1d"),
-    "FiCCO 2D": _all_of("2d"),
-    "FiCCO by the library": (*_all_of("1d", "collective"), *_all_of("2d", "collective")),
-    "FiCCO by a kernel": (*_all_of("1d", "kernel"), *_all_of("2d", "kernel")),
+    "FiCCO 1D": EIGHT[:4],
+    "FiCCO 2D": EIGHT[4:],
+    "FiCCO by the library": tuple(_all_of("1d", "2d", by="collective").values()),
+    "FiCCO by a kernel": tuple(_all_of("1d", "2d", by="kernel").values()),
     "weft's choice": (WEFT,),
     "weft, autotuned": (AUTOTUNE,),
 }
 """Kinds of overlap, and the variants of which each GEMM has the fastest (figure 14)."""
 
-PAPER = {"ideal": "to 1.7", "shard": "from 1/3.9", "ficco": "1D 1.6, 2D 1.7", "g": "16 of 16", "s": "81%, else 14%"}
+PAPER_MOST = {"ideal": "to 1.7", "shard": "from 1/3.9", "FiCCO": "1D 1.6, 2D 1.7"}
+PAPER_BEST = {"g": "16 of 16", "s": "81%, else 14%"}
 PAPER_SAYS = (
     "The paper's numbers are of its text: the ideal of I and II-B, shard overlap of I and VI-B, its best schedules of VI-C (2D "
     "copies emulated), the heuristic's of VI-D. Those of its figures 12 to 14 are not in the text."
@@ -101,13 +104,18 @@ class Row:
     def ideal(self) -> float:
         return self.ms[SERIAL] / max(self.gemm_ms, self.communication_ms)
 
-    def speedup(self, variant: str | None) -> float | None:
-        """Over serial; None where it was not recorded."""
-        return self.ms[SERIAL] / self.ms[variant] if variant and variant in self.ms else None
-
     def best(self, among: Sequence[str]) -> str | None:
-        there = [name for name in among if name in self.ms]
-        return min(there, key=lambda name: self.ms[name]) if there else None
+        return min((name for name in among if name in self.ms), key=lambda name: self.ms[name], default=None)
+
+    def speedup(self, *among: str) -> float | None:
+        """Over serial, of the fastest; None where none was recorded."""
+        best = self.best(among)
+        return None if best is None else self.ms[SERIAL] / self.ms[best]
+
+    def lost(self, chosen: str, among: Sequence[str]) -> float | None:
+        """Which part of the best speedup `chosen` loses; None where either was not recorded."""
+        best, mine = self.speedup(*among), self.speedup(chosen)
+        return None if best is None or mine is None else max(0.0, 1 - mine / best)
 
     @property
     def pick(self) -> str:
@@ -155,11 +163,10 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         raise ValueError(
             "no records of FiCCO's GEMMs: weft bench all_gather_matmul --preset table-1 --mode queued --json FILE"
         )
-    last = {r["config"]: r["run"] for r in mine}
     rows = []
-    for config, run in last.items():
-        of_run = [r for r in mine if (r["config"], r["run"]) == (config, run)]
-        first, paper = of_run[0], _gemm_of(config)
+    for of_run in last_runs(mine, itemgetter("config")).values():
+        first, config = of_run[0], of_run[0]["config"]
+        paper = _gemm_of(config)
         assert paper is not None
         ms = {r["variant"]: r["p50_ms"] for r in of_run}
         if SERIAL not in ms or first["gemm_ms"] is None or first["communication_ms"] is None:
@@ -181,55 +188,55 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _over_ratio(rows: Sequence[Row]) -> Table:
-    kinds = [kind for kind in ("shard", "shard, to all at once", "AsyncTP") if _has(rows, KINDS[kind])]
-    columns = (
-        "GEMM",
-        "M x N x K",
-        "GEMM ms",
-        "communication ms",
-        "ratio",
-        "serial ms",
-        "ideal",
-        *kinds,
-        "FiCCO",
-        "of ideal's gain",
-    )
-    cells = []
-    for row in sorted(rows, key=lambda row: row.ratio):
-        best = row.speedup(row.best(EIGHT))
-        gained = None if best is None or row.ideal <= 1 else (1 - 1 / best) / (1 - 1 / row.ideal)
-        cells.append((
-            row.config, str(row.gemm), *map(milliseconds, (row.gemm_ms, row.communication_ms)), f"{row.ratio:.2f}",
-            milliseconds(row.ms[SERIAL]), f"{row.ideal:.2f}", *(number(_of(row, KINDS[kind]), 2) for kind in kinds),
-            number(best, 2), "" if gained is None else f"{gained:.0%}",
-        ))  # fmt: skip
-    said = ("most", *[""] * 5, f"{max(row.ideal for row in rows):.2f}")
-    least = [min((of for row in rows if (of := _of(row, KINDS[kind]))), default=None) for kind in kinds]
-    most = max((of for row in rows if (of := row.speedup(row.best(EIGHT)))), default=None)
-    cells.append((*said, *(f"least {number(of, 2)}" for of in least), number(most, 2), ""))
-    paper = [PAPER["shard"] if kind == "shard" else "" for kind in kinds]
-    cells.append(("paper's", *[""] * 5, PAPER["ideal"], *paper, PAPER["ficco"], ""))
-    return Table("Speedup over serial, by the ratio of GEMM to communication (figure 13)", columns, cells)
+    def gained(row: Row) -> str:
+        best = row.speedup(*EIGHT)
+        return "" if best is None or row.ideal <= 1 else f"{(1 - 1 / best) / (1 - 1 / row.ideal):.0%}"
+
+    shown = ("shard", "shard, to all at once", "AsyncTP")
+    kinds = {kind: KINDS[kind] for kind in shown if any(row.speedup(*KINDS[kind]) for row in rows)} | {"FiCCO": EIGHT}
+    speedups = {kind: [of for row in rows if (of := row.speedup(*names))] for kind, names in kinds.items()}
+    columns: dict[str, Callable[[Row], str]] = {
+        "GEMM": lambda row: row.config,
+        "M x N x K": lambda row: str(row.gemm),
+        "GEMM ms": lambda row: milliseconds(row.gemm_ms),
+        "communication ms": lambda row: milliseconds(row.communication_ms),
+        "ratio": lambda row: f"{row.ratio:.2f}",
+        "serial ms": lambda row: milliseconds(row.ms[SERIAL]),
+        "ideal": lambda row: f"{row.ideal:.2f}",
+        **{kind: _speedup(*names) for kind, names in kinds.items()},
+        "of ideal's gain": gained,
+    }
+    least = {kind: f"least {min(of):.2f}" for kind, of in speedups.items() if kind != "FiCCO"}
+    most = {"GEMM": "most", "ideal": f"{max(row.ideal for row in rows):.2f}"}
+    last = [
+        most | least | {"FiCCO": number(max(speedups["FiCCO"], default=None), 2)},
+        {"GEMM": "paper's", **PAPER_MOST},
+    ]
+    title = "Speedup over serial, by the ratio of GEMM to communication (figure 13)"
+    return table(title, sorted(rows, key=lambda row: row.ratio), columns, last)
 
 
 def _by_schedule(rows: Sequence[Row]) -> Table:
-    names = {name: title for title, name in STUDIED.items()}
-    columns = ("GEMM", *STUDIED, "best of eight", "which", "heuristic's", "loses")
-    cells = []
-    for row in rows:
-        best = row.best(EIGHT)
-        lost = _lost(row, row.pick, EIGHT)
-        cells.append((
-            row.config, *(number(row.speedup(name), 2) for name in STUDIED.values()), number(row.speedup(best), 2),
-            _short(best), names.get(row.pick, row.pick), "" if lost is None else "-" if lost == 0 else f"{lost:.1%}",
-        ))  # fmt: skip
-    return Table("Speedup over serial of each schedule, and the heuristic's pick (figure 12b)", columns, cells)
+    titles = {name: title for title, name in _NAMED.items()}
+
+    def lost(row: Row) -> str:
+        part = row.lost(row.pick, EIGHT)
+        return "" if part is None else "-" if part == 0 else f"{part:.1%}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "GEMM": lambda row: row.config,
+        **{title: _speedup(name) for title, name in STUDIED.items()},
+        "best of eight": _speedup(*EIGHT),
+        "which": lambda row: titles.get(row.best(EIGHT) or "", ""),
+        "heuristic's": lambda row: titles.get(row.pick, row.pick),
+        "loses": lost,
+    }
+    return table("Speedup over serial of each schedule, and the heuristic's pick (figure 12b)", rows, columns)
 
 
 def _choices(rows: Sequence[Row]) -> Table:
     """How good the heuristic's picks are, and weft's own choices where they were recorded."""
-    four, none = tuple(STUDIED.values()), tuple[str, ...]()
-    columns = (
+    header = (
         "GEMMs",
         "who chooses",
         "among",
@@ -239,67 +246,48 @@ def _choices(rows: Sequence[Row]) -> Table:
         "at most",
         "paper's",
     )
-    cells = list[tuple[str, ...]]()
-    for what, begin in (("table-1", "g"), ("synthetic", "s")):
-        for who, of, among, names in (
+    cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
+    for (what, begin), (who, of, among, names) in product(
+        (("table-1", "g"), ("synthetic", "s")),
+        (
             ("the heuristic", "", "the paper's four", four), ("the heuristic", "", "all eight", EIGHT),
-            ("weft", WEFT, "all that ran", none), ("weft, autotuned", AUTOTUNE, "all that ran", none),
-        ):  # fmt: skip
-            lost = [
-                part
-                for row in _named(rows, begin)
-                if (part := _lost(row, of or row.pick, names or tuple(row.ms))) is not None
-            ]
-            if lost:
-                wrong = [part for part in lost if part > 0]
-                cells.append((
-                    what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}", f"{share([part <= NEAR for part in lost]):.0%}",
-                    f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER[begin] if names == four else "",
-                ))  # fmt: skip
-    title = "How often the choice is the fastest, and which part of the best speedup is lost where it is not"
-    return Table(title, columns, cells)
+            ("weft", WEFT, "all that ran", ()), ("weft, autotuned", AUTOTUNE, "all that ran", ()),
+        ),
+    ):  # fmt: skip
+        parts = [row.lost(of or row.pick, names or tuple(row.ms)) for row in _named(rows, begin)]
+        lost = [part for part in parts if part is not None]
+        wrong = [part for part in lost if part > 0]
+        if lost:
+            cells.append((
+                what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}", f"{share([part <= NEAR for part in lost]):.0%}",
+                f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER_BEST[begin] if names == four else "",
+            ))  # fmt: skip
+    return Table(
+        "How often the choice is the fastest, and which part of the best speedup is lost where it is not", header, cells
+    )
 
 
 def _by_kind(rows: Sequence[Row]) -> Table:
+    def speedups(row: Row) -> dict[str, float | None]:
+        kinds = {kind: row.speedup(*names) for kind, names in KINDS.items()}
+        return {"ideal": row.ideal, **kinds, "FiCCO, the heuristic's": row.speedup(row.pick)}
+
     sets = {"table-1": "g", "synthetic": "s", "all": ""}
-    cells = [("ideal", *(number(geomean([r.ideal for r in _named(rows, begin)]), 2) for begin in sets.values()))]
-    picked: dict[str, Callable[[Row], float | None]] = {"FiCCO, the heuristic's": lambda row: row.speedup(row.pick)}
-    kinds = {kind: lambda row, names=names: _of(row, names) for kind, names in KINDS.items()}
-    for kind, speedup in (kinds | picked).items():
-        means = [
-            geomean([of for row in _named(rows, begin) if (of := speedup(row)) is not None]) for begin in sets.values()
-        ]
-        if any(means):
-            cells.append((kind, *(number(mean, 2) for mean in means)))
-    return Table(
-        "Geometric mean of the speedup over serial, of each GEMM the fastest of a kind (figure 14)", ("", *sets), cells
-    )
+    found = {what: [speedups(row) for row in _named(rows, begin)] for what, begin in sets.items()}
+    cells = [
+        (kind, *(number(geomean([of for one in some if (of := one[kind]) is not None]), 2) for some in found.values()))
+        for kind in found["all"][0]
+    ]
+    title = "Geometric mean of the speedup over serial, of each GEMM the fastest of a kind (figure 14)"
+    return Table(title, ("", *sets), [line for line in cells if any(line[1:])])
+
+
+def _speedup(*names: str) -> Callable[[Row], str]:
+    return lambda row: number(row.speedup(*names), 2)
 
 
 def _named(rows: Sequence[Row], begin: str) -> list[Row]:
     return [row for row in rows if row.gemm.name.startswith(begin)]
-
-
-def _has(rows: Sequence[Row], names: Sequence[str]) -> bool:
-    return any(name in row.ms for row in rows for name in names)
-
-
-def _of(row: Row, names: Sequence[str]) -> float | None:
-    return row.speedup(row.best(names))
-
-
-def _lost(row: Row, chosen: str, among: Sequence[str]) -> float | None:
-    """Which part of the best speedup `chosen` loses; None where either was not recorded."""
-    best, pick = _of(row, among), row.speedup(chosen)
-    return None if best is None or pick is None else max(0.0, 1 - pick / best)
-
-
-def _short(name: str | None) -> str:
-    """ "hetero-fused-2D" of a candidate's name."""
-    if name is None:
-        return ""
-    given = dict(word.split("=") for word in name.partition("[")[2].removesuffix("]").split(","))
-    return f"{given['start']}-{given['gemms']}-{name[6:8].upper()}"
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -339,71 +327,51 @@ def markdown(records: Sequence[Record]) -> str:
 
 # --- pictures ---
 
-_COLOURS = {"ideal": "#888888", "shard": "#b8432f", "AsyncTP": "#e1812c", "FiCCO": "#4063a3"}
-_BARS = ("#4063a3", "#2f7d5b", "#8fb6d8", "#e1812c", "#bbbbbb")
+_COLOURS = ("#4063a3", "#2f7d5b", "#8fb6d8", "#e1812c", "#bbbbbb")
 
 
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Write figures 13, 12(b) and 14 as PNG files into `directory`, made if need be."""
-    directory.mkdir(parents=True, exist_ok=True)
-    plt, written = pyplot(), []
-
-    def figures() -> Iterator[tuple[str, Any]]:
-        for name, size in (("figure-13-ratio", (9, 4)), ("figure-12b-schedules", (12, 4)), ("figure-14-means", (9, 4))):
-            drawn, axis = plt.subplots(figsize=size, layout="constrained")
-            yield name, axis
-            drawn.suptitle(title, fontsize=9, x=0.01, ha="left")
-            written.append(directory / f"{name}.png")
-            drawn.savefig(written[-1], dpi=120)
-            plt.close(drawn)
-
-    for (_, axis), paint in zip(figures(), (_draw_ratio, _draw_schedules, _draw_means), strict=False):
-        paint(axis, rows)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_ylabel("speedup over serial", fontsize=9)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, ncol=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    figures = {"figure-13-ratio": _draw_ratio, "figure-12b-schedules": _draw_schedules, "figure-14-means": _draw_means}
+    written = [directory / f"{name}.png" for name in figures]
+    for path, paint in zip(written, figures.values(), strict=True):
+        with figure(path, title, (12 if paint is _draw_schedules else 9, 4)) as (axis,):
+            paint(axis, rows)
+            axis.set_ylabel("speedup over serial", fontsize=9)
     return written
 
 
 def _draw_ratio(axis: Any, rows: Sequence[Row]) -> None:
-    ordered = sorted(rows, key=lambda row: row.ratio)
-    lines: dict[str, Callable[[Row], float | None]] = {
-        "ideal": lambda row: row.ideal, "shard": lambda row: _of(row, KINDS["shard"]),
-        "AsyncTP": lambda row: row.speedup(ASYNCTP), "FiCCO": lambda row: _of(row, EIGHT),
+    lines: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+        "ideal": ("#888888", lambda row: row.ideal), "shard": ("#b8432f", lambda row: row.speedup(SHARD)),
+        "AsyncTP": ("#e1812c", lambda row: row.speedup(ASYNCTP)), "FiCCO": ("#4063a3", lambda row: row.speedup(*EIGHT)),
     }  # fmt: skip
-    for name, speedup in lines.items():
-        points = [(row.ratio, of) for row in ordered if (of := speedup(row)) is not None]
+    for name, (colour, speedup) in lines.items():
+        points = sorted((row.ratio, of) for row in rows if (of := speedup(row)) is not None)
         if points:
-            axis.plot(*zip(*points, strict=True), "o-", markersize=4, linewidth=1, color=_COLOURS[name], label=name)
+            axis.plot(*zip(*points, strict=True), "o-", markersize=4, linewidth=1, color=colour, label=name)
+    axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("time of the GEMM over that of the communication", fontsize=9)
 
 
 def _draw_schedules(axis: Any, rows: Sequence[Row]) -> None:
-    series = [*STUDIED.items(), ("best of the other four", None)]
-    others = [name for name in EIGHT if name not in STUDIED.values()]
-    for i, ((title, name), colour) in enumerate(zip(series, _BARS, strict=True)):
-        heights = [(row.speedup(name) if name else _of(row, others)) or 0.0 for row in rows]
-        places = [j + (i - 2) * 0.17 for j in range(len(rows))]
-        axis.bar(places, heights, 0.16, color=colour, label=title)
-        picked = [
-            (place, height)
-            for place, height, row in zip(places, heights, rows, strict=True)
-            if name and row.pick == name
-        ]
-        label = "the heuristic's pick" if i == 0 else None
-        axis.plot([p for p, _ in picked], [h + 0.03 for _, h in picked], "v", color="black", markersize=4, label=label)
-    axis.set_xticks(range(len(rows)), [row.config for row in rows], fontsize=8)
-    axis.margins(x=0.01)
+    others = tuple(name for name in EIGHT if name not in STUDIED.values())
+    series = {title: (name,) for title, name in STUDIED.items()} | {"best of the other four": others}
+    heights = {title: [row.speedup(*names) or 0.0 for row in rows] for title, names in series.items()}
+    label = "the heuristic's pick"
+    for names, drawn in zip(series.values(), bars(axis, [row.config for row in rows], heights, _COLOURS), strict=True):
+        picked = [bar for bar, row in zip(drawn, rows, strict=True) if names == (row.pick,)]
+        places = [bar.get_x() + bar.get_width() / 2 for bar in picked], [bar.get_height() + 0.03 for bar in picked]
+        axis.plot(*places, "v", color="black", markersize=4, label=label)
+        label = ""
 
 
 def _draw_means(axis: Any, rows: Sequence[Row]) -> None:
-    kinds, _, *_ = zip(*(table := _by_kind(rows)).cells, strict=True)
-    for i, (what, colour) in enumerate(zip(table.columns[1:], _BARS, strict=False)):
-        heights = [float(cells[i + 1] or 0) for cells in table.cells]
-        axis.bar([j + (i - 1) * 0.27 for j in range(len(kinds))], heights, 0.25, color=colour, label=what)
-    axis.set_xticks(range(len(kinds)), [kind.replace(" ", "\n", 1) for kind in kinds], fontsize=8)
+    means = _by_kind(rows)
+    kinds, *columns = zip(*means.cells, strict=True)
+    heights = {
+        what: [float(cell or 0) for cell in cells] for what, cells in zip(means.columns[1:], columns, strict=True)
+    }
+    bars(axis, [kind.replace(" ", "\n", 1) for kind in kinds], heights, _COLOURS)

@@ -15,12 +15,11 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from weft.bench.core.harness import Mode, Ranks
 from weft.bench.core.measure import Step
 from weft.bench.core.operator import Measured, Operator
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.records import common_fields
+from weft.bench.core.records import common_fields, last_runs
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number
 from weft.bench.table_1 import Gemm, find_gemms
@@ -53,7 +52,7 @@ from weft.studies.inefficiency_measure import (
     gemm_beside,
     measure,
 )
-from weft.trace.pyplot import pyplot
+from weft.studies.pages import Table, bars, figure, table
 from weft.words import counted
 
 # The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up; the text does not say by which transport, and FiCCO's is
@@ -96,77 +95,71 @@ class Row:
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
     """A row per GEMM, in the order of first appearance; of the last run that has it."""
-    last = {r["config"]: r["run"] for r in records}
     rows = []
-    for name, run in last.items():
-        mine = [r for r in records if (r["config"], r["run"]) == (name, run)]
+    for mine in last_runs(records, itemgetter("config")).values():
         first = mine[0]
-        gemm = replace(find_gemms([name])[0], **{field: first[field] for field in ("m", "n", "k", "item_bytes")})
+        sizes = {field: first[field] for field in ("m", "n", "k", "item_bytes")}
+        gemm = replace(find_gemms([first["config"]])[0], **sizes)
         overlap = {r["variant"]: r["overlap"] for r in mine if r["overlap"] is not None}
         ms = {r["variant"]: r["p50_ms"] for r in mine}
         rows.append(Row(gemm, first["scaled"], first["gathered_bytes"], ms, overlap))
     return rows
 
 
-class Table(NamedTuple):
-    title: str
-    columns: tuple[str, ...]
-    cells: list[tuple[str, ...]]
-
-
-_Column = tuple[str, Callable[[Row], str], str | None]  # what is above, a cell, the variant whose losses these are
-
-
 def tables(rows: Sequence[Row]) -> list[Table]:
     """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
     of what was not recorded are left out."""
-    name: _Column = ("GEMM", lambda r: r.gemm.name, None)
-    whole: list[_Column] = [
-        ("M x N x K", lambda r: str(r.gemm), None),
-        ("paper's over", lambda r: r.scaled, None),
-        ("ops /\nbyte", lambda r: f"{r.gemm.op_to_byte:.0f}", None),
-        ("traffic\nMB", lambda r: f"{r.gemm.traffic / 1e6:.0f}", None),
-        ("whole\nms", lambda r: milliseconds(r.ms[WHOLE]), None),
-    ]
-    moved: list[_Column] = [("A, MB", lambda r: f"{r.gathered_bytes / 1e6:.1f}", None)]
-    moved += [(f"{by}\nms", lambda r, by=by: milliseconds(r.ms.get(gather_name(by, 1))), None) for by in TRANSPORTS]  # type: ignore[misc]
-    cuts = [_losses(variant.replace("-", "\n"), variant) for variant in (cut_name(*cut) for cut in CUTS)]
-    gathers = [_losses(f"{by}\nin {PIECES}", gather_name(by)) for by in TRANSPORTS]
-    beside = [_losses(f"GEMM,\n{by}", gemm_beside(by)) for by in TRANSPORTS]
-    beside += [_losses(f"gather,\n{by}", gather_beside(by)) for by in TRANSPORTS]
-    beside += [
-        _losses("GEMM,\nwhole shards", gemm_beside("dma", 1)),
-        _losses("whole shards,\nGEMM", gather_beside("dma", 1)),
-    ]
-    beside += [(f"overlap,\n{by}", partial(_overlap, gemm_beside(by)), None) for by in TRANSPORTS]
+    whole: _Columns = {
+        "M x N x K": lambda r: str(r.gemm),
+        "paper's over": lambda r: r.scaled,
+        "ops /\nbyte": lambda r: f"{r.gemm.op_to_byte:.0f}",
+        "traffic\nMB": lambda r: f"{r.gemm.traffic / 1e6:.0f}",
+        "whole\nms": lambda r: milliseconds(r.ms[WHOLE]),
+    }
+    moved: _Columns = {"A, MB": lambda r: f"{r.gathered_bytes / 1e6:.1f}"}
+    moved |= {f"{by}\nms": partial(_alone, gather_name(by, 1)) for by in TRANSPORTS}
+    cuts = {variant.replace("-", "\n"): variant for variant in (cut_name(*cut) for cut in CUTS)}
+    gathers = {f"{by}\nin {PIECES}": gather_name(by) for by in TRANSPORTS}
+    beside = {f"GEMM,\n{by}": gemm_beside(by) for by in TRANSPORTS}
+    beside |= {f"gather,\n{by}": gather_beside(by) for by in TRANSPORTS}
+    beside |= {"GEMM,\nwhole shards": gemm_beside("dma", 1), "whole shards,\nGEMM": gather_beside("dma", 1)}
+    overlaps: _Columns = {f"overlap,\n{by}": partial(_overlap, gemm_beside(by)) for by in TRANSPORTS}
+    said = f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9), and whole shards by dma"
     made = [
-        _table("GEMM cut into 8 and 64, over the whole (figure 7)", [name, *whole, *cuts], rows),
-        _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", [name, *moved, *gathers], rows),
-        _table(
-            f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9), and whole shards by dma",
-            [name, *beside], rows,
-        ),
-    ]  # fmt: skip
-    return [table for table in made if len(table.cells) > len(rows)]
+        _table("GEMM cut into 8 and 64, over the whole (figure 7)", rows, whole, cuts),
+        _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", rows, moved, gathers),
+        _table(said, rows, {}, beside, overlaps),
+    ]
+    return [one for one in made if len(one.cells) > len(rows)]
 
 
-def _losses(header: str, variant: str) -> _Column:
-    return header, lambda r: f"{r.loss(variant):.2f}" if r.has(variant) else "", variant
+_Columns = dict[str, Callable[[Row], str]]
+
+
+def _alone(variant: str, row: Row) -> str:
+    return milliseconds(row.ms.get(variant))
 
 
 def _overlap(variant: str, row: Row) -> str:
     return f"{row.overlap[variant]:.0%}" if variant in row.overlap else ""
 
 
-def _table(title: str, columns: Sequence[_Column], rows: Sequence[Row]) -> Table:
-    columns = [one for one in columns if any(one[1](row) for row in rows)]
-    lines = [tuple(cell(row) for _, cell, _ in columns) for row in rows]
-    variants = [variant or "" for _, _, variant in columns[1:]]
-    here = {v: geomean([row.loss(v) for row in rows if row.has(v)]) for v in variants if v}
-    for label, means in (("mean", here), ("paper's", PAPER_MEANS)):
-        line = [number(means.get(variant), 2) for variant in variants]
-        lines += [(label, *line)] if any(line) else []
-    return Table(title, tuple(header for header, _, _ in columns), lines)
+def _loss(variant: str, row: Row) -> str:
+    return f"{row.loss(variant):.2f}" if row.has(variant) else ""
+
+
+def _table(
+    title: str, rows: Sequence[Row], first: _Columns, losses: dict[str, str], last: _Columns | None = None
+) -> Table:
+    """losses: the variants of these columns, below which are means."""
+    columns: _Columns = {"GEMM": lambda r: r.gemm.name, **first}
+    columns |= {header: partial(_loss, variant) for header, variant in losses.items()} | (last or {})
+    here = {variant: geomean([row.loss(variant) for row in rows if row.has(variant)]) for variant in losses.values()}
+    means = []
+    for label, of in (("mean", here), ("paper's", PAPER_MEANS)):
+        line = {header: number(of.get(v), 2) for header, v in losses.items() if here[v] is not None}
+        means += [{"GEMM": label, **line}] * any(line.values())
+    return table(title, rows, columns, means)
 
 
 class Claim(NamedTuple):
@@ -262,8 +255,7 @@ def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Cl
     return Claim(where, text, len(exceptions) <= _EXCEPTIONS * len(pairs), numbers)
 
 
-_COLOURS = {"dma": "#2f7d5b", "kernel": "#e1812c", "library": "#b8432f", "rows": "#4063a3", "columns": "#e1812c"}
-_LOSSES = {"decomposition": "#4063a3", "contention": "#e1812c"}
+_COLOURS = ("#4063a3", "#e1812c", "#2f7d5b")
 
 
 _FIGURES: tuple[tuple[str, str, str, Sequence[Any], dict[str, Callable[[Any], str]]], ...] = (
@@ -281,26 +273,17 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Write the four pictures as PNG files into `directory`, made if need be. `title`: what ran where."""
     if not rows:
         raise ValueError("nothing to draw: no GEMM was measured")
-    plt, written = pyplot(), []
-    directory.mkdir(parents=True, exist_ok=True)
-
-    @contextmanager
-    def figure(name: str, panels: int) -> Iterator[Any]:
-        drawn, axes = plt.subplots(panels, 1, figsize=(11, 1 + 2.9 * panels), layout="constrained", squeeze=False)
-        yield axes[:, 0]
-        drawn.suptitle(title, fontsize=10, x=0.01, ha="left")
-        written.append(directory / f"{name}.png")
-        drawn.savefig(written[-1], dpi=130)
-        plt.close(drawn)
-
-    for name, along, below, groups, panels in _FIGURES:
+    written = [directory / f"{name}.png" for name, *_ in _FIGURES]
+    for path, (_, along, below, groups, panels) in zip(written, _FIGURES, strict=True):
         ordered = sorted(rows, key=attrgetter(along))
-        with figure(name, len(panels)) as axes:
+        labels = [f"{row.gemm.name}\n{_said(row, along)}" for row in ordered]
+        with figure(path, title, (11, 1 + 2.9 * len(panels)), len(panels)) as axes:
             for axis, (what, variant) in zip(axes, panels.items(), strict=True):
-                bars = {group: [row.loss(variant(group)) for row in ordered] for group in groups}
-                _bars(axis, what, [f"{row.gemm.name}\n{_said(row, along)}" for row in ordered], bars)
+                _bars(axis, labels, {group: [row.loss(variant(group)) for row in ordered] for group in groups})
+                axis.set_title(what, fontsize=10, loc="left", fontweight="bold")
             axes[-1].set_xlabel(below)
-    with figure("figure-10-shares", 3) as axes:
+    written.append(directory / "figure-10-shares.png")
+    with figure(written[-1], title, (11, 9.7), 3) as axes:
         _shares(axes, rows)
     return written
 
@@ -321,52 +304,34 @@ def shares(decomposition: float, contention: float) -> tuple[float, float]:
 def _shares(axes: Any, rows: Sequence[Row]) -> None:
     """Of the schedule that copies by engines and cuts by rows; the contention of 64 pieces is taken from 8."""
     of_gemm, of_gather = gemm_beside("dma"), gather_beside("dma")
-    for axis, what, cut, beside in zip(
-        axes,
-        ("GEMM in 8 by rows, dma", "GEMM in 64 by rows, contention as in 8", f"all-gather in {PIECES}, dma"),
-        (cut_name("rows", 8), cut_name("rows", 64), gather_name("dma")),
-        (of_gemm, of_gemm, of_gather),
-        strict=True,
-    ):
+    panels = {
+        "GEMM in 8 by rows, dma": (cut_name("rows", 8), of_gemm),
+        "GEMM in 64 by rows, contention as in 8": (cut_name("rows", 64), of_gemm),
+        f"all-gather in {PIECES}, dma": (gather_name("dma"), of_gather),
+    }
+    for axis, (what, (cut, beside)) in zip(axes, panels.items(), strict=True):
         ordered = sorted(rows, key=lambda r: r.gemm.traffic * (r.gemm.op_to_byte if beside == of_gemm else 1))
-        parts = np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
-        base = np.zeros(len(ordered))
-        for (loss, colour), part in zip(_LOSSES.items(), parts.T, strict=True):
-            axis.bar(
-                [r.gemm.name for r in ordered], 100 * part, bottom=base, color=colour, label=f"{loss} loss", width=0.7
-            )
-            base += 100 * part
+        parts = 100 * np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
+        names, of = [r.gemm.name for r in ordered], {"width": 0.7}
+        axis.bar(names, parts[:, 0], color=_COLOURS[0], label="decomposition loss", **of)
+        axis.bar(names, parts[:, 1], bottom=parts[:, 0], color=_COLOURS[1], label="contention loss", **of)
         axis.set_ylabel("share of what is lost, %", fontsize=9)
         axis.set_ylim(0, 100)
-        _finish(axis, what, columns=2)
+        axis.set_title(what, fontsize=10, loc="left", fontweight="bold")
     axes[1].set_xlabel("GEMMs by op-to-byte times traffic, the least first", fontsize=9)
     axes[2].set_xlabel("GEMMs by traffic, the least first", fontsize=9)
 
 
-def _bars(axis: Any, what: str, labels: Sequence[str], bars: Mapping[Any, Sequence[float]]) -> None:
-    """A group of bars for each label; they begin at 1, which is no loss. The axis is logarithmic where losses differ much."""
-    width = 0.8 / len(bars)
-    if max(map(max, bars.values())) > 4:
+def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
+    """Bars begin at 1, which is no loss. The axis is logarithmic where losses differ much."""
+    if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
-    for i, (name, heights) in enumerate(bars.items()):
-        places = np.arange(len(labels)) + (i - (len(bars) - 1) / 2) * width
-        drawn = axis.bar(places, np.array(heights) - 1, width, bottom=1, color=_COLOURS[name], label=name)
-        if width * len(labels) < 16:  # numbers between bars can be read
+    for drawn, heights in zip(bars(axis, labels, losses, _COLOURS, base=1), losses.values(), strict=True):
+        if len(labels) < 20 * len(losses):  # numbers between bars can be read
             axis.bar_label(drawn, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90, padding=2)
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylabel("loss (1: none)", fontsize=9)
     axis.margins(x=0.01, y=0.18)
-    _finish(axis, what, columns=len(bars))
-
-
-def _finish(axis: Any, what: str, columns: int) -> None:
-    axis.set_title(what, fontsize=10, loc="left", fontweight="bold")
-    axis.legend(fontsize=8, ncol=columns, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings], options: BenchOptions) -> list[Record]:
@@ -435,13 +400,14 @@ class _Inefficiency(Operator[Gemm]):
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Tables and what they say of the paper's observations, and the pictures that were asked for."""
         rows = rows_of(written)
-        for table in tables(rows):
-            print_table(*table)
+        for one in tables(rows):
+            print_table(*one)
         observations = [claim.cells for claim in claims(rows)]
         print_table("The paper's observations, here", _OBSERVATION, observations, [_TRANSPORTS_ARE[options.device]])
         if options.pictures is not None:
-            one = written[-1]
-            title = f"{counted(one['ranks'], 'rank')}, {one['dtype']}, {one['machine']}; {one['date'][:10]}, {one['commit']}"
+            last = written[-1]
+            ran = f"{counted(last['ranks'], 'rank')}, {last['dtype']}, {last['machine']}"
+            title = f"{ran}; {last['date'][:10]}, {last['commit']}"
             for path in draw(options.pictures, rows, title):
                 print(f"drawn: {path}")
 
@@ -451,8 +417,8 @@ class _Inefficiency(Operator[Gemm]):
         if whole:
             which = "all" if len(whole) == len(measured) else ", ".join(whole)
             parts.append(f"Recorded with table I's N whole, not divided by the ranks as it is now: {which}.")
-        for table in tables(measured):
-            parts += [table.title, markdown_table([column.replace("\n", " ") for column in table.columns], table.cells)]
+        for one in tables(measured):
+            parts += [one.title, markdown_table([column.replace("\n", " ") for column in one.columns], one.cells)]
         return "\n\n".join([*parts, markdown_table(_OBSERVATION, [claim.cells for claim in claims(measured)])])
 
 

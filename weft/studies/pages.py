@@ -1,13 +1,18 @@
-"""What the studies of the papers have in common: the head of a simulated record, tables, a page's block, and what it rests on."""
+"""What the studies of the papers have in common: the head of a simulated record, tables, pictures, a page's block, and what it
+rests on."""
 
 from __future__ import annotations
 
 import datetime
 import platform
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import weft
 from weft.bench.core.tables import Record, markdown_table
@@ -16,12 +21,54 @@ from weft.hw import Machine
 from weft.hw.machine import Quantity
 from weft.hw.topology import load_topology
 from weft.sim import Model, model_of
+from weft.trace.pyplot import pyplot
 
 
 class Table(NamedTuple):
     title: str
     columns: tuple[str, ...]
     cells: list[tuple[str, ...]]
+
+
+def table(
+    title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
+) -> Table:
+    """A line for each row, and `last`, by column; columns in which no row has anything are left out."""
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    shown = [name for name in columns if any(cells[name])]
+    lines = [*zip(*(cells[name] for name in shown), strict=True)]
+    return Table(title, tuple(shown), [*lines, *(tuple(line.get(name, "") for name in shown) for line in last)])
+
+
+@contextmanager
+def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
+    """Yields the axes of panels, one below the other, and writes a PNG file into its folder, made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt = pyplot()
+    drawn, axes = plt.subplots(panels, 1, figsize=size, layout="constrained", squeeze=False)
+    yield axes[:, 0]
+    for axis in axes[:, 0]:
+        axis.legend(fontsize=8, ncol=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    drawn.suptitle(title, fontsize=9, x=0.01, ha="left")
+    drawn.savefig(path, dpi=130)
+    plt.close(drawn)
+
+
+def bars(
+    axis: Any, labels: Sequence[str], groups: Mapping[str, Sequence[float]], colours: Sequence[str], base: float = 0.0
+) -> list[Any]:
+    """At each label a bar of each group, from `base` on, and a line at 1. Returns what was drawn, by group."""
+    width, drawn = 0.8 / len(groups), []
+    for i, ((name, heights), colour) in enumerate(zip(groups.items(), colours, strict=False)):
+        places = np.arange(len(labels)) + (i - (len(groups) - 1) / 2) * width
+        drawn.append(axis.bar(places, np.array(heights) - base, 0.95 * width, bottom=base, color=colour, label=name))
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(labels)), labels, fontsize=8)
+    axis.margins(x=0.01)
+    return drawn
 
 
 def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:

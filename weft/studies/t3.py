@@ -26,17 +26,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from weft import plan
-from weft.bench.core.tables import Record, geomean, milliseconds, number
+from weft.bench.core.records import last_runs
+from weft.bench.core.tables import Record, geomean, milliseconds, times
 from weft.hw import file_of, load_machine
 from weft.schedule import Draft, MatmulReduceScatter, named
 from weft.sim import Model, simulate
 from weft.sim.losses import gemms_us
 from weft.sim.traffic import traffic
-from weft.studies.pages import Table, block, head, model_for, where
-from weft.trace.pyplot import pyplot
+from weft.studies.pages import Table, bars, block, figure, head, model_for, table, where
 from weft.words import counted
 
 OP = "matmul_reduce_scatter"
@@ -107,19 +107,12 @@ class Row:
 
 
 def problems(network: Network, ranks: int) -> Iterator[tuple[str, MatmulReduceScatter]]:
+    tokens, hidden = network.tokens, network.hidden
     for layer, factor in LAYERS.items():
-        yield (
-            layer,
-            MatmulReduceScatter(ranks, network.tokens, network.hidden, factor * network.hidden // ranks, "bf16"),
-        )
+        yield layer, MatmulReduceScatter(ranks, tokens, hidden, factor * hidden // ranks, "bf16")
 
 
-def simulated(
-    hw: str,
-    topology: str | None = None,
-    networks: Sequence[Network] | None = None,
-    progress: Callable[[str], None] = lambda what: None,
-) -> list[Record]:
+def simulated(hw: str, topology: str | None = None, networks: Sequence[Network] | None = None) -> list[Record]:
     """Records of serial and of the planner's choice for each sub-layer. `ValueError` for an unknown machine or topology."""
     machine, found = load_machine(hw), list[Record]()
     for network in networks or NETWORKS:
@@ -127,16 +120,16 @@ def simulated(
             model, common = model_for(machine, ranks, topology), head(OP, machine, ranks, topology)
             for layer, p in problems(network, ranks):
                 choice = plan.choose(p, model)
-                serial = choice.row("serial")
                 of_layer = {
                     "config": f"{p.m}x{p.n}x{p.k}", "m": p.m, "n": p.n, "k": p.k, "gemm_ms": gemms_us(p, model) / 1e3,
                     "collective_ms": _alone_ms(p, model, "reduce_scatter"), "gather_ms": _alone_ms(p, model, "all_gather"),
                     "layer": layer, "network": network.name,
                 }  # fmt: skip
-                for variant, us, taken in (
-                    ("serial", serial.us, "serial"),
-                    ("weft", choice.predicted_us, choice.candidate.name),
-                ):
+                taken_us = {
+                    ("serial", "serial"): choice.row("serial").us,
+                    ("weft", choice.candidate.name): choice.predicted_us,
+                }
+                for (variant, taken), us in taken_us.items():
                     assert us is not None
                     found.append({**common, **of_layer, "variant": variant, "p50_ms": us / 1e3, "chosen": taken})
     return found
@@ -159,28 +152,18 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     if not mine:
         raise ValueError(f"no records of T3's sub-layers: weft bench {OP} --preset t3 --mode queued --json FILE")
-    last = {(r["config"], r["ranks"], r.get("layer"), r.get("network")): r["run"] for r in mine}
     rows = []
-    for (config, ranks, layer, of), run in last.items():
-        same = [
-            r for r in mine
-            if (r["config"], r["ranks"], r.get("layer"), r.get("network"), r["run"]) == (config, ranks, layer, of, run)
-        ]  # fmt: skip
+    for same in last_runs(mine, lambda r: (r["config"], r["ranks"], r.get("layer"), r.get("network"))).values():
         by = {r["variant"]: r for r in same}
         if not {"serial", "weft"} <= by.keys():
-            raise ValueError(f"{config}: serial and weft were not both recorded: measure it again")
+            raise ValueError(f"{same[0]['config']}: serial and weft were not both recorded: measure it again")
         one = by["weft"]
-        p = MatmulReduceScatter(ranks, one["m"], one["n"], one["k"], one["dtype"])
-        network, title = _names(one)[0]
-        times = (
-            by["serial"]["p50_ms"],
-            one["p50_ms"],
-            one["gemm_ms"],
-            one["collective_ms"],
-            one.get("gather_ms") or 0.0,
-        )
-        atp = by["asynctp"]["p50_ms"] if "asynctp" in by else None
-        rows.append(Row(network, title, p, one["chosen"], *times, _moved(p, one["chosen"], one["machine"]), atp))
+        p = MatmulReduceScatter(one["ranks"], one["m"], one["n"], one["k"], one["dtype"])
+        rows.append(Row(
+            *_names(one)[0], p, one["chosen"], by["serial"]["p50_ms"], one["p50_ms"], one["gemm_ms"], one["collective_ms"],
+            one.get("gather_ms") or 0.0, _moved(p, one["chosen"], one["machine"]),
+            by["asynctp"]["p50_ms"] if "asynctp" in by else None,
+        ))  # fmt: skip
     return rows
 
 
@@ -209,44 +192,43 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _speedups(rows: Sequence[Row]) -> Table:
-    gathers, peers = any(row.gather_ms for row in rows), any(row.asynctp_ms for row in rows)
-    columns = ("sub-layer", "M x N x K", "GEMM ms", "reduce-scatter ms", *["all-gather ms"] * gathers, "serial ms",
-               *["asynctp ms"] * peers, "weft ms", "schedule", "ideal", "speedup")  # fmt: skip
-    cells = [
-        (
-            row.name, f"{row.problem.m} x {row.problem.n} x {row.problem.k}", milliseconds(row.gemm_ms),
-            milliseconds(row.scatter_ms), *[milliseconds(row.gather_ms)] * gathers,
-            *map(milliseconds, (row.serial_ms, *[row.asynctp_ms or 0.0] * peers, row.weft_ms)), row.chosen,
-            f"{row.ideal:.2f}x", f"{row.speedup:.2f}x",
-        )
-        for row in rows
-    ]  # fmt: skip
-    blank = [""] * (len(columns) - 3)
+    columns: dict[str, Callable[[Row], str]] = {
+        "sub-layer": lambda row: row.name,
+        "M x N x K": lambda row: f"{row.problem.m} x {row.problem.n} x {row.problem.k}",
+        "GEMM ms": lambda row: milliseconds(row.gemm_ms),
+        "reduce-scatter ms": lambda row: milliseconds(row.scatter_ms),
+        "all-gather ms": lambda row: milliseconds(row.gather_ms or None),
+        "serial ms": lambda row: milliseconds(row.serial_ms),
+        "asynctp ms": lambda row: milliseconds(row.asynctp_ms),
+        "weft ms": lambda row: milliseconds(row.weft_ms),
+        "schedule": lambda row: row.chosen,
+        "ideal": lambda row: f"{row.ideal:.2f}x",
+        "speedup": lambda row: f"{row.speedup:.2f}x",
+    }
+    last = []
     for title, large in (("Mega-GPT-2 and T-NLG", False), ("the large ones", True)):
         some = [row for row in rows if row.network.large == large]
         for what, of in (("geometric mean", geomean), ("most", max)):
             if some:
-                ideal, speedup = of([row.ideal for row in some]), of([row.speedup for row in some])
-                cells.append((f"{title}: {what}", *blank, f"{number(ideal, 2)}x", f"{number(speedup, 2)}x"))
-    return Table("Speedup over serial of a sub-layer (figures 15 and 16)", columns, cells)
+                ideal, speedup = (times(of([getattr(row, name) for row in some])) for name in ("ideal", "speedup"))
+                last.append({"sub-layer": f"{title}: {what}", "ideal": ideal, "speedup": speedup})
+    return table("Speedup over serial of a sub-layer (figures 15 and 16)", rows, columns, last)
 
 
 _KINDS = {"matmul": "GEMM", "peer": "collective, copies", "engine": "copies here", "compute": "sums"}
 
 
 def _moves(rows: Sequence[Row]) -> Table:
-    columns, cells = ["sub-layer"], [[row.name] for row in rows]
-    for number_of, title in enumerate(("serial", "weft")):
-        moved = [row.moved[number_of] for row in rows if row.moved]
-        columns.append(f"{title} MB")
-        for line, of in zip(cells, moved, strict=True):
-            line.append(f"{sum(of.values()) / 1e6:.0f}")
-        for kind in (kind for kind in _KINDS if any(kind in of for of in moved)):
-            columns.append(f"of it {_KINDS[kind]}")
-            for line, of in zip(cells, moved, strict=True):
-                line.append(f"{of.get(kind, 0.0) / 1e6:.0f}")
-    lines = [(*line, f"{row.less_moved:.0%}") for line, row in zip(cells, rows, strict=True)]
-    return Table("Bytes through a GPU's memory for GEMM and reduce-scatter (figure 18)", (*columns, "less"), lines)
+    columns, cells = ["sub-layer"], [[row.name for row in rows]]
+    for which, title in enumerate(("serial", "weft")):
+        moved = [row.moved[which] for row in rows if row.moved]
+        kinds = [kind for kind in _KINDS if any(kind in of for of in moved)]
+        columns += [f"{title} MB", *(f"of it {_KINDS[kind]}" for kind in kinds)]
+        cells.append([f"{sum(of.values()) / 1e6:.0f}" for of in moved])
+        cells += [[f"{of.get(kind, 0.0) / 1e6:.0f}" for of in moved] for kind in kinds]
+    cells.append([f"{row.less_moved:.0%}" for row in rows])
+    title = "Bytes through a GPU's memory for GEMM and reduce-scatter (figure 18)"
+    return Table(title, (*columns, "less"), [*zip(*cells, strict=True)])
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -280,24 +262,11 @@ def markdown(records: Sequence[Record]) -> str:
 
 def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
     """Write figure 16 as a PNG file into `directory`, made if need be."""
-    directory.mkdir(parents=True, exist_ok=True)
-    plt, path = pyplot(), directory / "figure-16-speedups.png"
-    drawn, axis = plt.subplots(figsize=(12, 4), layout="constrained")
-    series: list[tuple[str, str, Callable[[Row], Any]]] = [
-        ("ideal", "#bbbbbb", lambda row: row.ideal), ("weft", "#4063a3", lambda row: row.speedup)
-    ]  # fmt: skip
-    for i, (label, colour, of) in enumerate(series):
-        axis.bar(
-            [j + (i - 0.5) * 0.4 for j in range(len(rows))], [of(row) for row in rows], 0.38, color=colour, label=label
-        )
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(rows)), [row.name for row in rows], fontsize=7, rotation=45, ha="right")
-    axis.set_ylabel("speedup over serial", fontsize=9)
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, ncol=2, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
-    drawn.suptitle(title, fontsize=9, x=0.01, ha="left")
-    drawn.savefig(path, dpi=120)
-    plt.close(drawn)
+    path = directory / "figure-16-speedups.png"
+    heights = {"ideal": [row.ideal for row in rows], "weft": [row.speedup for row in rows]}
+    with figure(path, title, (12, 4)) as (axis,):
+        names = [row.name for row in rows]
+        bars(axis, names, heights, ("#bbbbbb", "#4063a3"))
+        axis.set_xticks(range(len(names)), names, fontsize=7, rotation=45, ha="right")
+        axis.set_ylabel("speedup over serial", fontsize=9)
     return [path]

@@ -6,7 +6,7 @@ import datetime
 import json
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
@@ -104,6 +104,15 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 ) from None
             found.append(record)
     return found
+
+
+def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:
+    """By key, in the order of first appearance: the records of its last run, in theirs."""
+    found, runs = list(found), dict[Hashable, list[Record]]()
+    last = {key(r): r["run"] for r in found}
+    for r in found:
+        runs.setdefault(key(r), []).extend([r] * (r["run"] == last[key(r)]))
+    return runs
 
 
 def _cpu_name() -> str:
