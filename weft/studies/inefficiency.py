@@ -385,7 +385,7 @@ class _Inefficiency(Operator[Gemm]):
             ranks=ranks.world_size,
             scale=_SCALE[device] if options.scale is None else Fraction(options.scale).limit_denominator(1 << 16),
             most_ops=_MOST_OPS[device] / (8 if options.quick else 1),
-            most_bytes=_MEMORY_SHARE * -ranks.most(-free_bytes(ranks)),
+            most_bytes=_MEMORY_SHARE * free_bytes(ranks),
         )
         alone_s, beside_s = (0.004, 0.02) if device == "cuda" else (0.01, 0.06)
         effort = Effort(alone_s / 4, beside_s / 4, 2) if options.quick else Effort(alone_s, beside_s, _REPETITIONS)

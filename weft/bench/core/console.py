@@ -33,23 +33,15 @@ def print_table(
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
         widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(columns))]
-        print(f"\n{title}")
-        for row in (header, *rows):
-            cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            print("  " + "  ".join(cells))
-        for note in notes:
-            print(f"  {note}")
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-        table = _rich_table(columns, rows, section, ())
-        for count in range(1, len(optional) + 1):
-            if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
-                break
-            table = _rich_table(columns, rows, section, optional[-count:])
-        console.print(f"\n[bold]{escape(title)}[/bold]")
-        console.print(table)
-        for note in notes:
-            console.print(f"[dim]{escape(note)}[/dim]")
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (header, *rows)]
+        print("\n  ".join([f"\n{title}", *lines, *notes]), flush=True)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    for count in range(len(optional) + 1):
+        table = _rich_table(columns, rows, section, optional[len(optional) - count :])
+        if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+            break
+    console.print(f"\n[bold]{escape(title)}[/bold]", table, *(f"[dim]{escape(note)}[/dim]" for note in notes), sep="\n")
     sys.stdout.flush()
 
 

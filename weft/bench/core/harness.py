@@ -201,7 +201,9 @@ def time_arms(
         advance(1 / count)
     for more in range(1, _LONGER):
         timings = found() if claims and count > 1 else {}
-        unclear = dict.fromkeys(name for pair in claims if timings and not _clear(timings, *pair) for name in pair)
+        unclear = dict.fromkeys(
+            name for pair in claims if timings and not _clear(*(timings[arm] for arm in pair)) for name in pair
+        )
         if not unclear:
             break
         for repetition in range(more * count, (more + 1) * count):
@@ -212,8 +214,7 @@ def time_arms(
     return found()
 
 
-def _clear(timings: Mapping[str, Timing], one: str, other: str) -> bool:
-    a, b = timings[one], timings[other]
+def _clear(a: Timing, b: Timing) -> bool:
     return is_clear(a.p50_ms / b.p50_ms, a.noise, b.noise)
 
 

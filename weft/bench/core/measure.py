@@ -167,19 +167,15 @@ def measure_arms(
             recorder = Recorder(work.ranks)
             arms = {name: arm for name, arm in arms.items() if name not in work.waiting}
             check(arms, work, recorder, found)
-            _capture_beside(beside, recorder, work.input_sets, found)
+            for name, call in beside.items():
+                if captured := _captured(name, call, 0, recorder, found):
+                    found.graphs[name] = [(captured[0], None)] * work.input_sets
             calls = {name: partial(_replay, graphs) for name, graphs in found.graphs.items()}
         timed, seen = time_all(mode, calls)
         for name, error in seen.items():
             found.errors[name] = max(found.errors[name], error)
-            limit = work.limit(name, found.errors)
-            if not error <= limit:
-                found.wrong[name] = (
-                    f"{work.name}: {name}, {mode}, differs from the float64 reference by {error:.3g} of the largest element in "
-                    f"the last of a row of calls; at most {limit:.3g} is allowed: its time is not kept"
-                )
-                if name == baseline:
-                    raise RuntimeError(found.wrong[name])
+            where = f", {mode},", " in the last of a row of calls", "its time is not kept"
+            if _is_wrong(name, error, work, found, *where, must=name == baseline):
                 del timed[name], arms[name]
         found.timings |= {(mode, name): timing for name, timing in timed.items()}
     found.graphs = {}
@@ -222,17 +218,26 @@ def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: R
                 work.ranks.synchronize()
                 found.errors[name] = max(found.errors[name], work.error(work.rows_of(name, output, which), reference))
                 del output
+    how = " as a graph" if recorder else ""
     for number, name in enumerate(arms):
-        error, limit = found.errors[name], work.limit(name, found.errors)
-        if not error <= limit:
+        if _is_wrong(name, found.errors[name], work, found, how, "", "it was not timed", must=number == 0):
             found.graphs.pop(name, None)
-            found.wrong[name] = (
-                f"{work.name}: {name}{' as a graph' if recorder else ''} differs from the float64 reference by {error:.3g} "
-                f"of the largest element; at most {limit:.3g} is allowed: it was not timed"
-            )
-            if number == 0:
-                raise RuntimeError(found.wrong[name])
     return found
+
+
+def _is_wrong(
+    name: str, error: float, work: Workload, found: Results, how: str, where: str, so: str, must: bool
+) -> bool:
+    """Whether an arm errs too much, which is noted. RuntimeError for one that must be right."""
+    if error <= (limit := work.limit(name, found.errors)):
+        return False
+    found.wrong[name] = (
+        f"{work.name}: {name}{how} differs from the float64 reference by {error:.3g} of the largest element{where}; at most "
+        f"{limit:.3g} is allowed: {so}"
+    )
+    if must:
+        raise RuntimeError(found.wrong[name])
+    return True
 
 
 def _output(
@@ -240,16 +245,13 @@ def _output(
 ) -> torch.Tensor | None:
     """What the arm computes in memory that was full of NaN; None if it cannot be captured."""
     graph, output = None, None
+    if name in found.not_captured:
+        return None
     if recorder is not None:
-        if name in found.not_captured:
-            return None
-        captured = recorder.capture(arm, which)
-        if isinstance(captured, str):
-            found.not_captured[name] = captured
-            found.graphs.pop(name, None)
+        captured = _captured(name, arm, which, recorder, found)
+        if captured is None:
             return None
         graph, output = captured
-        found.graphs.setdefault(name, []).append(captured)
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
     stale = arm((which + 1) % work.input_sets)  # also: what peers receive into holds other data now
@@ -262,13 +264,14 @@ def _output(
     return output
 
 
-def _capture_beside(beside: Mapping[str, Call], recorder: Recorder, input_sets: int, found: Results) -> None:
-    for name, call in beside.items():
-        captured = recorder.capture(call, 0)
-        if isinstance(captured, str):
-            found.not_captured[name] = captured
-        else:
-            found.graphs[name] = [(captured[0], None)] * input_sets
+def _captured(name: str, call: Call, which: int, recorder: Recorder, found: Results) -> Captured | None:
+    captured = recorder.capture(call, which)
+    if isinstance(captured, str):
+        found.not_captured[name] = captured
+        found.graphs.pop(name, None)
+        return None
+    found.graphs.setdefault(name, []).append(captured)
+    return captured
 
 
 def _replay(captured: list[Captured], which: int) -> Any:

@@ -72,17 +72,12 @@ class Variants(Workload):
             self, arms, beside, modes=options.modes, seconds=options.time_s, repetitions=options.repetitions, step=step
         )
         rows = [row for mode in options.modes for row in self._records(mode, arms, found, options, ceilings)]
-        others = [
-            {"variant": name, "mode": mode} | asdict(timing)
-            for (mode, name), timing in found.timings.items()
-            if name in beside
-        ]
+        timed = [(mode, name, timing) for (mode, name), timing in found.timings.items() if name in beside]
+        others = [{"variant": name, "mode": mode} | asdict(timing) for mode, name, timing in timed]
         notes = [*self.said(rows, ceilings), *notes]
         notes += [f"{name} cannot be captured: {why}" for name, why in found.not_captured.items()]
-        title = (
-            f"{options.op} {self.config.name} ({self.config.about}), {options.dtype}, "
-            f"{counted(self.ranks.world_size, 'rank')}, {options.device}"
-        )
+        where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
+        title = f"{options.op} {self.config.name} ({self.config.about}), {where}"
         return Measured(rows, others, title, notes, tuple(found.wrong.values()))
 
     def _records(
@@ -204,10 +199,10 @@ class VariantsOperator(Operator[P]):
             mine = [r for r in found.records if r["mode"] == mode]
             mine.sort(key=lambda r: r["p50_ms"] if self.pinned(r["variant"]) else 0.0)
             for r in mine:
-                gains = [
-                    remarks.gain(r, by_name.get((mode, over))) if r["variant"] != over else times(1) for over in overs
-                ]
-                rows.append(self._cells(r, gains))
+                bases = [(over, by_name.get((mode, over))) for over in overs]
+                rows.append(
+                    self._cells(r, [times(1) if r["variant"] == o else remarks.gain(r, base) for o, base in bases])
+                )
             rows += [self._cells(r, [""] * len(overs)) for r in found.beside if r["mode"] == mode]
         print_table(
             found.title,
@@ -218,17 +213,12 @@ class VariantsOperator(Operator[P]):
 
     def _cells(self, r: Record, gains: Sequence[str]) -> list[str]:
         """What ran beside the variants has times only."""
-        columns = [
-            Column("ms", "p50_ms", 4),
-            Column("skew", "skew_ms", 4),
-            Column("over\nroofline", "roofline_ratio", 2),
-        ]
-        columns += [*self.columns, Column("host\nus", "host_us", 1), Column("first\nms", "first_call_ms", 1)]
+        columns = [Column("over\nroofline", "roofline_ratio", 2), *self.columns]
+        columns += [Column("host\nus", "host_us", 1), Column("first\nms", "first_call_ms", 1)]
         values = [(r.get(column.field), column) for column in columns]
-        ms, skew, *others = ["" if x is None else number(x / column.unit, column.digits) for x, column in values]
-        percentiles = f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}"
-        error = f"{r['error']:.1e}" if "error" in r else ""
-        return [r["variant"], r["mode"], ms, percentiles, skew, *gains, *others, error]
+        others = ["" if x is None else number(x / column.unit, column.digits) for x, column in values]
+        took = [f"{r['p50_ms']:.4f}", f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}", f"{r['skew_ms']:.4f}"]
+        return [r["variant"], r["mode"], *took, *gains, *others, f"{r['error']:.1e}" if "error" in r else ""]
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """(header, cells), a line for each configuration: times, gains, what they are judged by."""

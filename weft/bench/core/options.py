@@ -52,9 +52,7 @@ class BenchOptions:
                 f"modes={self.modes} must be of {', '.join(known)}: {self.op} on {self.device} has no other"
             )
         if self.seconds is not None and not 0 < self.seconds <= 3600:
-            raise ValueError(
-                f"seconds={self.seconds} must be above 0 and at most 3600: it is what the slowest arm may take in a mode"
-            )
+            raise ValueError(f"seconds={self.seconds} must be above 0 and at most 3600, for the slowest arm of a mode")
         if self.pictures is not None and self.pictures.is_file():
             raise ValueError(f"pictures={self.pictures} is a file: give a folder")
         for field, why in op.refuses.items():

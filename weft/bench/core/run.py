@@ -38,12 +38,12 @@ def bench(options: BenchOptions) -> list[Record]:
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
+    backend = "nccl" if options.device == "cuda" else "gloo"
     if not env.under_torchrun():
-        backend = "nccl" if options.device == "cuda" else "gloo"
         return run_ranks(options.ranks, run_rank, options, backend=backend, timeout_s=24 * 3600.0)[0]
     if options.device == "cuda":
         torch.cuda.set_device(env.local_rank())
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
     try:
         return run_rank(dist.get_rank(), dist.get_world_size(), options)
     finally:
@@ -97,10 +97,10 @@ def make_ranks(device: str) -> Ranks:
 
 
 def free_bytes(ranks: Ranks) -> float:
-    """This rank's share of the memory that is free."""
-    if ranks.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(ranks.device)[0])
-    return available_memory_bytes() / ranks.world_size
+    """Memory that is free for each rank, on the one that has least. Collective."""
+    on_gpu = ranks.device.type == "cuda"
+    mine = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else available_memory_bytes() / ranks.world_size
+    return -ranks.most(-mine)
 
 
 def release(ranks: Ranks) -> None:

@@ -288,7 +288,7 @@ class DispatchVariants(ExpertVariants):
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
         # Sent, received, in the order of experts; and multiplied.
         needed = self.config.experts * self.load.capacity * (3 * self.config.k + self.config.n) * self.dtype.itemsize
-        fits = needed <= _PADDED_SHARE * -self.ranks.most(-free_bytes(self.ranks))
+        fits = needed <= _PADDED_SHARE * free_bytes(self.ranks)
         self.arrived = [self.ordered(which) for which in range(self.input_sets)]
         self.moved = [(torch.empty_like(x), tokens) for x, tokens in zip(self.arrived, self.tokens, strict=True)]
         arms, beside, notes = super().others(wanted)

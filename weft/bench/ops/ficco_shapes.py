@@ -88,7 +88,7 @@ def fitted(shape: GatherShape, ranks: Ranks, op: str, dtype: str, item_bytes: in
     is refused later. Collective."""
     if not shape.gemm or shape.over:
         return shape
-    free, world = -ranks.most(-free_bytes(ranks)), ranks.world_size
+    free, world = free_bytes(ranks), ranks.world_size
     whole = part = replace(shape, over=1)
     while True:
         left = _USED * free - part.bytes(world, item_bytes)

@@ -108,7 +108,7 @@ def find_shapes(kind: type[S], file: Path, preset: str | None, device: str) -> t
 
 def check_room(shape: Shape, ranks: Ranks, item_bytes: int) -> None:
     """Raise ValueError where the inputs and the float64 reference of a rank take more than is free. Collective."""
-    needed, free = shape.bytes(ranks.world_size, item_bytes), -ranks.most(-free_bytes(ranks))
+    needed, free = shape.bytes(ranks.world_size, item_bytes), free_bytes(ranks)
     if needed > free:
         raise ValueError(
             f"{shape.name} needs {needed / 1e9:.1f} GB on each rank for inputs and the float64 reference, and {free / 1e9:.1f} GB "
@@ -140,7 +140,7 @@ def _beginning(problems: Problems, names: Sequence[str]) -> Iterator[tuple[str, 
 def pinned_schedules(problems: Problems, names: Sequence[str], ranks: Ranks) -> tuple[list[Pinned], list[str]]:
     """(those whose variant begins like one of `names`, as far as they can be and there is memory; notes on the others); of equal
     schedules under several names the first. Collective."""
-    free, kept, left_out = MEMORY_SHARE * -ranks.most(-free_bytes(ranks)), [], []
+    free, kept, left_out = MEMORY_SHARE * free_bytes(ranks), [], []
     for one in _distinct(problems, names):
         free -= _memory(one.schedule)
         if free < 0:
