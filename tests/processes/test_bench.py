@@ -16,18 +16,8 @@ from weft.bench.core.harness import Ranks, summarise, time_arms
 from weft.bench.core.measure import check
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for
-from weft.bench.ops.embedding_all_to_all import (
-    BASELINE,
-    OPERATOR,
-    EmbeddingWorkload,
-    SerialArm,
-    Traffic,
-    embedding_bags,
-    make_arm,
-    parse,
-    pooled_float64,
-    why_not,
-)
+from weft.bench.ops.embedding_all_to_all import OPERATOR, EmbeddingWorkload, Traffic
+from weft.bench.ops.embedding_arms import BASELINE, SerialArm, embedding_bags, make_arm, parse, pooled_float64, why_not
 from weft.bench.ops.embedding_presets import FULL, Bag, EmbeddingPreset, TableShape
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding
 from weft.embedding.options import EmbeddingOptions

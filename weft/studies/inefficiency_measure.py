@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from weft import _core
 from weft.bench.core.harness import Ranks, Timing, summarise
@@ -133,9 +132,9 @@ class Side(AbstractContextManager["Side"], ABC):
             if by == "library":
                 whole = self._gathered[i * world * size :][: world * size]
                 moves.append(partial(all_gather_single, whole, source, group=self.ranks.group))
-            else:
-                for peer in (p % world for p in range(rank + 1, rank + world)):
-                    moves.append(self._put(by, self._box.peer(peer)[rank * self.nbytes + i * size :][:size], source))
+                continue
+            for peer in (p % world for p in range(rank + 1, rank + world)):
+                moves.append(self._put(by, self._box.peer(peer)[rank * self.nbytes + i * size :][:size], source))
         return _in_a_row(moves)
 
     def check(self, by: By, pieces: int) -> None:
@@ -143,9 +142,9 @@ class Side(AbstractContextManager["Side"], ABC):
         world = self.ranks.world_size
         found = self._gathered if by == "library" else self._box.local
         found.zero_()
-        self._meet()
+        self.ranks.meet()
         self.play([Lane(self.gather(by, pieces), 1, by)])
-        self._meet()
+        self.ranks.meet()
         if by == "library":  # which leaves one piece of all ranks after the other
             found = found.view(pieces, world, self.nbytes // pieces).transpose(0, 1).reshape(-1)
         for rank, shard in enumerate(found.split(self.nbytes)):
@@ -155,16 +154,17 @@ class Side(AbstractContextManager["Side"], ABC):
                     f"all-gather by {by} in {counted(pieces, 'piece')}: rank {self.ranks.rank} got wrong bytes for rank "
                     f"{rank}'s shard of {self.nbytes} bytes; nothing was timed"
                 )
-        self._meet()  # before the next check clears what a peer has not read yet
+        self.ranks.meet()  # before the next check clears what a peer has not read yet
 
     def _bytes_of(self, rank: int) -> torch.Tensor:
         """What `rank` gathers: 32-bit words that no other place of any rank has."""
         words = torch.arange(self.nbytes // 4, dtype=torch.int32, device=self.ranks.device)
         return words.mul_(self.ranks.world_size).add_(rank).view(torch.uint8)
 
-    def _meet(self) -> None:
-        self.ranks.synchronize()
-        dist.barrier(self.ranks.control)
+    def start(self, lanes: Sequence[Lane]) -> list[list[float]]:
+        """`play` on all ranks at one moment. Collective."""
+        self.ranks.start_together()
+        return self.play(lanes)
 
     @abstractmethod
     def _put(self, by: By, place: torch.Tensor, source: torch.Tensor) -> Call:
@@ -199,12 +199,13 @@ class CpuSide(Side):
         start = threading.Barrier(2)
 
         def run(mine: list[int]) -> None:
+            turns = [mine[j] for j in in_turns([lanes[i].count for i in mine])]
             start.wait()
             for i in mine:
                 marks[i].append(time.perf_counter())
-            for j in in_turns([lanes[i].count for i in mine]):
-                lanes[mine[j]].call()
-                marks[mine[j]].append(time.perf_counter())
+            for i in turns:
+                lanes[i].call()
+                marks[i].append(time.perf_counter())
 
         beside = [i for i, lane in enumerate(lanes) if lane.by in ("dma", "library")]
         running = self._thread.submit(run, beside)
@@ -236,7 +237,8 @@ class CudaSide(Side):
         streams = [main if lane.by == "gemm" else self._stream for lane in lanes]
         event = partial(torch.cuda.Event, enable_timing=True)
         marks = [[event() for _ in range(lane.count + 1)] for lane in lanes]
-        before, done = event(), [0] * len(lanes)
+        before, ends = event(), [iter(events[1:]) for events in marks]
+        turns = in_turns([lane.count for lane in lanes])
         sleep_s = min(1.3 * sum(lane.enqueue_s for lane in lanes), _LONGEST_SLEEP_S)
         torch.cuda._sleep(int(sleep_s * _SLEEP_CYCLES_PER_S))
         before.record(main)
@@ -244,24 +246,19 @@ class CudaSide(Side):
         for lane, events, stream in zip(lanes, marks, streams, strict=True):
             lane.enqueue_s = 0.0
             events[0].record(stream)
-        for i in in_turns([lane.count for lane in lanes]):
+        for i in turns:
             began = time.perf_counter()
             with torch.cuda.stream(streams[i]):
                 lanes[i].call()
-            done[i] += 1
-            marks[i][done[i]].record(streams[i])
+            next(ends[i]).record(streams[i])
             lanes[i].enqueue_s += time.perf_counter() - began
         self.ranks.synchronize()
         return [[before.elapsed_time(event) / 1e3 for event in events] for events in marks]
 
 
-def in_turns(counts: Sequence[int]) -> Iterator[int]:
+def in_turns(counts: Sequence[int]) -> list[int]:
     """Each lane's number as often as its count, whichever has come least far next."""
-    done = [0] * len(counts)
-    for _ in range(sum(counts)):
-        i = min(range(len(counts)), key=lambda j: done[j] / counts[j])
-        done[i] += 1
-        yield i
+    return [i for _, i in sorted((done / count, i) for i, count in enumerate(counts) for done in range(count))]
 
 
 def _in_a_row(moves: list[Call]) -> Call:
@@ -375,8 +372,7 @@ def make_lanes(alone: dict[str, Lane], side: Side, effort: Effort) -> dict[str, 
         lasting = max(effort.beside_s, _LEAST_CALLS * max(of_call))
         _set_counts(lanes, [lasting / alone_s for alone_s in of_call])
         for _ in range(_BALANCING):
-            side.ranks.start_together()
-            balance(lanes, side.play(lanes), side)
+            balance(lanes, side.start(lanes), side)
         pairs[gemm_beside(by, pieces)] = lanes
     return pairs
 
@@ -400,8 +396,7 @@ def _repeat(
 def _play_together(lanes: tuple[Lane, ...], side: Side) -> list[float]:
     """What `together` says of a play in which enough of the time counts on every rank; RuntimeError if none does."""
     for _ in range(_ATTEMPTS):
-        side.ranks.start_together()
-        marks = side.play(lanes)
+        marks = side.start(lanes)
         found = together(*marks)
         share = -side.ranks.most(-found[2])
         if share >= _LEAST_SHARE:
@@ -449,8 +444,7 @@ def _seconds(lane: Lane, side: Side) -> float:
 
 def _play_alone(lane: Lane, side: Side) -> list[float]:
     """Seconds of a call."""
-    side.ranks.start_together()
-    (marks,) = side.play([lane])
+    (marks,) = side.start([lane])
     return [(marks[-1] - marks[0]) / (len(marks) - 1)]
 
 

@@ -103,6 +103,11 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def meet(self) -> None:
+        """Devices idle, and hosts here, on all ranks."""
+        self.synchronize()
+        dist.barrier(self.control)
+
 
 @dataclass(frozen=True)
 class Timing:

@@ -106,8 +106,7 @@ def free_bytes(ranks: Ranks) -> float:
 def release(ranks: Ranks) -> None:
     """Give back what the last configuration held, on all ranks before the next one measures what is free."""
     gc.collect()
-    ranks.synchronize()
-    dist.barrier(ranks.control)
+    ranks.meet()
     domain(ranks.group, ranks.device).close()  # symmetric memory of every variant; the next configuration makes its own
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
