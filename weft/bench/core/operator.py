@@ -100,13 +100,30 @@ class Variants(Workload):
         return rows
 
 
+class Column(NamedTuple):
+    title: str
+    field: str
+    digits: int
+    unit: float = 1
+
+
 class Operator(ABC, Generic[P]):
-    """P: its presets, which have names."""
+    """P: its presets, which have names, and become `Variants`, of whose records tables are made. One that measures in its own way
+    says itself what it measures, shows and tables."""
 
     name: str
     matmul: bool = False  # whether the roofline needs the rate of a GEMM
     fp8: bool = False  # whether it can be measured with fp8 operands
     refuses: Mapping[str, str] = {"pictures": "draws none, leave it out"}
+    baselines: tuple[str, ...] = ()
+    columns: ClassVar[tuple[Column, ...]] = ()
+    """Of a variant in the table of a configuration, beside those of all operators."""
+    narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
+    """Columns of that table that a narrow terminal leaves out, the last first."""
+    head: tuple[str, ...] = ()
+    time: str = "{}"
+    tail: tuple[str, ...] = ()
+    """Of the table of several configurations: columns before the times, above a variant's times, and behind the gains."""
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         """The ways of calling that are timed on this type of device."""
@@ -125,55 +142,25 @@ class Operator(ABC, Generic[P]):
         """The configurations that `options.preset` names."""
 
     @abstractmethod
-    def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Build, check, time one configuration. Collective; the same result on every rank."""
-
-    def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration."""
-
-    @abstractmethod
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         """Print what several configurations say together."""
 
-    @abstractmethod
-    def table(self, rows: Sequence[Record]) -> str:
-        """Markdown of the records of one dtype and mode: a row per configuration."""
+    # --- presets that become variants ---
 
+    def workload(self, preset: P, ranks: Ranks, options: BenchOptions) -> Variants:
+        raise NotImplementedError
 
-class Column(NamedTuple):
-    title: str
-    field: str
-    digits: int
-    unit: float = 1
-
-
-class VariantsOperator(Operator[P]):
-    """Of presets that become `Variants`: how records of variants are shown, of one configuration and of several."""
-
-    baselines: tuple[str, ...]
-    columns: ClassVar[tuple[Column, ...]] = ()
-    """Of a variant in the table of a configuration, beside those of all operators."""
-    narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
-    """Columns of that table that a narrow terminal leaves out, the last first."""
-    head: tuple[str, ...]
-    time: str = "{}"
-    tail: tuple[str, ...] = ()
-    """Of the table of several configurations: columns before the times, above a variant's times, and behind the gains."""
-
-    @abstractmethod
-    def workload(self, preset: P, ranks: Ranks, options: BenchOptions) -> Variants: ...
-
-    @abstractmethod
     def compared(self, rows: Sequence[Record]) -> Mapping[str, tuple[str, ...]]:
         """Variants whose gains are shown: the baselines with which they are compared, their own first."""
+        raise NotImplementedError
 
-    @abstractmethod
     def shown(self, rows: Sequence[Record]) -> list[str]:
         """Variants that have a column of times."""
+        raise NotImplementedError
 
-    @abstractmethod
     def described(self, record: Record) -> list[str]:
         """Cells of `head`, from any record of a configuration."""
+        return [record["config"]]
 
     def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
         """Cells of `tail`."""
@@ -188,10 +175,12 @@ class VariantsOperator(Operator[P]):
         return False
 
     def measure(self, preset: P, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
+        """Build, check, time one configuration. Collective; the same result on every rank."""
         step(f"{preset.name}: making inputs", 0)  # type: ignore[attr-defined]
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
+        """Print a table of one configuration."""
         overs = [name for name in self.baselines if any(r["variant"] == name for r in found.records)]
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
         rows = []
@@ -245,4 +234,5 @@ class VariantsOperator(Operator[P]):
         return remarks.unclear(gains) + remarks.twins(pairs)
 
     def table(self, rows: Sequence[Record]) -> str:
+        """Markdown of the records of one dtype and mode: a row per configuration."""
         return "\n\n".join([markdown_table(*self.lines(rows)), *self.notes(rows)])

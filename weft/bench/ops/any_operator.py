@@ -23,7 +23,7 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Column, Variants, VariantsOperator
+from weft.bench.core.operator import Column, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops.gemms import (
@@ -233,7 +233,7 @@ class MatmulVariants(GemmVariants):
         return None if world == 1 else choosing.machine_model(self.ranks.device, world)
 
 
-class GemmOperator(VariantsOperator[S]):
+class GemmOperator(Operator[S]):
     """Its presets are shapes, or are typed as shapes. Tables have a row for each shape, and sentences about all of them."""
 
     matmul = True
@@ -371,9 +371,6 @@ class AnyOperator(GemmOperator[Shape]):
     )  # fmt: skip
     narrow = ("over\nideal", "calibrated\nms", "blind\nms", *GemmOperator.narrow)
     head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
-
-    def described(self, record: Record) -> list[str]:
-        return [record["config"]]
 
     def judged(self, by_variant: Mapping[str, Record]) -> list[str]:
         of_any = next(iter(by_variant.values()))

@@ -20,7 +20,7 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Column, Variants, VariantsOperator
+from weft.bench.core.operator import Column, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, markdown_table, times
@@ -169,7 +169,7 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
     return fitting_scale(preset, ranks.world_size, DTYPES[options.dtype], **sizes)
 
 
-class _EmbeddingAllToAll(VariantsOperator[EmbeddingPreset]):
+class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     name, baselines = "embedding_all_to_all", BASELINES
     columns: ClassVar = (Column("pool\nms", "pool_ms", 3), Column("extra\nMB", "extra_bytes", 1, 1e6))
     narrow = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
