@@ -6,10 +6,8 @@ are bf16. Variants:
 
     serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
-    weft      weft.all_gather_matmul as it chooses
-    autotune, heuristic     as it chooses by measurement, or by FiCCO's heuristic, if they are named
-    a name    weft.all_gather_matmul with that schedule ("shard[chunks=2,send=in_turn,by=dma]"; weft-serial: its "serial"); the
-              beginning of a name means all that begin so, "all" every one
+    autotune, heuristic     weft.all_gather_matmul as it chooses by measurement, or by FiCCO's heuristic, if they are named
+    weft, names of schedules     as of any operator, such as "shard[chunks=2,send=in_turn,by=dma]"
 
 Presets are shapes; those of FiCCO's GEMMs have N over the ranks, and M halved until they fit (`weft.bench.ops.ficco_shapes`).
 

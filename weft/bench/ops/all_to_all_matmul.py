@@ -7,10 +7,8 @@ Tokens are sorted by expert, a router has drawn how many there are for each (`we
               the tokens, a copy into the order of experts, torch's grouped GEMM
     padded    what can be captured without weft, the baseline of `graph`: as much room for every expert as the largest count of
               this workload needs, equal all_to_all_single, torch.bmm over everything. What padding costs shows
-    weft      weft.all_to_all_matmul as it chooses; exactly the rows that arrive, for which the host waits in each call
-    a name    weft.all_to_all_matmul with that schedule ("dispatch[by=dma,rest=each]"; weft-serial: its "serial"); the beginning
-              of a name means all that begin so, "all" every one
-    ...-bounded  the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
+    weft, names of schedules     as of any operator, for exactly the rows that arrive: for them the host waits in each call
+    ...-bounded     the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
 
 Beside them run, for information, torch's GEMMs alone on rows that lie in the order of experts, grouped and one by one (weft's own
 kernel can be faster), and the library's all-to-all of the tokens alone, sizes known.

@@ -1,8 +1,8 @@
 """Benchmark of any operator that is registered (`weft.operator`), shapes x variants, and what those with baselines of their own
 build on: which variants there are (`GemmVariants`), and what is said of many shapes (`GemmOperator`).
 
-Variants are the serial schedule, which is the baseline, `weft`, the operator as it chooses, and names of schedules, or how they
-begin. Calls are those that an operator's spec draws, and what must come out is what it says.
+Variants are the serial schedule, which is the baseline, `weft`, the operator as it chooses, and names of schedules ("weft-serial":
+its serial one): the beginning of a name means all that begin so, "all" every one. Calls are those that an operator's spec draws, and what must come out is what it says.
 
 The ideal is the longer of the GEMM alone and the communication alone, where an operator measures these, in the same run and mode.
 It is no bound: two halves of a GEMM may be faster than the whole, and each row runs at the clock that it finds.
@@ -184,8 +184,8 @@ class MatmulVariants(GemmVariants):
         return max(1e3 * sum(t.nbytes for t in tensors) / c.memory for c in ceilings)
 
     def ideal_ms(self, mode: Mode, found: Results) -> float | None:
-        alone = [found.ms(mode, name) for name in (GEMM, COMMUNICATION)]
-        return max(ms for ms in alone if ms is not None) if None not in alone else None
+        gemm, communication = (found.ms(mode, name) for name in (GEMM, COMMUNICATION))
+        return None if gemm is None or communication is None else max(gemm, communication)
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         shape = self.config
@@ -195,9 +195,10 @@ class MatmulVariants(GemmVariants):
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
         ms, ideal = found.ms(mode, name), self.ideal_ms(mode, found)
         schedule = {WEFT: self.taken(WEFT, mode), OWN_SERIAL: "serial"}.get(name, name)
-        predicted = [of.get(schedule) for of in self.predicted.get(mode, ({}, {}))]
-        ratio = {"ideal_ratio": ms / ideal if ms and ideal else None}
-        return super().judged(mode, name, found) | ratio | dict(zip(_PREDICTED, predicted, strict=True))
+        predicted = {
+            field: of.get(schedule) for field, of in zip(_PREDICTED, self.predicted.get(mode, ({}, {})), strict=True)
+        }
+        return super().judged(mode, name, found) | {"ideal_ratio": ms / ideal if ms and ideal else None} | predicted
 
     # --- what the planner says ---
 
@@ -289,12 +290,11 @@ class GemmOperator(Operator[S]):
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """With the best schedule where schedules were pinned."""
         header, lines = super().lines(rows)
-        best = [self.fastest(rows, config)[:1] for config in dict.fromkeys(r["config"] for r in rows)]
-        if any(best):
-            header += ["best schedule", "of them"]
-            for cells, found in zip(lines, best, strict=True):
-                cells += [cell for ms, name in found for cell in (milliseconds(ms), name)] or ["", ""]
-        return header, lines
+        best = [self.fastest(rows, config) for config in dict.fromkeys(r["config"] for r in rows)]
+        if not any(best):
+            return header, lines
+        named = [(milliseconds(found[0][0]), found[0][1]) if found else ("", "") for found in best]
+        return [*header, "best schedule", "of them"], [[*line, *of] for line, of in zip(lines, named, strict=True)]
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
         return self.said(rows) + super().notes(rows) + self.remarks(rows) + self._on_host(rows)
@@ -305,8 +305,7 @@ class GemmOperator(Operator[S]):
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
         for mode in options.modes:
-            rows = [r for r in written if r["mode"] == mode]
-            if rows:
+            if rows := [r for r in written if r["mode"] == mode]:
                 title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
                 print_table(title, *self.lines(rows), self.notes(rows), optional=self.optional)
                 if by_kind := self._by_kind(rows):
@@ -335,12 +334,9 @@ class GemmOperator(Operator[S]):
         """What calls cost the host beside the device's time."""
         if rows[0]["mode"] != "queued":
             return []
-        found = []
+        found, fields = [], ("host_us", "first_call_ms")
         for variant in self.fixed:
-            busy, first = (
-                [r[field] for r in rows if r["variant"] == variant and r.get(field)]
-                for field in ("host_us", "first_call_ms")
-            )
+            busy, first = ([r[field] for r in rows if r["variant"] == variant and r.get(field)] for field in fields)
             if busy and first:
                 found.append(f"{median(busy):.0f} us and {median(first):.0f} ms with {variant}")
         said = "A call keeps the host busy or waiting for, and the first one of a shape takes, in the median"
@@ -356,7 +352,7 @@ class GemmOperator(Operator[S]):
         if not others:
             return []
         near = share([ms <= (1 + _NEAR_BEST) * found[0][0] for ms, found in others])
-        least, most = min(len(found) for _, found in others), max(len(found) for _, found in others)
+        least, most = (of(len(found) for _, found in others) for of in (min, max))
         of = counted(most, "schedule") if least == most else f"{least} to {counted(most, 'schedule')}"
         return [f"within {_NEAR_BEST:.0%} of the fastest of {of} that ran under their names on {near:.0%}"]
 
@@ -383,14 +379,14 @@ class AnyOperator(GemmOperator[Shape]):
 
     def said(self, rows: Sequence[Record]) -> list[str]:
         mine = [r for r in rows if r["variant"] == WEFT]
-        overs = [(r["speedup"], r["config"]) for r in mine if r["speedup"] is not None]
+        overs = {r["config"]: r["speedup"] for r in mine if r["speedup"] is not None}
         if not overs:
             return []
-        speed, shape = min(overs)
-        not_slower = share([speed >= NEVER_BELOW for speed, _ in overs])
+        shape, mean = min(overs, key=lambda config: overs[config]), geomean([*overs.values()])
+        not_slower = share([speed >= NEVER_BELOW for speed in overs.values()])
         said = [
-            f"{WEFT} over {counted(len(mine), 'shape')}: {times(geomean([speed for speed, _ in overs]))} {BASELINE} in the "
-            f"geometric mean, at worst {times(speed)} ({shape}), at least {NEVER_BELOW}x on {not_slower:.0%} of them",
+            f"{WEFT} over {counted(len(mine), 'shape')}: {times(mean)} {BASELINE} in the geometric mean, at worst "
+            f"{times(overs[shape])} ({shape}), at least {NEVER_BELOW}x on {not_slower:.0%} of them",
             *self.said_of_peers(mine),
         ]
         over_ideal = geomean([r["ideal_ratio"] for r in mine if r["m"] >= _LARGE_M and r["ideal_ratio"] is not None])
@@ -414,10 +410,12 @@ def _said_of_predictions(mine: Sequence[Record]) -> list[str]:
     error = geomean([max(ratio, 1 / ratio) for ratio in ratios[1]])
     if calibrated is None:
         return []
-    said = (
-        f"within {_NEAR_PREDICTION:.0%} of the predicted time on {calibrated:.0%} where predictions were calibrated by the shape's "
-        f"own GEMMs"
+    on_blind = (
+        f", on {blind:.0%} blind, which are {error - 1:.1%} off in the geometric mean"
+        if error and blind is not None
+        else ""
     )
-    if blind is None or error is None:
-        return [f"{said}; blind ones were not recorded"]
-    return [f"{said}, on {blind:.0%} blind, which are {error - 1:.1%} off in the geometric mean"]
+    return [
+        f"within {_NEAR_PREDICTION:.0%} of the predicted time on {calibrated:.0%} where predictions were calibrated by the shape's "
+        f"own GEMMs{on_blind or '; blind ones were not recorded'}"
+    ]

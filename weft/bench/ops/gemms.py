@@ -65,8 +65,7 @@ class Shape:
         if typed and plain not in groups:
             return [cls(int(typed[1]), int(typed[2]), int(typed[3]), symmetric=symmetric)]
         group = groups.get(plain, {})
-        found = [cls(m, n, k, (plain,), symmetric) for m, n, k in group.get("shapes", [])]
-        return found + [
+        return [cls(m, n, k, (plain,), symmetric) for m, n, k in group.get("shapes", [])] + [
             cls(m, layer["n"], layer["k"], (f"{plain} {of_layer}",), symmetric)
             for of_layer, layer in group.get("layers", {}).items()
             for m in layer.get("m", group.get("m", []))
@@ -110,10 +109,8 @@ def check_room(shape: Shape, ranks: Ranks, item_bytes: int) -> None:
     """Raise ValueError where the inputs and the float64 reference of a rank take more than is free. Collective."""
     needed, free = shape.bytes(ranks.world_size, item_bytes), free_bytes(ranks)
     if needed > free:
-        raise ValueError(
-            f"{shape.name} needs {needed / 1e9:.1f} GB on each rank for inputs and the float64 reference, and {free / 1e9:.1f} GB "
-            f"are free: name a smaller shape"
-        )
+        needs = f"{needed / 1e9:.1f} GB on each rank for inputs and the float64 reference"
+        raise ValueError(f"{shape.name} needs {needs}, and {free / 1e9:.1f} GB are free: name a smaller shape")
 
 
 class Pinned(NamedTuple):
@@ -176,11 +173,9 @@ def check_variants(names: Sequence[str], shapes: Sequence[Problems], fixed: Sequ
     for name in names if shapes else ():
         if next(_beginning(shapes[0], [name]), None) is None:
             known = [candidate.name for candidate in candidates(shapes[0][0][0])]
-            builders = ", ".join(dict.fromkeys(one.split("[")[0] for one in known if "[" in one))
-            raise ValueError(
-                f"no variant {name!r}: give {', '.join((*fixed, OWN_SERIAL, ALL))}, or how names of schedules begin: {builders}, "
-                f"such as {known[-1]}"
-            )
+            begin = ", ".join(dict.fromkeys(one.split("[")[0] for one in known if "[" in one))
+            said = f"give {', '.join((*fixed, OWN_SERIAL, ALL))}, or how names of schedules begin: {begin}, such as {known[-1]}"
+            raise ValueError(f"no variant {name!r}: {said}")
         left = [_why_not(name, problems) for problems in shapes]
         if all(left):
             raise ValueError(f"variant {name!r} cannot do any of these shapes: {left[0]}")

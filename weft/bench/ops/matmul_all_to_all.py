@@ -6,10 +6,8 @@ Variants:
     serial    the baseline, as a careful user writes it: torch's grouped GEMM, a copy into the order of source ranks,
               all_to_all_single. Its sizes are on the host already, from the dispatch before it: it waits for nothing, and can be
               captured (a replay has the same sizes)
-    weft      weft.matmul_all_to_all as it chooses, without `rows`: the host waits in each call for the number of tokens
-    a name    weft.matmul_all_to_all with that schedule ("combine[chunks=1,by=dma]"; weft-serial: its "serial"); the beginning of a
-              name means all that begin so, "all" every one
-    ...-bounded  the same with `rows`: no wait on the host
+    weft, names of schedules     as of any operator, without `rows`: the host waits in each call for the number of tokens
+    ...-bounded     the same with `rows`: no wait on the host
 
 Beside them run, for information, torch's GEMMs alone, grouped and one by one, and the library's all-to-all of as many rows alone.
 """
