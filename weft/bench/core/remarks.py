@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from weft.bench.core import harness
 from weft.bench.core.tables import Record, times
@@ -50,19 +49,12 @@ def twins(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
     ]
 
 
-def variables_of(record: Record) -> tuple[Mapping[str, str], str]:
-    """(variables that change the libraries beside weft, how they are known)."""
-    if record["variables"] is not None:
-        return record["variables"], ""
-    return record.get("variables_by_hand", {}), ", noted by hand"
-
-
 def of_asynctp(rows: Sequence[Record]) -> list[str]:
     """rows: of one dtype, AsyncTP's among them."""
     if rows[0]["dtype"] == "fp8":
         return ["asynctp, torch's scaled operator, does not gather by NVLink multicast, with which it did not run."]
     said = []
-    for (variables, how), some in _by_variables(rows):
+    for variables, how, some in _by_variables(rows):
         of = "" if len(some) == len(rows) else f" ({', '.join(dict.fromkeys(r['config'] for r in some))})"
         if variables.get(_NO_MULTICAST) == "1":
             said.append(
@@ -80,17 +72,21 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
     """Of what may use NCCL's all-gather in switches, which takes more than two ranks."""
     if rows[0]["device"] != "cuda" or rows[0]["ranks"] <= 2:
         return []
-    for (variables, how), _ in _by_variables(rows):
-        if variables.get(_NO_NVLS) == "0":
-            return [
-                f"NCCL ran without NVLink multicast too ({_NO_NVLS}=0{how}), which it may use on more than two GPUs."
-            ]
-    return []
+    without = [how for variables, how, _ in _by_variables(rows) if variables.get(_NO_NVLS) == "0"][:1]
+    return [
+        f"NCCL ran without NVLink multicast too ({_NO_NVLS}=0{how}), which it may use on more than two GPUs."
+        for how in without
+    ]
 
 
-def _by_variables(rows: Sequence[Record]) -> list[tuple[tuple[Mapping[str, str], str], list[Record]]]:
-    found: dict[tuple[Any, str], list[Record]] = {}
+def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
+    """(variables that change the libraries beside weft, how they are known, rows)"""
+    found: list[tuple[Mapping[str, str], str, list[Record]]] = []
     for row in rows:
-        variables, how = variables_of(row)
-        found.setdefault((tuple(sorted(variables.items())), how), []).append(row)
-    return [((dict(variables), how), some) for (variables, how), some in found.items()]
+        known = row["variables"] is not None
+        mine = (row["variables"], "") if known else (row.get("variables_by_hand", {}), ", noted by hand")
+        some = next((some for *same, some in found if tuple(same) == mine), None)
+        if some is None:
+            found.append((*mine, some := []))
+        some.append(row)
+    return found

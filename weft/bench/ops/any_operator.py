@@ -1,8 +1,9 @@
 """Benchmark of any operator that is registered (`weft.operator`), shapes x variants, and what those with baselines of their own
 build on: which variants there are (`GemmVariants`), and what is said of many shapes (`GemmOperator`).
 
-Variants are the serial schedule, which is the baseline, `weft`, the operator as it chooses, and names of schedules ("weft-serial":
-its serial one): the beginning of a name means all that begin so, "all" every one. Calls are those that an operator's spec draws, and what must come out is what it says.
+Variants are the serial schedule, which is the baseline, `weft`, the operator as it chooses, and names of schedules
+("weft-serial": its serial one): the beginning of a name means all that begin so, "all" every one. Calls are those that an
+operator's spec draws, and what must come out is what it says.
 
 The ideal is the longer of the GEMM alone and the communication alone, where an operator measures these, in the same run and mode.
 It is no bound: two halves of a GEMM may be faster than the whole, and each row runs at the clock that it finds.
