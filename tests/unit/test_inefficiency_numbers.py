@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.bench.core.options import BenchOptions
-from weft.bench.table_1 import PAPERS_RANKS, SYNTHETIC, TABLE_1, Gemm, find_gemms
+from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm, find_gemms, fit
 from weft.studies.inefficiency import (
     OPERATOR,
     PAPER_MEANS,
@@ -34,7 +34,6 @@ from weft.studies.inefficiency_measure import (
     PAIRS,
     TRANSPORTS,
     cut_name,
-    fit,
     gather_beside,
     gather_name,
     gemm_beside,
@@ -44,6 +43,7 @@ from weft.studies.inefficiency_measure import (
 )
 
 BF16 = 2
+PAPERS_RANKS = 8
 
 
 def test_a_gemm_by_hand() -> None:

@@ -1,4 +1,5 @@
-"""The GEMMs with which FiCCO is studied: the sixteen of its table I (g1 to g16), and sixteen drawn at random (s1 to s16).
+"""The GEMMs with which FiCCO is studied: the sixteen of its table I (g1 to g16), and sixteen drawn at random (s1 to s16):
+`table_1.toml`.
 
 [m, k] @ [k, n]: A is gathered, or sent all-to-all, and W ranks compute it. The paper's N is the layer's: with tensor parallelism W
 ranks divide the weight's columns, so each computes N / W of them (`Gemm.sharded`). The paper does not say so. It calls the shapes
@@ -6,27 +7,20 @@ those of models with tensor parallelism, and an N of 106496 is twice the whole M
 reads it so. M and K are whole: A's rows are gathered from all ranks. With expert parallelism (g13 to g16) a rank has M / W of the
 rows, and all of N: as many operations.
 
-Of its synthetic scenarios the paper says no more than "sixteen additional synthetic scenarios with diverse OTB and MT
-combinations".
-Here each of M, N and K is drawn evenly in its logarithm between the least and the most of table I. Draws whose op-to-byte ratio or
-memory traffic, N divided by the paper's eight, is beyond those of table I are drawn again.
-
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", table I and VI-D.
 """
 
 from __future__ import annotations
 
-import math
-import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.resources import files
+from typing import Any
 
-PAPERS_RANKS = 8
-SEED = 0
-"""Of `SYNTHETIC`."""
-_MULTIPLES = {"m": 4096, "n": 1024, "k": 1024}  # eight shards of eight pieces, in whole tiles
+MOST_PIECES = 64  # of M and of K
+_MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which the library's fast kernels want
 
 
 @dataclass(frozen=True)
@@ -71,30 +65,11 @@ class Gemm:
         return f"{self.m} x {self.n} x {self.k}"
 
 
-TABLE_1 = tuple(
+_ALL = [
     Gemm(name, **of) for name, of in tomllib.loads(files("weft.bench").joinpath("table_1.toml").read_text()).items()
-)
-
-
-def _synthetic(count: int) -> tuple[Gemm, ...]:
-    draw, found = random.Random(SEED), list[Gemm]()
-    known = [gemm.sharded(PAPERS_RANKS) for gemm in TABLE_1]
-    while len(found) < count:
-        sizes = {}
-        for name, multiple in _MULTIPLES.items():
-            least, most = (math.log(of(getattr(gemm, name) for gemm in TABLE_1)) for of in (min, max))
-            sizes[name] = max(1, round(math.exp(draw.uniform(least, most)) / multiple)) * multiple
-        gemm = Gemm(f"s{len(found) + 1}", "SP+TP", "synthetic", **sizes)
-        mine = gemm.sharded(PAPERS_RANKS)
-        if all(
-            min(getattr(one, what) for one in known) <= getattr(mine, what) <= max(getattr(one, what) for one in known)
-            for what in ("op_to_byte", "traffic")
-        ):
-            found.append(gemm)
-    return tuple(found)
-
-
-SYNTHETIC = _synthetic(16)
+]
+TABLE_1 = tuple(gemm for gemm in _ALL if gemm.model != "synthetic")
+SYNTHETIC = tuple(gemm for gemm in _ALL if gemm.model == "synthetic")
 
 
 def find_gemms(names: Sequence[str], among: Sequence[Gemm] = TABLE_1) -> tuple[Gemm, ...]:
@@ -103,3 +78,47 @@ def find_gemms(names: Sequence[str], among: Sequence[Gemm] = TABLE_1) -> tuple[G
         if name not in {gemm.name for gemm in among}:
             raise ValueError(f"no GEMM {name!r} in table I: give of g1 to g{len(TABLE_1)}, separated by commas")
     return tuple(gemm for gemm in among if gemm.name in names or not names)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A GEMM of the paper as it is run: N over `ranks`, M, N and K over `all_by`, then the larger of M and K over `large_by`."""
+
+    paper: Gemm
+    run: Gemm
+    ranks: int
+    all_by: Fraction
+    large_by: int
+
+    def __str__(self) -> str:
+        large = "M" if self.paper.m > self.paper.k else "K"
+        said = [f"N/{self.ranks}"] + [f"all/{self.all_by}"] * (self.all_by != 1)
+        return ", ".join(said + [f"{large}/{self.large_by}"] * (self.large_by != 1))
+
+
+def fit(gemm: Gemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
+    """What one of `ranks` computes of `gemm`, with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and
+    `most_bytes`.
+
+    Bytes are those of a run (`Gemm.run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
+    which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
+    all pieces are alike. Raises ValueError if nothing is left to halve.
+    """
+    all_by, large_by = 1 / scale, 1
+    while True:
+        sizes: dict[str, Any] = {"m": gemm.m / all_by, "n": gemm.n / ranks / all_by, "k": gemm.k / all_by}
+        sizes["m" if gemm.m > gemm.k else "k"] /= large_by
+        whole: dict[str, Any] = {name: max(of, int(sizes[name]) // of * of) for name, of in _MULTIPLES.items()}
+        fitted = Fitted(gemm, replace(gemm, **whole), ranks, all_by, large_by)
+        if fitted.run.ops <= most_ops and fitted.run.run_bytes <= most_bytes:
+            return fitted
+        smaller, larger = sorted((fitted.run.m, fitted.run.k))
+        if larger // 2 > smaller:
+            large_by *= 2
+        elif larger > MOST_PIECES:
+            all_by *= 2
+        else:
+            raise ValueError(
+                f"{gemm.name} does not fit even as {fitted.run}: {fitted.run.run_bytes} bytes, and "
+                f"{most_bytes:.3g} are free for it: free memory on this machine"
+            )

@@ -35,7 +35,7 @@ from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields, last_runs
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number
-from weft.bench.table_1 import Gemm, find_gemms
+from weft.bench.table_1 import Fitted, Gemm, find_gemms, fit
 from weft.studies.inefficiency_measure import (
     BASELINES,
     CUTS,
@@ -43,10 +43,8 @@ from weft.studies.inefficiency_measure import (
     TRANSPORTS,
     WHOLE,
     Effort,
-    Fitted,
     Found,
     cut_name,
-    fit,
     gather_beside,
     gather_name,
     gemm_beside,

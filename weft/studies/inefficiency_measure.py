@@ -19,8 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,54 +33,6 @@ from weft.bench.table_1 import Gemm
 from weft.runtime.collectives import all_gather_single
 from weft.symm import SymmetricBuffer
 from weft.words import counted
-
-MOST_PIECES = 64  # of M and of K
-_MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which the library's fast kernels want
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A GEMM of the paper as it is run: N over `ranks`, M, N and K over `all_by`, then the larger of M and K over `large_by`."""
-
-    paper: Gemm
-    run: Gemm
-    ranks: int
-    all_by: Fraction
-    large_by: int
-
-    def __str__(self) -> str:
-        large = "M" if self.paper.m > self.paper.k else "K"
-        said = [f"N/{self.ranks}"] + [f"all/{self.all_by}"] * (self.all_by != 1)
-        return ", ".join(said + [f"{large}/{self.large_by}"] * (self.large_by != 1))
-
-
-def fit(gemm: Gemm, *, ranks: int, scale: Fraction, most_ops: float, most_bytes: float) -> Fitted:
-    """What one of `ranks` computes of `gemm`, with M, N, K times `scale`, then made smaller until it takes at most `most_ops` and
-    `most_bytes`.
-
-    Bytes are those of a run (`Gemm.run_bytes`). Each time the larger of M and K is halved as long as it stays the larger, for
-    which of the two it is decides how the GEMM should be cut; then all three are. M and K become multiples of 64, so that
-    all pieces are alike. Raises ValueError if nothing is left to halve.
-    """
-    all_by, large_by = 1 / scale, 1
-    while True:
-        sizes: dict[str, Any] = {"m": gemm.m / all_by, "n": gemm.n / ranks / all_by, "k": gemm.k / all_by}
-        sizes["m" if gemm.m > gemm.k else "k"] /= large_by
-        whole: dict[str, Any] = {name: max(of, int(sizes[name]) // of * of) for name, of in _MULTIPLES.items()}
-        fitted = Fitted(gemm, replace(gemm, **whole), ranks, all_by, large_by)
-        if fitted.run.ops <= most_ops and fitted.run.run_bytes <= most_bytes:
-            return fitted
-        smaller, larger = sorted((fitted.run.m, fitted.run.k))
-        if larger // 2 > smaller:
-            large_by *= 2
-        elif larger > MOST_PIECES:
-            all_by *= 2
-        else:
-            raise ValueError(
-                f"{gemm.name} does not fit even as {fitted.run}: {fitted.run.run_bytes} bytes, and "
-                f"{most_bytes:.3g} are free for it: free memory on this machine"
-            )
-
 
 By = Literal["dma", "kernel", "library"]
 TRANSPORTS: tuple[By, ...] = ("dma", "kernel", "library")
