@@ -4,10 +4,11 @@ Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from combine import expected, inputs, received_of, segments
 from dispatch import Splits
 from expert_ranks import Traffic, poisoned_memory, traffic
-from matmul_ranks import close, device, told
+from matmul_ranks import close, device, own_group, told
 
 import weft
+from weft.operator import choosing
+from weft.runtime import exchanged
 from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
 
 _NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -123,6 +126,68 @@ def backward(
             torch.testing.assert_close(w.grad.cpu().double(), wanted_w, rtol=2e-4, atol=2e-4)
 
 
+@contextlib.contextmanager
+def dual_takes(name: str) -> Iterator[list[str]]:
+    """Dispatches that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
+    choose, send, sent = choosing.choose, exchanged._send, list[str]()
+
+    def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
+        return choose(p, domain, tensors, name if p.name == "all_to_all_matmul" else pinned, **options)
+
+    def sending(*arguments: Any) -> Any:
+        sent.append(arguments[-1])
+        return send(*arguments)
+
+    choosing.choose, exchanged._send = chosen, sending
+    try:
+        yield sent
+    finally:
+        choosing.choose, exchanged._send = choose, send
+
+
+def gradients_by_dual(group: dist.ProcessGroup, dual: str) -> list[torch.Tensor]:
+    """Gradients of whatever is wanted, for every kind of traffic, against float64: the same bits each time, whatever else is
+    wanted, of rows that travel once. Returns those of weights, in which the dual's order of GEMMs has no part."""
+    rank, world, k, n, experts = group.rank(), group.size(), 12, 8, 3
+    own, found = own_group(group), list[torch.Tensor]()
+    options: dict[str, Any] = {"group": own, "capacity": 60, "schedule": "serial"}
+    kinds: list[Traffic] = ["uneven", "all to one", "one has nothing", "nothing", "uneven"]
+    for seed, kind in enumerate(kinds):
+        splits, exact, grads = traffic(kind, world, experts, seed), seed % 2 == 0, list[list[torch.Tensor | None]]()
+        case = Case(rank, splits, k, n, torch.float32, seed, spare=0 if exact else 3)
+        hs = [h.double().requires_grad_() for h in case.hs]
+        weights = case.weights.double().requires_grad_()
+        ys = [expected(r, splits, hs, weights) for r in range(world)]
+        torch.stack([(y * weighing(r, len(y), n, seed)).sum() for r, y in enumerate(ys)]).sum().backward()
+        by = weighing(rank, len(ys[rank]), n, seed).float().to(device())
+        for wanted in ((True, True), (True, False), (False, True), (True, True)):
+            h, w = (t.clone().requires_grad_(want) for t, want in zip((case.h, case.w), wanted, strict=True))
+            tables = case.received, case.given
+            with poisoned_memory(), dual_takes(dual) as sent:
+                y = weft.matmul_all_to_all(h, w, *tables, rows=None if exact else len(by), **options)
+                sent.clear()
+                (y * by).sum().backward()
+            assert len(sent) == (world > 1 and (dual == "serial" or not wanted[0])), (sent, wanted, seed)
+            grads.append([h.grad, w.grad])
+        came = len(hs[rank])
+        for grad_h, grad_w in grads:
+            if grad_h is not None:
+                torch.testing.assert_close(grad_h[:came].cpu().double(), hs[rank].grad, rtol=2e-4, atol=2e-4)
+                assert not grad_h[came:].any()
+                assert torch.equal(grad_h, grads[0][0])
+            if grad_w is not None:
+                exact_w = weights.grad.split(experts)[rank]
+                torch.testing.assert_close(grad_w.cpu().double(), exact_w, rtol=2e-4, atol=2e-4)
+                assert torch.equal(grad_w, grads[0][1])
+        found.append(grads[0][1].cpu())
+    return found
+
+
+def compiled_by_dual(group: dist.ProcessGroup, dual: str, wanted: Sequence[bool]) -> None:
+    with dual_takes(dual):
+        backward(own_group(group), 2, True, "serial", True, wanted)
+
+
 def gradients_weigh_steps(group: dist.ProcessGroup) -> None:
     """In fp32 small steps round away, but the product is linear in h and in w: the gradient weighs what a step of any size adds."""
     rank, world = group.rank(), group.size()
@@ -199,8 +264,6 @@ def dense(group: dist.ProcessGroup, schedule: str | None, dtype: torch.dtype = t
 
 def torchs_grouped_gemm(group: dist.ProcessGroup) -> None:
     """The library's way with one GEMM for all experts, which is for GPUs; torch has one on CPU too, a slow one."""
-    from weft.runtime import exchanged
-
     original = exchanged._has_grouped_gemm
     exchanged._has_grouped_gemm = lambda x, w: x.numel() > 0 and exchanged._is_aligned(x) and exchanged._is_aligned(w)
     try:
@@ -426,8 +489,6 @@ def own_segments(group: dist.ProcessGroup) -> None:
 
 def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str, bool]:
     """Whether the combine finds on the host what its dispatch has brought there: with the same tables, and with others."""
-    from weft.runtime.exchanged import sizes_of
-
     rank, world = group.rank(), group.size()
     splits = torch.tensor(traffic("uneven", world, 2, 4)[rank], device=device())
     x, w = torch.ones(int(splits.sum()), 8, device=device()), torch.ones(2, 8, 3, device=device(), requires_grad=True)
@@ -438,10 +499,10 @@ def sizes_are_known(group: dist.ProcessGroup, schedule: str | None) -> dict[str,
         ]
 
     def known(received: torch.Tensor, given: torch.Tensor = splits) -> bool:
-        found = sizes_of(given, received)
+        found = exchanged.sizes_of(given, received)
         assert found.host.came == received.sum(1).tolist()
         assert found.host.sent == given.view(world, -1).sum(1).tolist()
-        return sizes_of(given, received).numbers.copy is not None
+        return exchanged.sizes_of(given, received).numbers.copy is not None
 
     received = dispatched()
     found = {

@@ -160,7 +160,7 @@ def left_out(group: dist.ProcessGroup) -> None:
     torch.stack([y[:rows].sum() for y, rows in zip(ys, room, strict=True)]).sum().backward()
     w, mine = weights.split(experts)[rank], torch.tensor(splits[rank], device=device())
     sizes = Sizes(mine, exchange_counts(mine, group))
-    y = multiplied_by_library(tokens[rank], w, sizes, group, room[rank])
+    y, _ = multiplied_by_library(tokens[rank], w, sizes, group, room[rank])
     torch.testing.assert_close(y.cpu().double(), ys[rank][: room[rank]], rtol=1e-4, atol=1e-4)
     grad_x, grad_w = gradients(tokens[rank], w, sizes, group, torch.ones_like(y), (True, True))
     torch.testing.assert_close(grad_x.cpu().double(), exact_tokens[rank].grad, rtol=2e-4, atol=2e-4)
@@ -237,7 +237,7 @@ def compiled_in_pieces(group: dist.ProcessGroup) -> list[str]:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(7, 8, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)
     for max_rows in (7, None):
-        arguments = (x, w, torch.tensor([5, 2]), max_rows, None, group.group_name, "", 0.0)
+        arguments = (x, w, torch.tensor([5, 2]), max_rows, None, False, group.group_name, "", 0.0)
         torch.library.opcheck(torch.ops.weft.all_to_all_matmul.default, arguments)
 
 

@@ -36,10 +36,16 @@ class Case:
             "y": self.make if room is None else self.make(len(self.y) + room),
             "received": torch.full(self.received.shape, -1, device=device()),
         }
+        if p.return_x:
+            self.tensors["x"] = self.make_x if room is None else self.make_x(len(self.y) + room)
 
     def make(self, rows: int) -> torch.Tensor:
         self.out = torch.full((rows, self.p.n), float("nan"), dtype=self.tensors_dtype(), device=device())
         return self.out
+
+    def make_x(self, rows: int) -> torch.Tensor:
+        self.x = torch.full((rows, self.p.k), float("nan"), dtype=self.tensors_dtype(), device=device())
+        return self.x
 
     def tensors_dtype(self) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.p.dtype]
@@ -60,10 +66,16 @@ class Case:
         assert len(self.out) >= rows, (what, self.rank)
         assert self.out[rows:].isnan().all(), f"{what}, rank {self.rank}: rows beyond those that came are written"
         assert_rows(self.out[:rows].cpu(), self.rank, self.splits, self.tokens, self.weights, what)
+        if self.p.return_x:  # as they were sent: by rank, and for one rank by expert
+            by_rank = [[sum(part) for part in zip(*[iter(of)] * self.p.experts, strict=True)] for of in self.splits]
+            sent = [part.split(to)[self.rank] for part, to in zip(self.tokens, by_rank, strict=True)]
+            assert torch.equal(self.x[:rows].cpu(), torch.cat(sent)), f"{what}, rank {self.rank}: other tokens"
+            assert self.x[rows:].isnan().all(), f"{what}, rank {self.rank}: tokens beyond those that came are written"
 
 
-def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool) -> int:
-    """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were."""
+def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False) -> int:
+    """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were. to_one: in
+    the last two, which bring far more rows to a rank, everything goes to the first expert."""
     domain, count = symm.domain(group, device()), 0
     for candidate in candidates(p, ("dispatch", "dispatch_by_expert")):
         try:
@@ -74,7 +86,8 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
         executor.context.own["inbox"].fill_(float("nan"))
         torch.cuda.synchronize()
         dist.barrier(group)
-        cases = [Case(p, group.rank(), seed, None if p.exact else 5, transposed) for seed in range(4)]
+        room = None if p.exact else 5
+        cases = [Case(p, group.rank(), seed, room, transposed, to_one and seed > 1) for seed in range(4)]
         for case in cases:
             executor.run(case.tensors)
         torch.cuda.synchronize()

@@ -4,6 +4,7 @@ those of the CPU tests."""
 from __future__ import annotations
 
 import combine_ranks as ranks
+import dispatch_ranks
 import expert_module_ranks
 import gpu_ranks
 import pytest
@@ -14,7 +15,7 @@ from expert_ranks import tokens_gradient_alone
 
 import weft
 from weft.launch import Pool
-from weft.schedule import MatmulAllToAll
+from weft.schedule import AllToAllMatmul, MatmulAllToAll
 
 pytestmark = gpu_ranks.MARKS
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -81,6 +82,35 @@ def test_a_gemm_before_an_all_to_all(pair: Pool, schedule: str | None) -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "told"])
 def test_gradients(pair: Pool, exact: bool, wanted: tuple[bool, bool]) -> None:
     pair.run(ranks.backward, 2, exact, STORE, False, wanted, timeout_s=120)
+
+
+def test_rows_travel_once_backward_and_the_order_of_sums_is_one(pair: Pool) -> None:
+    duals = ["serial", "dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=1]"]
+    by_dual = [pair.run(ranks.gradients_by_dual, dual, timeout_s=120) for dual in duals]
+    for of_rank in zip(*by_dual, strict=True):
+        for grads in zip(*of_rank, strict=True):
+            assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+def test_compiled_gradients_by_the_dual(pair: Pool) -> None:
+    pair.run(ranks.compiled_by_dual, "dispatch[by=kernel,rest=each]", (True, True), timeout_s=200)
+
+
+DISPATCHES = {
+    "bf16": AllToAllMatmul(2, 4, (512, 384), 192, 256, "bf16", most=512, return_x=True),
+    "bf16, told": AllToAllMatmul(2, 4, (300, 512), 192, 256, "bf16", most=512, exact=False, return_x=True),
+    "fp32, odd sizes": AllToAllMatmul(2, 3, (37, 61), 19, 43, "fp32", most=61, return_x=True),
+    "fp16, a rank without tokens, told": AllToAllMatmul(
+        2, 2, (0, 64), 64, 64, "fp16", most=64, exact=False, return_x=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_a_dispatch_that_returns_the_tokens_too(pair: Pool, name: str) -> None:
+    """By every schedule; two runs bring more rows than there was room for, so that results are made anew."""
+    p = DISPATCHES[name]
+    assert min(pair.run(dispatch_ranks.every_candidate, p, True, True, timeout_s=120)) >= (2 if p.exact else 1)
 
 
 def test_compiled_gradients(pair: Pool) -> None:

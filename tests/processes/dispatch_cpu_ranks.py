@@ -32,23 +32,32 @@ def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, nam
     splits = random_splits(p.world_size, p.experts, p.rows, seed)
     tokens, weights = inputs(p, seed)
     y, received = expected(rank, splits, tokens, weights)
-    made: list[torch.Tensor] = []
+    made, arrived = list[torch.Tensor](), list[torch.Tensor]()
 
     def make(rows: int) -> torch.Tensor:
         made.append(torch.full((rows, p.n), torch.nan, dtype=tokens[rank].dtype))
         return made[0]
 
     spare = 0 if p.exact else 3
+
+    def make_x(rows: int) -> torch.Tensor:
+        arrived.append(torch.full((rows, p.k), torch.nan, dtype=tokens[rank].dtype))
+        return arrived[0]
+
     out = make if p.exact else make(len(y) + spare)
     counts = torch.full(received.shape, -1)
     mine = weights.split(p.experts)[rank].flatten(0, 1)
     time.sleep(random.random() * 0.002)
-    executor.run(
-        {"tokens": tokens[rank], "splits": torch.tensor([splits[rank]]), "w": mine, "y": out, "received": counts}
-    )
+    tensors = {"tokens": tokens[rank], "splits": torch.tensor([splits[rank]]), "w": mine, "y": out, "received": counts}
+    executor.run(tensors | ({"x": make_x if p.exact else make_x(len(y) + spare)} if p.return_x else {}))
     assert torch.equal(counts, received), (name, seed)
     assert made[0].shape[0] == len(y) + spare, (name, seed)
     assert made[0][len(y) :].isnan().all()
+    if p.return_x:  # as they were sent: by rank, and for one rank by expert
+        mine_of = [part.split([sum(of[r * p.experts : (r + 1) * p.experts]) for r in range(p.world_size)])[rank]
+                   for part, of in zip(tokens, splits, strict=True)]  # fmt: skip
+        assert torch.equal(arrived[0][: len(y)], torch.cat(mine_of)), (name, seed)
+        assert arrived[0][len(y) :].isnan().all()
     assert_rows(made[0][: len(y)], rank, splits, tokens, weights, f"{name}, seed {seed}")
 
 

@@ -79,6 +79,23 @@ def test_of_two_gradients_one(pool: Pool, wanted: tuple[bool, bool]) -> None:
     pool.run(ranks.backward, 2, True, DMA, False, wanted, ranks=2, timeout_s=60)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rows_travel_once_backward_and_the_order_of_sums_is_one(pool: Pool, world: int) -> None:
+    duals = ["serial", "dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]"]
+    by_dual = [
+        pool.run(ranks.gradients_by_dual, dual, ranks=world, timeout_s=60) for dual in duals[: 3 if world > 1 else 1]
+    ]
+    for of_rank in zip(*by_dual, strict=True):
+        for grads in zip(*of_rank, strict=True):
+            assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "h", "weights"])
+def test_compiled_gradients_by_the_dual(pool: Pool, wanted: tuple[bool, bool]) -> None:
+    dual = "dispatch[by=kernel,rest=each]"
+    pool.run(ranks.compiled_by_dual, dual, wanted, ranks=2, timeout_s=120)
+
+
 def test_gradients_weigh_small_steps(pool: Pool) -> None:
     pool.run(ranks.gradients_weigh_steps, ranks=3, timeout_s=60)
 

@@ -24,11 +24,11 @@ BOTH = (AllToAllMatmul, MatmulAllToAll)
 
 
 def problem(
-    splits: list[list[int]], experts: int, exact: bool, of: type[ExpertsProblem] = AllToAllMatmul
+    splits: list[list[int]], experts: int, exact: bool, of: type[ExpertsProblem] = AllToAllMatmul, **more: bool
 ) -> ExpertsProblem:
     """splits: of each rank, tokens for each expert of all ranks."""
-    world, rows = len(splits), tuple(map(sum, splits))
-    return of(world, experts, rows, 3, 2, "fp32", most=max(1, *rows), exact=exact, splits=tuple(map(tuple, splits)))
+    world, rows, given = len(splits), tuple(map(sum, splits)), tuple(map(tuple, splits))
+    return of(world, experts, rows, 3, 2, "fp32", most=max(1, *rows), exact=exact, splits=given, **more)
 
 
 def applicable(p: ExpertsProblem) -> dict[str, Schedule]:
@@ -67,7 +67,9 @@ def test_every_candidate_verifies(name: str, exact: bool) -> None:
     back = applicable(problem(splits, experts, exact, MatmulAllToAll))
     assert ("combine[chunks=1,by=store]" in back) == (len(splits) > 1)
     assert ("combine[chunks=1,by=dma]" in back) == (len(splits) > 1 and exact)
-    for schedule in (*found.values(), *back.values()):
+    returning = applicable(problem(splits, experts, exact, return_x=True))
+    assert returning.keys() == found.keys()
+    for schedule in (*found.values(), *back.values(), *returning.values()):
         check(schedule)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -36,7 +37,8 @@ BACK = ("combine", "combine_by_expert")
 
 def schedules(world: int, experts: int, *, exact: bool = True) -> list[tuple[str, Schedule]]:
     found = []
-    for problem, builders in ((AllToAllMatmul, EVERYTHING), (MatmulAllToAll, BACK)):
+    returning = partial(AllToAllMatmul, return_x=True)
+    for problem, builders in ((AllToAllMatmul, EVERYTHING), (returning, EVERYTHING), (MatmulAllToAll, BACK)):
         p = problem(world, experts, (12,) * world, 16, 8, "bf16", most=20, exact=exact)
         for candidate in candidates(p, builders):
             with contextlib.suppress(NotApplicableError):
@@ -122,8 +124,9 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]
         assert len(lanes) == (3 if "send=at_once" in name else 1), name
-        # What the combine brings from its inbox to the result is copied when the GEMMs are done, and by all units.
-        placed = 0 if name.startswith("dispatch") else 3
+        # What the combine, or a dispatch that returns tokens, brings from its inbox to the result is copied when the GEMMs are
+        # done, and by all units.
+        placed = 3 if not name.startswith("dispatch") else 4 if "x" in {b.name for b in schedule.buffers} else 0
         streams = [*([0] if placed else []), *(1 + i for i in range(len(lanes)))]
         assert sorted(numbers.stream for numbers in Numbers.made) == streams, name
         assert sorted(copy["sizes"] for copy in late) == [at for n in Numbers.made for at in range(n.first, n.end, 3)]

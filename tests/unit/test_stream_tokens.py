@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,6 +297,7 @@ def test_kernels_are_loaded_without_a_change_of_what_peers_read(
 def test_tokens_of_experts_can_be_taken_in_time() -> None:
     for problem, builders in (
         (AllToAllMatmul, ("dispatch", "dispatch_by_expert")),
+        (partial(AllToAllMatmul, return_x=True), ("dispatch", "dispatch_by_expert")),
         (MatmulAllToAll, ("combine", "combine_by_expert")),
     ):
         for candidate in candidates(problem(3, 8, (24,) * 3, 64, 64, "bf16", 24), builders):

@@ -106,7 +106,7 @@ def all_to_all_matmul(
             check_tensor(name, tensor)
         for name, count in (("max_rows", max_rows), ("capacity", capacity)):
             check_count(name, count)
-        return _Call(tokens, w_experts, splits, max_rows, capacity)
+        return _Call(tokens, w_experts, splits, max_rows, capacity, False)
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return (y, received) if return_received else y
@@ -118,11 +118,15 @@ def check_count(name: str, count: Any) -> None:
 
 
 class _Call(NamedTuple):
+    """return_x: the tokens that came are a result too, as they arrived: for the backward of `matmul_all_to_all`, which wants no
+    gradients and gives max_rows as many as come."""
+
     tokens: torch.Tensor
     w: torch.Tensor
     splits: torch.Tensor
     max_rows: int | None
     capacity: int | None
+    return_x: bool
 
 
 class _AllToAllMatmul(Operator[_Call]):
@@ -139,12 +143,12 @@ class _AllToAllMatmul(Operator[_Call]):
         return call.tokens.shape[0]
 
     def key(self, call: _Call) -> Hashable:
-        tokens, w, splits, max_rows, capacity = call
+        tokens, w, splits, max_rows, capacity, return_x = call
         likes = (w.shape, w.dtype, w.device, splits.shape, splits.dtype, splits.device)
-        return tokens.shape[1:], tokens.dtype, tokens.device, likes, max_rows is None, capacity
+        return tokens.shape[1:], tokens.dtype, tokens.device, likes, max_rows is None, capacity, return_x
 
     def said(self, call: _Call, world: int) -> str:
-        tokens, w, splits, max_rows, capacity = call
+        tokens, w, splits, max_rows, capacity, return_x = call
         _check_shapes(tokens, w, splits, world)
         _check_values(tokens, splits)
         if capacity is not None and capacity < max(1, tokens.shape[0]):
@@ -154,7 +158,7 @@ class _AllToAllMatmul(Operator[_Call]):
             )
         return (
             f"tokens [T, {tokens.shape[-1]}] {tokens.dtype}, w_experts {list(w.shape)}, max_rows "
-            f"{'not ' * (max_rows is None)}given, capacity {capacity}"
+            f"{'not ' * (max_rows is None)}given, capacity {capacity}{', tokens returned' * return_x}"
         )
 
     def problem(self, call: _Call, world: int, most: int) -> AllToAllMatmul:
@@ -162,9 +166,8 @@ class _AllToAllMatmul(Operator[_Call]):
         tokens, w = call.tokens, call.w
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
-        return AllToAllMatmul(
-            world, w.shape[0], (most,) * world, w.shape[2], tokens.shape[-1], _DTYPES[tokens.dtype], most, exact
-        )
+        sizes = world, w.shape[0], (most,) * world, w.shape[2], tokens.shape[-1]
+        return AllToAllMatmul(*sizes, _DTYPES[tokens.dtype], most, exact, return_x=call.return_x)
 
     # --- memory ---
 
@@ -174,19 +177,23 @@ class _AllToAllMatmul(Operator[_Call]):
         return {"tokens": tokens, "splits": call.splits.view(1, -1), "w": expert_weights(call.w)}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
-        tokens, w, splits, max_rows, _ = call
+        tokens, w, splits, max_rows, _, return_x = call
 
-        def make_y(rows: int) -> torch.Tensor:
-            # Rows for which there is no room are still written here: peers do not wait for one that gives up.
-            return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), w.shape[2])
+        def that_arrive(columns: int) -> Any:
+            def make(rows: int) -> torch.Tensor:
+                # Rows for which there is no room are still written here: peers do not wait for one that gives up.
+                return tokens.new_empty(rows if max_rows is None else max(rows, max_rows), columns)
 
-        y: Any = make_y if max_rows is None or tokens.device.type == "cpu" else make_y(max_rows)
-        return {"y": y, "received": splits.new_empty(world, w.shape[0])}
+            return make if max_rows is None or tokens.device.type == "cpu" else make(max_rows)
+
+        results = {"y": that_arrive(w.shape[2]), "received": splits.new_empty(world, w.shape[0])}
+        return results | ({"x": that_arrive(tokens.shape[1])} if return_x else {})
 
     def fake(self, call: _Call, world: int) -> list[torch.Tensor]:
         rows = torch.library.get_ctx().new_dynamic_size() if call.max_rows is None else call.max_rows
         received = call.splits.new_empty(world, call.w.shape[0], dtype=torch.int64)
-        return [call.tokens.new_empty(rows, call.w.shape[2]), received]
+        x = [call.tokens.new_empty(rows, call.tokens.shape[1])] if call.return_x else []
+        return [call.tokens.new_empty(rows, call.w.shape[2]), received, *x]
 
     def does_not_fit(self, p: AllToAllMatmul, call: _Call) -> str:
         if call.tokens.shape[0] <= p.most:
@@ -201,7 +208,7 @@ class _AllToAllMatmul(Operator[_Call]):
         splits = torch.tensor(p.splits[rank], device=call.splits.device)
         arriving = sum(row[rank * p.experts + e] for row in p.splits for e in range(p.experts))
         tokens = call.tokens.new_zeros(p.rows[rank], p.k)
-        return _Call(tokens, call.w, splits, None if p.exact else arriving, call.capacity)
+        return call._replace(tokens=tokens, splits=splits, max_rows=None if p.exact else arriving)
 
     def finished(self, call: _Call, results: Sequence[torch.Tensor], rank: int) -> None:
         if call.max_rows is None:
@@ -234,7 +241,9 @@ class _AllToAllMatmul(Operator[_Call]):
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Those of tokens alone by the combine, the dual of this, with the weights transposed. With those of weights the library's
-        calls leave nothing to hide: tokens come again beside one GEMM, and gradients leave beside the other."""
+        calls leave nothing to hide: tokens come again beside one GEMM, and gradients leave beside the other. What came is not kept:
+        it lies in memory that peers write, so that each call would copy it, and calls with gradients would be another shape than
+        those without, with other memory, and maybe another schedule and other bits where a checkpoint computes them again."""
         (tokens, w, *_), grad = saved, grads[0]
         if p.world_size > 1 and not wanted[1]:
             return [self._grad_tokens(p, group, grad, w, turn, beside), None, None]
@@ -266,7 +275,8 @@ class _AllToAllMatmul(Operator[_Call]):
         sizes = Sizes(call.splits, exchange_counts(call.splits, group, turn))
         remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
-        return [multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn), sizes.received]
+        y, x = multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn)
+        return [y, sizes.received, *([x] if call.return_x else [])]
 
 
 def expert_weights(w: torch.Tensor) -> torch.Tensor:

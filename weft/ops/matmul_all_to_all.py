@@ -24,6 +24,7 @@ from weft.runtime.exchanged import (
     begin_in_expert_order,
     grad_of_weights,
     grouped_matmul,
+    in_expert_order,
     returned_by_library,
     sizes_of,
 )
@@ -61,7 +62,8 @@ def matmul_all_to_all(
     way is what runs unless you pin a schedule, or "autotune": the model does not know the others well enough yet.
     Collective over `group`.
     Differentiable in h and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same ones.
-    Backward sends the gradient of y to the experts while it multiplies with it, by `all_to_all_matmul`, where that overlaps.
+    Backward sends the gradient of y to the experts once, and while it multiplies with it, by `all_to_all_matmul`, where that
+    overlaps.
     Autocast does not apply.
 
     A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that are
@@ -250,35 +252,36 @@ class _MatmulAllToAll(Operator[_Call]):
         self, p: MatmulAllToAll, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Sizes,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Where the dispatch that this is the combine of overlaps, grad h is one, with the weights transposed. Gradients of weights
-        need all of grad y where its rows were multiplied: then it comes once more by the library, meanwhile."""
+        """Where the dispatch that this is the combine of overlaps, grad h is one, with the weights transposed, and it brings the
+        rows of grad y of which gradients of weights are made. Or else the library does, once for both."""
         (h, w, *_), grad, came = saved, grads[0].contiguous(), sum(beside.host.came)
-        arriving = rows = grad_h = grad_w = None
-        dual = self._dual(p, group, grad, w, beside, turn) if wanted[0] and p.world_size > 1 else None
-        if wanted[1] or dual is None:
-            arriving = begin_in_expert_order(grad, beside, group, turn, "exchange gradients of y")
-        if dual is not None:
-            grad_h = dual()
-        if arriving is not None:
-            rows = arriving()
-            if wanted[0] and dual is None:
+        grad_h = grad_w = None
+        dual = self._dual(p, group, grad, w, beside, turn, wanted[1]) if wanted[0] and p.world_size > 1 else None
+        if dual is None:
+            rows = begin_in_expert_order(grad, beside, group, turn, "exchange gradients of y")()
+            if wanted[0]:
                 grad_h = grouped_matmul(rows, _transposed(w), beside)
-            if wanted[1]:
-                grad_w = grad_of_weights(h[:came], rows, w, beside)
+        else:
+            grad_h, _, *arrived = dual()
+            rows = in_expert_order(arrived[0], beside) if arrived else grad
+        if wanted[1]:
+            grad_w = grad_of_weights(h[:came], rows, w, beside)
         if grad_h is not None and came < h.shape[0]:
             grad_h = torch.cat((grad_h, grad_h.new_zeros(h.shape[0] - came, p.k)))
         return [grad_h, grad_w, None, None]
 
     def _dual(
-        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn | None
-    ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
-        """What makes grad h, without the rows that came from nobody; None: it would be no faster than the library's calls."""
+        self, p: MatmulAllToAll, group: dist.ProcessGroup, grad: torch.Tensor, w: torch.Tensor, sizes: Sizes, turn: Turn | None,
+        return_x: bool,
+    ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
+        """What makes grad h, without the rows that came from nobody, and with return_x the rows of grad y; None: it would be no
+        faster than the library's calls."""
         deadline_s = None if turn is None else turn.deadline_s
-        call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most)
+        call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)
 
-        def made_by_it() -> torch.Tensor:
+        def made_by_it() -> list[torch.Tensor]:
             with plan.use(None):  # what is pinned is this operator's
-                return made(DISPATCH, group, grad, lambda _: call, deadline_s=deadline_s)[0]
+                return made(DISPATCH, group, grad, lambda _: call, deadline_s=deadline_s)
 
         with plan.use(None):
             return made_by_it if overlaps(DISPATCH, call, group, deadline_s) else None

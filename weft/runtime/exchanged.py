@@ -132,12 +132,14 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn |
 def multiplied_by_library(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
     turn: Turn | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room; the tokens that
+    came [rows that came, K], as they arrived: by source rank, and from one source by expert)."""
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
-    y = grouped_matmul(_dispatched(tokens, sizes, group, rows, turn), w, sizes, cut=rows < came)
-    return y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)
+    x, arrived = _dispatched(tokens, sizes, group, rows, turn)
+    y = grouped_matmul(x, w, sizes, cut=rows < came)
+    return (y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)), arrived
 
 
 def returned_by_library(
@@ -171,13 +173,20 @@ def begin_in_expert_order(
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = rows.new_empty(came, rows.shape[1])
     arriving = _send(rows, arrived, sizes.host.sent, sizes.host.came, group, turn, name)
-    order = None if experts == 1 else _expert_order(sizes.received, came)
+    order = None if experts == 1 else _expert_order(sizes.received, came)  # on the device while rows are under way
 
     def end() -> torch.Tensor:
         arriving.wait()
         return arrived if order is None else arrived.index_select(0, order)
 
     return end
+
+
+def in_expert_order(arrived: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Rows that came, as they arrived: by expert, and for one expert by source rank."""
+    if 1 in sizes.received.shape:
+        return arrived
+    return arrived.index_select(0, _expert_order(sizes.received, arrived.shape[0]))
 
 
 def gradients(
@@ -223,15 +232,16 @@ def _send(
 
 def _dispatched(
     tokens: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, rows: int, turn: Turn | None
-) -> torch.Tensor:
-    """x [rows, K], which begins with the rows for the local experts in their order, as far as there is room."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x [rows, K], which begins with the rows for the local experts in their order, as far as there is room; the rows that came,
+    as they arrived)."""
     k = tokens.shape[1]
     if group.size() == 1:
         if rows <= tokens.shape[0]:
-            return tokens[:rows]
+            return tokens[:rows], tokens
         padded = tokens.new_empty(rows, k)
         padded[: tokens.shape[0]] = tokens
-        return padded
+        return padded, tokens
     came, experts = sum(sizes.host.came), sizes.received.shape[1]
     arrived = tokens.new_empty(came if experts > 1 else max(rows, came), k)
     exchange = _send(tokens, arrived[:came], sizes.host.sent, sizes.host.came, group, turn, _TOKENS)
@@ -243,10 +253,10 @@ def _dispatched(
         kept = sizes.host.sent[group.rank()]
         turn.done(_TOKENS, arrived, (tokens.shape[0] - kept) * k * tokens.itemsize)
     if order is None:
-        return arrived[:rows]
+        return arrived[:rows], arrived[:came]
     x = tokens.new_empty(rows, k)
     torch.index_select(arrived, 0, order, out=x[: len(order)])
-    return x if turn is None else turn.done(Permute.kind, x)
+    return (x if turn is None else turn.done(Permute.kind, x)), arrived
 
 
 def _expert_order(received: torch.Tensor, came: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from weft.schedule.builders import NotApplicableError, builder
-from weft.schedule.expr import RANK, Expr, Index, total
+from weft.schedule.expr import RANK, Expr, Index, lookup, total
 from weft.schedule.kernels import GroupedMatmul, LibraryGroupedMatmul, Permute
 from weft.schedule.operands import cut, peer
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
@@ -52,7 +52,8 @@ def serial(p: AllToAllMatmul) -> Schedule:
     """The library's all-to-all; what came is put in the order of experts; then their GEMMs."""
     d, world, experts = _Dispatch("serial", p, "scratch"), p.world_size, p.experts
     room = sum(p.rows)
-    unordered, ordered = (d.buffer(name, room, p.k, p.dtype, "scratch") for name in ("unordered", "ordered"))
+    unordered = d.x or d.buffer("unordered", room, p.k, p.dtype, "scratch")
+    ordered = d.buffer("ordered", room, p.k, p.dtype, "scratch")
     lane = d.lane("compute").all_gather(d.splits.part(), d.counts.part()).read(d.counts, "host")
     to_each = tuple(d.sent(RANK, to) for to in range(world))
     from_each = tuple(d.sent(source, RANK) for source in range(world))
@@ -120,6 +121,7 @@ class _Dispatch(Draft):
         self.weights = self.buffer("w", p.experts * p.k, p.n, p.dtype, "input")
         self.y = self.buffer("y", self.arriving, p.n, p.dtype, "output")
         self.received = self.buffer("received", p.world_size, p.experts, "int64", "output")
+        self.x = self.buffer("x", self.arriving, p.k, p.dtype, "output") if p.return_x else None
 
     def rows(self, source: Index, expert: Index) -> Index:
         """From `source`, for a local expert."""
@@ -231,7 +233,15 @@ class Sending(_Dispatch):
 
     def done(self) -> Schedule:
         """What was read and multiplied may be written again. Whoever gets tokens knows that they were sent after the lane had read
-        counts, but nothing of other lanes."""
+        counts, but nothing of other lanes.
+
+        Tokens that are wanted too are copied behind all GEMMs: where the host learns sizes meanwhile, it knows them then."""
+        if self.x:
+            for distance in range(self.world_size):
+                source = peer(self.world_size, -distance) if distance else RANK
+                rows = self.sent(source, RANK)
+                target = self.x.part(rows=(self._first_in_x(source), rows))
+                self.compute.copy(self._came(distance, 0, rows), target, "kernel")
         if self._taken:
             for i in range(len(self._senders)):
                 self.compute.wait(self._taken, i)
@@ -242,11 +252,21 @@ class Sending(_Dispatch):
     def _segment(self, distance: int, expert: Index) -> Compute:
         source = peer(self.world_size, -distance) if distance else RANK
         rows, first = self.rows(source, expert), self.first_of_block(source, expert)
+        return self.matmul((self.first_of_result(source, expert), rows), self._came(distance, first, rows), expert)
+
+    def _came(self, distance: int, first: Index, rows: Index) -> Region:
+        """Of the tokens of the rank so far back, 0 for the own, so many where they lie."""
         if distance:
-            x = self._inbox.part(rows=(self._slot(distance) + first, rows))
-        else:
-            x = self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows))
-        return self.matmul((self.first_of_result(source, expert), rows), x, expert)
+            return self._inbox.part(rows=(self._slot(distance) + first, rows))
+        return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows))
+
+    def _first_in_x(self, source: Index) -> Index:
+        """Where in x the tokens of `source` begin: behind those of the ranks before it."""
+        begin: Index = 0
+        for before in range(self.world_size - 1):
+            counted = lookup([self.p.experts * (before < rank) for rank in range(self.world_size)], source)
+            begin = begin + total("counts", self._mine(before), self._mine(before) + counted)
+        return begin
 
     def _slot(self, distance: int) -> int:
         """Where in the inbox of a rank the tokens of the one so many places before it begin."""

@@ -301,7 +301,7 @@ class DispatchVariants(ExpertVariants):
     def serial(self, which: int) -> torch.Tensor:
         group = self.ranks.group
         sizes = Sizes(self.splits[which], exchange_counts(self.splits[which], group))
-        return multiplied_by_library(self.tokens[which], self.w, sizes, group, None)
+        return multiplied_by_library(self.tokens[which], self.w, sizes, group, None)[0]
 
     def padded(self, which: int) -> torch.Tensor:
         """Room for `capacity` rows of each expert on each rank: sizes are known, so that nobody waits for them.

@@ -14,15 +14,17 @@ from weft.words import counted
 class AllToAllMatmul(ExpertsProblem):
     """Every token to the rank of its expert, and there times the expert's weights.
 
-    exact: y has the rows that arrive, which the host has to know; otherwise at least that many.
+    exact: y has the rows that arrive, which the host has to know; otherwise at least that many. return_x: the tokens that arrive
+    are wanted too.
 
     Buffers: tokens [rows[rank], k], sorted by expert, splits [1, experts of all] int64, w [experts * k, n], one expert below
-    the other, in; y [rows that arrive, n] by expert and then by the rank that they come from, and received [ranks, experts]
-    int64, how many these are, out. Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
-    Overlap", II-A and IV-B2.
+    the other, in; y [rows that arrive, n] by expert and then by the rank that they come from, received [ranks, experts] int64,
+    how many these are, and with return_x x [rows that arrive, k] by that rank and then by expert, out. Source: "Design Space
+    Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
     """
 
     name: ClassVar[str] = "all_to_all_matmul"
+    return_x: bool = False
 
     @property
     def not_captured(self) -> str:
@@ -38,6 +40,7 @@ class AllToAllMatmul(ExpertsProblem):
         return (
             f"{self.tokens} [{self.k}] of each of {counted(self.world_size, 'rank')} @ [{self.experts}, {self.k}, {self.n}] of "
             f"their experts' ranks, {self.dtype}, {'as many rows as arrive' if self.exact else 'bounded'}"
+            f"{', and the tokens that arrive' if self.return_x else ''}"
         )
 
     def worth_running(self, candidate: Candidate) -> bool:

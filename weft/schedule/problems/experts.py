@@ -49,8 +49,10 @@ class ExpertsProblem(Problem):
             raise ValueError(f"a rank sends {sent} tokens to one other, and most={self.most}")
 
     def __str__(self) -> str:
-        """As repr, but splits, a number for each expert of all, only where they are not even."""
-        shown = (f for f in fields(self) if f.name != "splits" or self.splits != self._even_splits())
+        """As repr, but splits, a number for each expert of all, only where they are not even, and a flag of one problem only where
+        it is set."""
+        usual = {"splits": self._even_splits(), "return_x": False}
+        shown = (f for f in fields(self) if f.name not in usual or usual[f.name] != getattr(self, f.name))
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def _even_splits(self) -> tuple[tuple[int, ...], ...]:
