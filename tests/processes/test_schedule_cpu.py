@@ -244,6 +244,38 @@ def test_who_refuses_writes_nothing(pool: Pool) -> None:
     assert all(untouched for _, untouched in answers)
 
 
+def struck_while_binding(group, p, builder):
+    """Memory runs out on one rank at each step that is pointed to new tensors; it calls again with the same ones. How often."""
+    rank, held, struck = group.rank(), [], 0
+    with CpuSchedule(build(p, builder), domain_of(group)) as executor:
+        call = executor._program._call
+        executor.run(tensors_of(p, rank, 0))
+        for nth in range(8):
+            tensors, left = tensors_of(p, rank, nth), iter(range(nth))
+
+            def failing(bound, left=left):
+                if next(left, None) is None:
+                    raise MemoryError
+                return call(bound)
+
+            if rank == BAD_RANK:
+                executor._program._call = failing
+                try:
+                    executor._program.bind(tensors)
+                except MemoryError:
+                    struck += 1
+                executor._program._call = call
+            executor.run(tensors)
+            assert_right(p, tensors, nth, f"struck at step {nth}")
+            held.append(tensors)  # so that each lies elsewhere
+    return struck
+
+
+@pytest.mark.parametrize("builder", ["gather", "shard"])
+def test_a_call_that_memory_ran_out_for_does_no_harm_to_the_next(pool: Pool, builder: str) -> None:
+    assert pool.run(struck_while_binding, THREE, builder, ranks=3)[BAD_RANK] >= 2
+
+
 def different_schedules(group, p):
     """Ranks that make different schedules, then (their numbers in another order on rank 1) run different ones."""
     domain, rank = domain_of(group), group.rank()

@@ -208,7 +208,8 @@ class Program:
         self._given.clear()
 
     def bind(self, tensors: Tensors) -> str:
-        """Point the steps to these tensors. If they will not do: why, and nothing is changed."""
+        """Point the steps to these tensors. If they will not do: why, and nothing is changed. Where something strikes in between
+        (Ctrl-C, no memory), the next run points all steps anew that a new tensor of this one was for."""
         try:
             if len(tensors) != len(self._given) or any(given.name not in tensors for given in self._given):
                 raise ValueError(f"tensors are {list(tensors)}: pass {[given.name for given in self._given]}")
@@ -217,13 +218,15 @@ class Program:
             return str(error)
         stale: dict[Bound, None] = {}
         self._made.clear()
-        for given, key in zip(self._given, keys, strict=True):
-            if key is not None and key != given.key:
-                self._places[given.name, self._rank] = given.place(key)
-                stale.update(dict.fromkeys(given.steps))
+        moved = [(one, key) for one, key in zip(self._given, keys, strict=True) if key is not None and key != one.key]
+        for given, key in moved:
+            self._places[given.name, self._rank] = given.place(key)
+            stale.update(dict.fromkeys(given.steps))
         for bound in stale:
             if not isinstance(bound.step, Tiles | Read) and not variables_of(bound.step):
                 bound.call = self._call(bound)
+        for given, key in moved:
+            given.key = key
         return ""
 
     def _run_late(self, bound: Bound, known: dict[str, Held]) -> None:
@@ -447,7 +450,7 @@ class _Given:
         users = [s for b in steps for s in b.step.inner or (b.step,) if s.accesses()]
         for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for s in users)
         self.transposable = buffer.role == "input" and for_matmuls
-        self.key = (-1, 0, 0, 0)
+        self.key: tuple[int, int, int, int] | None = None  # of the tensor that all steps point to
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Its address, strides and rows; `ValueError` if it will not do. None: it will be made in the run."""
@@ -473,8 +476,7 @@ class _Given:
 
     def place(self, key: tuple[int, int, int, int] | None) -> _Place:
         assert key is not None
-        address, row_stride, col_stride, rows = self.key = key
-        cols = self.shape[1]
+        self.key, (address, row_stride, col_stride, rows), cols = None, key, self.shape[1]
         items = (rows - 1) * row_stride + (cols - 1) * col_stride + 1 if rows and cols else 0
         flat = lent(address, [items * self.dtype.itemsize], torch.uint8, _CPU, ())  # owned by nobody
         return _Place(flat.view(self.dtype), row_stride, col_stride, rows, cols)
