@@ -67,11 +67,16 @@ def mesh() -> Any:
     return _mesh
 
 
+PRODUCTS = ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
 FORMED = ("sparse", "DTensor", "numpy", "dtype", "value", "size")
 TENSORS = {
     "all_gather_matmul": ("A_shard", "Bs"),
     "all_gather_scaled_matmul": ("A_shard", "Bs", "A_scale", "B_scales"),
     "all_to_all_matmul": ("tokens", "w_experts", "splits"),
+    "matmul_reduce_scatter": ("A", "B"),
+    "matmul_all_reduce": ("x", "w", "bias", "residual"),
+    "matmul_all_gather": ("x", "w"),
+    "matmul_all_to_all": ("h", "w_experts", "received", "splits"),
     "embedding_all_to_all": ("values", "offsets"),
     "module, local batch": ("values", "lengths", "offsets"),
     "module, global batch": ("values", "offsets"),
@@ -89,6 +94,25 @@ def _values(operator: str) -> list[Form]:
             _each("splits", lambda s: s + 1), _each("splits", lambda s: s - 100), _set("max_rows", -1), _set("capacity", 0),
             _set("schedule", "dispach"), _set("deadline_s", -1.0), _set("deadline_s", "soon"), _set("max_rows", "all"),
         ]  # fmt: skip
+    if operator == "matmul_all_to_all":
+        return [
+            _each("splits", lambda s: s + 1), _each("splits", lambda s: s - 100), _each("received", lambda r: r + 1),
+            _each("received", lambda r: r - 100), _set("rows", -1), _set("rows", "all"), _set("capacity", 0),
+            _set("schedule", "combin"), _set("deadline_s", -1.0), _set("deadline_s", "soon"),
+        ]  # fmt: skip
+    if operator in PRODUCTS:
+        own = {
+            "matmul_reduce_scatter": [_set("scatter_dim", "0"), _set("scatter_dim", 7), _set("reduce_op", "mean"), _set("B", None)],
+            "matmul_all_reduce": [_set("op", "mean"), _set("op", 5), _set("w", None), _set("bias", 1), _set("residual", "x")],
+            "matmul_all_gather": [_set("gather_dim", "0"), _set("gather_dim", 7), _set("w", None)],
+        }[operator]  # fmt: skip
+        return [
+            *own,
+            _set("schedule", "dierct"),
+            _set("schedule", 5),
+            _set("deadline_s", -1.0),
+            _set("deadline_s", "soon"),
+        ]
     if operator.startswith("all_gather"):
         return [
             _set("gather_dim", "0"), _set("gather_dim", 7), _set("rows", [3]), _set("rows", "many"), _set("schedule", "shrad"),
@@ -117,6 +141,19 @@ def _sizes(operator: str) -> list[Form]:
             _each("splits", lambda s: s[:-1]), _each("w_experts", lambda w: w[:, :-1]), _each("tokens", lambda t: t.flatten()),
             _each("tokens", lambda t: t[:, :-1]), _each("w_experts", lambda w: w[0]), _each("tokens", lambda t: t[None]),
         ]  # fmt: skip
+    if operator == "matmul_all_to_all":
+        return [
+            _each("splits", lambda s: s[:-1]), _each("received", lambda r: r[:-1]), _each("received", lambda r: r.flatten()),
+            _each("w_experts", lambda w: w[:, :-1]), _each("w_experts", lambda w: w[0]), _each("h", lambda h: h.flatten()),
+            _each("h", lambda h: h[:, :-1]), _each("h", lambda h: h[None]),
+        ]  # fmt: skip
+    if operator in PRODUCTS:
+        x, w, *_ = TENSORS[operator]
+        of_one = [_each(x, lambda x: x[:-1])] if operator == "matmul_reduce_scatter" else []
+        return [
+            *of_one, _each(x, lambda x: x[0]), _each(x, lambda x: x[:, :-1]), _each(x, lambda x: x.flatten()[0]),
+            _each(w, lambda w: w[:-1]), _each(w, lambda w: w[None]),
+        ]  # fmt: skip
     forms = [
         _each("offsets", lambda o: o[:-1]),
         _each("offsets", lambda o: o[None]),
@@ -137,6 +174,17 @@ def _dtypes(operator: str) -> list[Form]:
         return [
             _each("splits", lambda s: s.float()), _each("splits", lambda s: s.bool()), _each("w_experts", lambda w: w.double()),
             _each("tokens", lambda t: t.to(torch.complex64)), _each("tokens", lambda t: t.long()),
+        ]  # fmt: skip
+    if operator == "matmul_all_to_all":
+        return [
+            _each("splits", lambda s: s.float()), _each("received", lambda r: r.bool()), _each("w_experts", lambda w: w.double()),
+            _each("h", lambda h: h.to(torch.complex64)), _each("h", lambda h: h.long()),
+        ]  # fmt: skip
+    if operator in PRODUCTS:
+        x, w, *_ = TENSORS[operator]
+        return [
+            _each(x, lambda x: x.to(torch.float64)), _each(x, lambda x: x.to(torch.int32)), _each(w, lambda w: w.double()),
+            _each(w, lambda w: w.bool()),
         ]  # fmt: skip
     forms = [_each("values", lambda v: v.float() + 0.5), _each("values", lambda v: v.bool())]
     forms += [_each("offsets", lambda o: o + 0.5), _each("offsets", lambda o: o.bool())]
@@ -161,6 +209,5 @@ def forms(kind: str, operator: str, options: Given) -> list[tuple[str, Form]]:
         "numpy": [("numpy", _numpy), ("list", _list)],
         "DTensor": [("DTensor", dtensor)],
     }[kind]
-    return [
-        (f"{name} {argument}", _each(argument, change)) for name, change in changes for argument in TENSORS[operator]
-    ]
+    given = [argument for argument in TENSORS[operator] if options.get(argument, True)]
+    return [(f"{name} {argument}", _each(argument, change)) for name, change in changes for argument in given]

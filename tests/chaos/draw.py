@@ -74,8 +74,8 @@ KINDS: dict[str, Kind] = {
 SIGNALS = ("kill", "short stop", "long stop", "interrupt", "terminate")
 
 OPERATORS = (
-    "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "embedding_all_to_all", "module, local batch",
-    "module, global batch",
+    "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
+    "matmul_all_gather", "matmul_all_to_all", "embedding_all_to_all", "module, local batch", "module, global batch",
 )  # fmt: skip
 
 
@@ -86,6 +86,21 @@ def _schedules(operator: str, world: int, options: dict[str, Any]) -> list[str]:
         by = "kernel" if options["max_rows"] else "dma"  # copy engines take sizes from the host
         dispatch = [f"dispatch[by={by},rest=each]", f"dispatch_by_expert[by={by},chunks=2]"]
         return [*dispatch, *["dispatch[by=kernel,rest=together]"] * several]
+    if operator == "matmul_all_to_all":
+        by = "kernel" if options["rows"] else "dma"
+        return [f"combine[chunks=2,by={by}]", "combine[chunks=1,by=store]", f"combine_by_expert[chunks=2,by={by}]"]
+    if operator == "matmul_reduce_scatter":
+        direct = [
+            "direct[chunks=1,by=dma,add=reduce]",
+            "direct[chunks=2,by=kernel,add=gemm]",
+            "direct[chunks=2,by=store,add=reduce]",
+        ]
+        return ["scatter", *direct, *["ring[chunks=2,by=dma]"] * several]
+    if operator == "matmul_all_reduce":
+        two_shot = ["two_shot[chunks=1,by=dma,add=reduce]", "two_shot[chunks=2,by=kernel,add=gemm]"]
+        return ["one_shot[by=kernel]", "one_shot[by=load]", *two_shot, "chunked[chunks=2,by=dma]"]
+    if operator == "matmul_all_gather":
+        return ["direct[chunks=1,by=kernel]", "direct[chunks=2,by=dma]"]
     shard = ["shard[chunks=1,send=in_turn,by=dma]", "shard[chunks=2,send=in_turn,by=kernel]"]
     ficco = [] if options["return_A"] else ["ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"]
     return [*shard, "gather[by=kernel]", *ficco, *["shard[chunks=2,send=at_once,by=dma]"] * several]
@@ -147,7 +162,7 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
         second = _second(kind, operator, options, rng, deadline_s, device, world)
         warm = of_kind.second != "cold"
     if phase == BACKWARD:  # of which not all operators have one: then between two calls
-        if operator in ("all_gather_matmul", "all_to_all_matmul") and device == "cpu":
+        if _has_backward(operator) and device == "cpu":
             options["backward"], second = True, None
         elif second is None:
             phase = STEADY
@@ -173,6 +188,14 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
 
 _LONG_RUN = 250  # steps, where several pauses are to meet calls
 _WHILE_MAKING = ("exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads")
+
+
+def _is_pooled(operator: str) -> bool:
+    return operator.startswith(("embedding", "module"))
+
+
+def _has_backward(operator: str) -> bool:
+    return not _is_pooled(operator) and operator != "all_gather_scaled_matmul"
 
 
 def _is_module(operator: str) -> bool:
@@ -218,11 +241,17 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
         options["by_row"] = rng.random() < 0.5
     if operator == "all_to_all_matmul":
         options["max_rows"] = device == "cuda" or rng.random() < 0.3
-    if operator.startswith("all_"):
+    if operator == "matmul_all_to_all":
+        options["rows"] = device == "cuda" or rng.random() < 0.3
+    if operator == "matmul_all_reduce":
+        options |= {"bias": rng.random() < 0.5, "residual": rng.random() < 0.5}
+    if operator == "matmul_all_gather":
+        options["columns"] = rng.random() < 0.5
+    if not _is_pooled(operator):
         plain = ["serial", "serial", None] if device == "cpu" else []
         options["schedule"] = rng.choice([*plain, *_schedules(operator, world, options)])
-        options["backward"] = operator != "all_gather_scaled_matmul" and device == "cpu" and rng.random() < 0.4
-    if operator.startswith(("embedding", "module")):
+        options["backward"] = _has_backward(operator) and device == "cpu" and rng.random() < 0.4
+    if _is_pooled(operator):
         options |= {
             "transport": rng.choice(["direct", "put"]),
             "order": rng.choice(["remote_first", "natural"]),

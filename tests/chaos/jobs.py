@@ -34,13 +34,14 @@ from weft.symm.calls import calls_of
 from . import bad
 from .draw import Injection
 from .faults import Injected, Leave, Sabotage, injected
+from .operators import OPERATORS
 from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
-from .work import OPERATORS, Given, Results, Work
+from .work import Given, Results, Work
 
 MOST_ERRORS = 4  # after so many steps that failed a rank ends
 _DOORS = (
-    "call", "forward", "backward", "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "embedding_all_to_all",
-    "__getattr__", "group_of", "__init__", "__enter__", "calls_of", "begin",
+    "call", "forward", "backward", *OPERATORS, "made", "__getattr__", "group_of", "__init__", "__enter__", "_begin", "calls_of",
+    "begin", "_backward", "_gradients",
 )  # fmt: skip
 """Functions whose first lines a call runs before weft counts it. Ctrl-C there is as Ctrl-C just before the call: the program makes
 the call again. A program that left it out would make another one in its place, and nobody could know."""

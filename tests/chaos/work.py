@@ -359,13 +359,3 @@ class Collection(Embedding):
         fields = {name: given[name] for name in ("keys", "values", "lengths", "offsets", "weights", "stride")}
         features = given.get("features", Features(**fields))
         return [self.module(features, batch_sizes=given["batch_sizes"]).values()]
-
-
-OPERATORS: dict[str, type[Work]] = {
-    "all_gather_matmul": AllGatherMatmul,
-    "all_gather_scaled_matmul": AllGatherScaledMatmul,
-    "all_to_all_matmul": AllToAllMatmul,
-    "embedding_all_to_all": Embedding,
-    "module, local batch": Collection,
-    "module, global batch": Collection,
-}

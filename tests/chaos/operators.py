@@ -1,0 +1,19 @@
+"""Every operator under test, by the name that injections are drawn with."""
+
+from __future__ import annotations
+
+from .products import MatmulAllGather, MatmulAllReduce, MatmulAllToAll, MatmulReduceScatter
+from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Collection, Embedding, Work
+
+OPERATORS: dict[str, type[Work]] = {
+    "all_gather_matmul": AllGatherMatmul,
+    "all_gather_scaled_matmul": AllGatherScaledMatmul,
+    "all_to_all_matmul": AllToAllMatmul,
+    "matmul_reduce_scatter": MatmulReduceScatter,
+    "matmul_all_reduce": MatmulAllReduce,
+    "matmul_all_gather": MatmulAllGather,
+    "matmul_all_to_all": MatmulAllToAll,
+    "embedding_all_to_all": Embedding,
+    "module, local batch": Collection,
+    "module, global batch": Collection,
+}
