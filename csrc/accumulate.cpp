@@ -15,6 +15,7 @@ namespace {
 
 struct Single {
     using Bits = uint32_t;
+    using Value = float;
     static float from(Bits bits) {
         float value;
         std::memcpy(&value, &bits, 4);
@@ -27,14 +28,31 @@ struct Single {
     }
 };
 
+struct Double {
+    using Bits = uint64_t;
+    using Value = double;
+    static double from(Bits bits) {
+        double value;
+        std::memcpy(&value, &bits, 8);
+        return value;
+    }
+    static Bits to(double value) {
+        Bits bits;
+        std::memcpy(&bits, &value, 8);
+        return bits;
+    }
+};
+
 struct Half {
     using Bits = uint16_t;
+    using Value = float;
     static float from(Bits bits) { return from_half(bits); }
     static Bits to(float value) { return to_half(value); }
 };
 
 struct Brain {
     using Bits = uint16_t;
+    using Value = float;
     static float from(Bits bits) { return Single::from(uint32_t(bits) << 16); }
     static Bits to(float value) {  // to nearest, ties to even; NaN stays NaN
         const uint32_t bits = Single::to(value);
@@ -49,7 +67,7 @@ template <typename T> void add_row(char *dst, const char *src, int64_t cols) {
     auto *to = reinterpret_cast<Bits *>(dst);
     auto *from = reinterpret_cast<const Bits *>(src);
     for (int64_t i = 0; i < cols; ++i) {
-        const float more = T::from(from[i]);
+        const typename T::Value more = T::from(from[i]);
         std::atomic_ref<Bits> there(to[i]);
         Bits before = there.load(std::memory_order_relaxed);
         while (!there.compare_exchange_weak(before, T::to(T::from(before) + more), std::memory_order_relaxed)) {
@@ -59,10 +77,11 @@ template <typename T> void add_row(char *dst, const char *src, int64_t cols) {
 
 void add_2d(uintptr_t dst, int64_t dst_pitch, uintptr_t src, int64_t src_pitch, int64_t cols, int64_t rows,
             const std::string &dtype) {
-    const auto add = dtype == "fp32" ? add_row<Single> : dtype == "bf16" ? add_row<Brain> : add_row<Half>;
-    const int64_t item = dtype == "fp32" ? 4 : 2;
-    if (dtype != "fp32" && dtype != "bf16" && dtype != "fp16")
-        throw nb::value_error(("dtype=" + dtype + ": fp32, bf16 and fp16 are added").c_str());
+    const bool is_double = dtype == "fp64", is_single = dtype == "fp32", is_brain = dtype == "bf16";
+    if (!is_double && !is_single && !is_brain && dtype != "fp16")
+        throw nb::value_error(("dtype=" + dtype + ": fp32, bf16, fp16 and fp64 are added").c_str());
+    const auto add = is_double ? add_row<Double> : is_single ? add_row<Single> : is_brain ? add_row<Brain> : add_row<Half>;
+    const int64_t item = is_double ? 8 : is_single ? 4 : 2;
     int64_t width;
     if (__builtin_mul_overflow(cols, item, &width)) throw nb::value_error(("cols=" + std::to_string(cols) + " is too many").c_str());
     require_copy(dst_pitch, src_pitch, width, rows);

@@ -326,7 +326,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "one dimension": with_(h=h[0]),
         "no tensor": with_(h=[1.0]),
         "no table": with_(received=None),
-        "strange dtype": with_(h=h.double(), w_experts=w.double()),
+        "strange dtype": with_(h=h * 1j, w_experts=w * 1j),
         "other K": with_(w_experts=w[:, :5]),
         "one expert, no dimension": with_(w_experts=w[0]),
         "other dtype": with_(w_experts=w.half()),

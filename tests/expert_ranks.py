@@ -260,7 +260,7 @@ def errors(group: dist.ProcessGroup) -> dict[str, str]:
         "one dimension": lambda: dispatch(x[0], w, splits, group=group),
         "three dimensions": lambda: dispatch(x[None], w, splits, group=group),
         "no tensor": lambda: dispatch([1.0], w, splits, group=group),
-        "strange dtype": lambda: dispatch(x.double(), w.double(), splits, group=group),
+        "strange dtype": lambda: dispatch(x * 1j, w * 1j, splits, group=group),
         "other K": lambda: dispatch(x, w[:, :5], splits, group=group),
         "one expert, no dimension": lambda: dispatch(x, w[0], splits, group=group),
         "list of experts": lambda: dispatch(x, list(w), splits, group=group),

@@ -137,7 +137,7 @@ def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
     x, w = data(group.rank(), (5, 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
     whole, of_8 = torch.int64, torch.float8_e4m3fn
     calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
-        "integers": (x.to(whole), w.to(whole)), "fp8": (x.to(of_8), w.to(of_8)), "float64": (x.double(), w.double()),
+        "integers": (x.to(whole), w.to(whole)), "fp8": (x.to(of_8), w.to(of_8)), "complex": (x * 1j, w * 1j),
         "other K": (x, w[:5]), "other dtype": (x, w.half()), "three dimensions": (x, w[None]),
     }  # fmt: skip
     found = {}

@@ -200,7 +200,7 @@ def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
     A, B = data(group.rank(), (4 * group.size(), 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
     whole, of_8 = torch.int64, torch.float8_e4m3fn
     calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
-        "integers": (A.to(whole), B.to(whole)), "fp8": (A.to(of_8), B.to(of_8)), "float64": (A.double(), B.double()),
+        "integers": (A.to(whole), B.to(whole)), "fp8": (A.to(of_8), B.to(of_8)), "complex": (A * 1j, B * 1j),
         "other K": (A, B[:5]), "other dtype": (A, B.half()), "three dimensions": (A, B[None]),
     }  # fmt: skip
     found = {}

@@ -111,7 +111,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "one dimension": "tokens has shape (8,): pass [T, K]",
         "three dimensions": "tokens has shape (1, 4, 8): pass [T, K]",
         "no tensor": "tokens is a list: pass a torch.Tensor",
-        "strange dtype": "tokens is torch.float64: use one of",
+        "strange dtype": "tokens is torch.complex64: use one of",
         "other K": "w_experts has shape (2, 5, 3): it must be [E, K=8, N]",
         "one expert, no dimension": "w_experts has shape (8, 3): it must be [E, K=8, N]",
         "list of experts": "w_experts is a list: pass a torch.Tensor",

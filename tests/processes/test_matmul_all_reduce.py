@@ -119,9 +119,9 @@ def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, sc
 
 def test_operands_that_cannot_be_are_refused_on_every_rank(pool: Pool) -> None:
     expected = {
-        "integers": "x is torch.int64: use one of torch.float32, torch.float16, torch.bfloat16, in which the ranks' products",
+        "integers": "x is torch.int64: use one of torch.float32, torch.float16, torch.bfloat16, torch.float64, in which the",
         "fp8": "x is torch.float8_e4m3fn: use one of",
-        "float64": "x is torch.float64: use one of",
+        "complex": "x is torch.complex64: use one of",
         "other K": "w has shape (5, 3): it must be [K=8, N] to follow x [..., 8]",
         "other dtype": "w is torch.float16 on cpu and x is torch.float32 on cpu",
         "three dimensions": "w has shape (1, 8, 3): it must be [K=8, N]",

@@ -141,7 +141,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "one dimension": "h has shape (8,): pass [R, K]",
         "no tensor": "h is a list: pass a torch.Tensor",
         "no table": "received is a NoneType: pass a torch.Tensor",
-        "strange dtype": "h is torch.float64: use one of",
+        "strange dtype": "h is torch.complex64: use one of",
         "other K": "w_experts has shape (2, 5, 3): it must be [E, K=8, N]",
         "one expert, no dimension": "w_experts has shape (8, 3): it must be [E, K=8, N]",
         "other dtype": "w_experts is torch.float16 and h torch.float32",

@@ -84,9 +84,9 @@ def test_operands_may_lie_otherwise_on_each_rank_and_in_each_call(pool: Pool, sc
 
 def test_operands_that_cannot_be_are_refused_on_every_rank(pool: Pool) -> None:
     expected = {
-        "integers": "A is torch.int64: use one of torch.float32, torch.float16, torch.bfloat16, in which the ranks' products",
+        "integers": "A is torch.int64: use one of torch.float32, torch.float16, torch.bfloat16, torch.float64, in which the",
         "fp8": "A is torch.float8_e4m3fn: use one of",
-        "float64": "A is torch.float64: use one of",
+        "complex": "A is torch.complex64: use one of",
         "other K": "B has shape (5, 3): it must be [K=8, N] to follow A [..., 8]",
         "other dtype": "B is torch.float16 on cpu and A is torch.float32 on cpu",
         "three dimensions": "B has shape (1, 8, 3): it must be [K=8, N]",

@@ -25,7 +25,8 @@ M, K, N = 40, 48, 36
 """Rows of a rank's part of the result, summed dimension of a rank, columns."""
 TILE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOLERANCE = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}
+TOLERANCE = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01, "fp64": 1e-13}
+ON_CPU = DTYPES | {"fp64": torch.float64}
 
 
 def scattered(world: int, dtype: str, way: str) -> Schedule:
@@ -128,9 +129,9 @@ def summed(group: dist.ProcessGroup, dtype: str, way: str, calls: int) -> None:
     g = torch.Generator().manual_seed(7)
     timeline = Timeline()
     for _ in range(calls):
-        xs = [torch.randn(world * M, K, generator=g).to(DTYPES[dtype]) for _ in range(world)]
-        ws = [torch.randn(K, N, generator=g).to(DTYPES[dtype]) / K**0.5 for _ in range(world)]
-        y = torch.full((M, N), float("nan"), dtype=DTYPES[dtype])
+        xs = [torch.randn(world * M, K, generator=g).to(ON_CPU[dtype]) for _ in range(world)]
+        ws = [torch.randn(K, N, generator=g).to(ON_CPU[dtype]) / K**0.5 for _ in range(world)]
+        y = torch.full((M, N), float("nan"), dtype=ON_CPU[dtype])
         made.run({"x": xs[rank], "w": ws[rank], "y": y}, timeline=timeline)
         wanted = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))[rank * M : (rank + 1) * M]
         wanted = wanted.relu() if way in ("copy", "compute") else wanted
@@ -144,7 +145,7 @@ def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, w
     schedule = scattered(world, "fp32", way)
     verify(schedule)
     assert simulate(schedule, NULL).end_us >= 0
-    for dtype in DTYPES:
+    for dtype in ON_CPU:
         pool.run(summed, dtype, way, 20 if dtype == "fp32" else 5, ranks=world)
 
 

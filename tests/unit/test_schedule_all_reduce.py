@@ -187,7 +187,7 @@ def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
     ("change", "fault"),
     [
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
-        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in fp32, fp16 or bf16"),
+        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],
 )

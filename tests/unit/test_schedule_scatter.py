@@ -213,7 +213,7 @@ def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, ch
     [
         ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
-        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in fp32, fp16 or bf16"),
+        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
     ],
 )

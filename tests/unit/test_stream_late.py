@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 from made_up import require_runnable_on_gpus
 from test_stream_tokens import Recorded, context_of
 
+from weft.errors import ScheduleError
+from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda.calls import Operation, void
 from weft.schedule import (
@@ -24,6 +26,7 @@ from weft.schedule import (
     Draft,
     Expr,
     MatmulAllToAll,
+    MatmulReduceScatter,
     NotApplicableError,
     Schedule,
     Tiles,
@@ -71,6 +74,15 @@ def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.Mon
     out = torch.zeros(3, 2)
     operation.call({"y": out})
     assert (lane, out.tolist()) == (0, [[3.0, 3.0]] * 3)
+
+
+def test_fp64_is_refused_on_gpus() -> None:
+    p = MatmulReduceScatter(2, 8, 4, 4, "fp64")
+    for candidate in candidates(p, ("serial", "direct")):
+        with pytest.raises(ScheduleError, match="x is fp64, and GPUs add up in fp32: use CPU processes"):
+            require_runnable_on_gpus(candidate.build(), 0)
+    with pytest.raises(ValueError, match=r"A is torch\.float64 on meta: fp64 is for CPU processes, to check gradients"):
+        name_of_dtype("A", torch.empty(2, 2, dtype=torch.float64, device="meta"))
 
 
 def test_only_copies_by_kernel_leave_the_host_out() -> None:

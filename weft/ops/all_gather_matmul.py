@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.operator.calls import made, operator_named, overlaps, registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import UNEVEN, check_weights, flattened, grad_of_weight, restored, rows_of_ranks
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
@@ -22,8 +23,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
 from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
-
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 
 
 def all_gather_matmul(
@@ -49,8 +48,8 @@ def all_gather_matmul(
     are sums over ranks, not means, and all ranks must want the same ones. Autocast does not apply: inputs are multiplied in the
     dtype that they have.
 
-    A_shard: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()). Copied if
-        `A_shard.movedim(gather_dim, 0)` is not contiguous.
+    A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass
+        its to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
     Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied).
     gather_dim: any dimension but the last.
     group: a process group, or its name.
@@ -118,13 +117,12 @@ class _AllGatherMatmul(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> AllGatherMatmul:
         x, Bs = call.x, call.Bs
-        if x.dtype not in _DTYPES:
-            fp8 = "; for fp8 there is weft.all_gather_scaled_matmul" if x.dtype == TORCH_DTYPE["fp8"] else ""
-            raise ValueError(f"A_shard is {x.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}{fp8}")
+        fp8 = "; for fp8 there is weft.all_gather_scaled_matmul" if x.dtype == TORCH_DTYPE["fp8"] else ""
+        dtype = name_of_dtype("A_shard", x, fp8)
         check_weights(x, Bs)
         check_flag("return_A", call.return_x)
         rows = tuple(call.rows or (x.shape[0],) * world)
-        return AllGatherMatmul(world, rows, tuple(B.shape[1] for B in Bs), x.shape[1], _DTYPES[x.dtype], call.return_x)
+        return AllGatherMatmul(world, rows, tuple(B.shape[1] for B in Bs), x.shape[1], dtype, call.return_x)
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}

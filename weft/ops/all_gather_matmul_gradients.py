@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.operator.calls import registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single
@@ -16,7 +17,6 @@ from weft.runtime.in_turn import Turn, begun
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmulGradients
 
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 AGAIN = "all_gather x_shard again"
 
 
@@ -38,9 +38,9 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         sizes = tuple(wt.shape[0] for wt in wts)
         m, k = x.shape[0] * world, x.shape[1]
         shapes = [tuple(t.shape) for t in (*grads, *wts)]
-        if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)] or x.dtype not in _DTYPES:
-            raise ValueError(f"a shard {tuple(x.shape)}, {x.dtype}, does not go with gradients and weights {shapes}")
-        return AllGatherMatmulGradients(world, m, sizes, k, _DTYPES[x.dtype])
+        if shapes != [*((m, n) for n in sizes), *((n, k) for n in sizes)]:
+            raise ValueError(f"a shard {tuple(x.shape)} does not go with gradients and weights {shapes}")
+        return AllGatherMatmulGradients(world, m, sizes, k, name_of_dtype("A_shard", x))
 
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}

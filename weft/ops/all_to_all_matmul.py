@@ -17,16 +17,15 @@ from weft import plan
 from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Operator
 from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library, remember, sizes_of
 from weft.runtime.in_turn import Turn
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
 from weft.words import counted
 
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
 
 
@@ -54,8 +53,9 @@ def all_to_all_matmul(
     `group`. Differentiable in tokens and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same
     ones. Autocast does not apply.
 
-    tokens: [T, K] in fp32, fp16 or bf16, sorted by expert of all ranks, as the argsort of a router's choices puts them: those
-        for the E experts of rank 0, for those of rank 1, ... T may differ between ranks and calls. Copied if not contiguous.
+    tokens: [T, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), sorted by expert of all ranks, as the argsort of a
+        router's choices puts them: those for the E experts of rank 0, for those of rank 1, ... T may differ between ranks and
+        calls. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
         is copied at every call.
     splits: [W * E] int64 (int32 is converted), on the tokens' device: how many tokens are for each expert of all ranks.
@@ -167,7 +167,7 @@ class _AllToAllMatmul(Operator[_Call]):
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.max_rows is None
         sizes = world, w.shape[0], (most,) * world, w.shape[2], tokens.shape[-1]
-        return AllToAllMatmul(*sizes, _DTYPES[tokens.dtype], most, exact, return_x=call.return_x)
+        return AllToAllMatmul(*sizes, name_of_dtype("tokens", tokens), most, exact, return_x=call.return_x)
 
     # --- memory ---
 
@@ -298,8 +298,7 @@ def rounded_up(rows: int) -> int:
 def _check_shapes(tokens: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, world: int) -> None:
     """Raises `ValueError` for what cannot be."""
     shape = tuple(tokens.shape)
-    if tokens.dtype not in _DTYPES:
-        raise ValueError(f"tokens is {tokens.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
+    name_of_dtype("tokens", tokens)
     if len(shape) != 2 or shape[1] == 0:
         raise ValueError(f"tokens has shape {shape}: pass [T, K] with K of at least 1; a batch is flattened first")
     for name, t in (("w_experts", w), ("splits", splits)):

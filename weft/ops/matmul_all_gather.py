@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
@@ -18,8 +19,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather, reduce_scatter
 from weft.schedule import MatmulAllGather
 from weft.timeline import Timeline
-
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 
 
 def matmul_all_gather(
@@ -42,8 +41,8 @@ def matmul_all_gather(
     GEMM and collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype
     that they have.
 
-    x: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()); of one shape on all
-        ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
+        to_local()); of one shape on all ranks. Copied if `x.movedim(gather_dim, 0)` is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     gather_dim: of the product, [..., N]. -1 or its last dimension joins columns, as behind a column-parallel layer that gathers its
         output: rank r's are those from r * N on. Any other joins rows, as x has them.
@@ -110,10 +109,9 @@ class _MatmulAllGather(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllGather:
         x, w, columns = call
-        if x.dtype not in _DTYPES:
-            raise ValueError(f"x is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}")
+        dtype = name_of_dtype("x", x)
         check_weights(x, [w], what="x", each="w")
-        return MatmulAllGather(world, x.shape[0], w.shape[1], x.shape[1], _DTYPES[x.dtype], columns)
+        return MatmulAllGather(world, x.shape[0], w.shape[1], x.shape[1], dtype, columns)
 
     def inputs(self, p: MatmulAllGather, call: _Call) -> dict[str, Any]:
         return {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}

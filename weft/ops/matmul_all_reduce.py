@@ -12,6 +12,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
@@ -21,8 +22,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
 from weft.schedule import MatmulAllReduce
 from weft.timeline import Timeline
-
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 
 
 def matmul_all_reduce(
@@ -48,9 +47,9 @@ def matmul_all_reduce(
     collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they
     have.
 
-    x: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()); of one shape on all
-        ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's dtype before they are added up,
-        and these cannot hold sums. Copied if it is not contiguous.
+    x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
+        to_local()); of one shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's
+        dtype before they are added up, and these cannot hold sums. Copied if it is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     group: a process group, or its name.
     op: "sum", or "avg": the sum, divided by the number of ranks.
@@ -136,10 +135,7 @@ class _MatmulAllReduce(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
         x, w, bias, residual = call
-        if x.dtype not in _DTYPES:
-            raise ValueError(
-                f"x is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}, in which the ranks' products can be added up"
-            )
+        dtype = name_of_dtype("x", x, ", in which the ranks' products can be added up")
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
         for name, given, rows in (("bias", bias, 1), ("residual", residual, m)):
@@ -151,7 +147,7 @@ class _MatmulAllReduce(Operator[_Call]):
                 raise ValueError(
                     f"{name} is {given.dtype} on {given.device} and x is {x.dtype} on {x.device}: use one dtype and device"
                 )
-        return MatmulAllReduce(world, m, n, x.shape[1], _DTYPES[x.dtype], bias is not None, residual is not None)
+        return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None)
 
     def inputs(self, p: MatmulAllReduce, call: _Call) -> dict[str, Any]:
         tensors = {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}

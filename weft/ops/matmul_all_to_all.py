@@ -15,6 +15,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor
 from weft.operator.calls import made, overlaps, registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
@@ -29,12 +30,10 @@ from weft.runtime.exchanged import (
     sizes_of,
 )
 from weft.runtime.in_turn import Turn
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import MatmulAllToAll
 from weft.timeline import Timeline
 from weft.words import counted
 
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -69,9 +68,9 @@ def matmul_all_to_all(
     A GEMM before an all-to-all of equal parts is the case of one expert: `w[None]`, and `received` [W, 1] and `splits` [W] that are
     all `len(h) // W`.
 
-    h: [R, K] in fp32, fp16 or bf16, ordered as the result of `all_to_all_matmul`: by local expert, and for one expert by the rank
-        that a row came from. R may be more than the rows that came, as with `max_rows`; those beyond have no part in anything, and
-        zero as gradients. Copied if not contiguous.
+    h: [R, K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), ordered as the result of `all_to_all_matmul`: by local
+        expert, and for one expert by the rank that a row came from. R may be more than the rows that came, as with `max_rows`;
+        those beyond have no part in anything, and zero as gradients. Copied if not contiguous.
     w_experts: [E, K, N], this rank's experts, same dtype; contiguous, or the transpose of a contiguous [E, N, K], which on CPU
         is copied at every call.
     received: [W, E] int64 (int32 is converted), on h's device: how many rows came from each rank for each local expert, as
@@ -198,7 +197,7 @@ class _MatmulAllToAll(Operator[_Call]):
         most = rounded_up(most) if call.capacity is None else call.capacity
         exact = call.rows is None
         return MatmulAllToAll(
-            world, w.shape[0], (most,) * world, w.shape[2], h.shape[-1], _DTYPES[h.dtype], most, exact
+            world, w.shape[0], (most,) * world, w.shape[2], h.shape[-1], name_of_dtype("h", h), most, exact
         )
 
     # --- memory ---
@@ -306,8 +305,7 @@ def _check_shapes(call: _Call, world: int) -> None:
     """Raises `ValueError` for what cannot be."""
     h, w, received, splits, *_ = call
     shape = tuple(h.shape)
-    if h.dtype not in _DTYPES:
-        raise ValueError(f"h is {h.dtype}: use one of {', '.join(str(d) for d in _DTYPES)}")
+    name_of_dtype("h", h)
     if len(shape) != 2 or shape[1] == 0:
         raise ValueError(f"h has shape {shape}: pass [R, K] with K of at least 1, as all_to_all_matmul returns it")
     for name, t in (("w_experts", w), ("received", received), ("splits", splits)):

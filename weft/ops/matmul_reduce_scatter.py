@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft import plan
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered
+from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_even, check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
@@ -20,8 +21,6 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
 from weft.schedule import MatmulReduceScatter
 from weft.timeline import Timeline
-
-_DTYPES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16")}
 
 
 def matmul_reduce_scatter(
@@ -46,9 +45,10 @@ def matmul_reduce_scatter(
     ranks, and all ranks must want the same ones. Backward gathers the result's gradient while it multiplies with it, by
     `all_gather_matmul`. Autocast does not apply: inputs are multiplied in the dtype that they have.
 
-    A: [..., K] in fp32, fp16 or bf16, at least 2-D, an ordinary tensor (of a DTensor pass its to_local()). Integers and fp8 are
-        refused: products are rounded to A's dtype before they are added up, and these cannot hold sums (for fp8 with scales there
-        is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not contiguous.
+    A: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
+        to_local()). Integers and fp8 are refused: products are rounded to A's dtype before they are added up, and these cannot
+        hold sums (for fp8 with scales there is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not
+        contiguous.
     B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
     scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
@@ -111,14 +111,11 @@ class _MatmulReduceScatter(Operator[_Call]):
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
         x, B = call
-        if x.dtype not in _DTYPES:
-            fp8 = "; for fp8 there is weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
-            raise ValueError(
-                f"A is {x.dtype}: use one of {', '.join(map(str, _DTYPES))}, in which the ranks' products can be added up{fp8}"
-            )
+        fp8 = "; for fp8 there is weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
+        dtype = name_of_dtype("A", x, f", in which the ranks' products can be added up{fp8}")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
-        return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], _DTYPES[x.dtype])
+        return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
 
     def inputs(self, p: MatmulReduceScatter, call: _Call) -> dict[str, Any]:
         return {"x": contiguous(call.x, "A"), "w": strided(call.B, "B")}

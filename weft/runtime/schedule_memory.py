@@ -16,7 +16,7 @@ from weft.symm import Domain
 from weft.symm.mesh import NO_TRANSPORT
 
 TORCH_DTYPE = {
-    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp8": torch.float8_e4m3fn,
     "int64": torch.int64, "int32": torch.int32,
 }  # fmt: skip
 _ALIGNMENT = 512

@@ -166,7 +166,8 @@ def _reduce(step: Reduce, here: Unfused) -> Call:
     out, parts = here.made(step.out), [here.view(part) for part in step.parts]
 
     def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
-        total = parts[0](t).float()
+        first = parts[0](t)
+        total = first if first.dtype == torch.float64 else first.float()
         for part in parts[1:]:
             total = total + part(t)
         t[out] = total.to(parts[0](t).dtype)

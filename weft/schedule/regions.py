@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.schedule.expr import RANK, Expr, Index
 
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int64": 8, "int32": 4}
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8, "fp8": 1, "int64": 8, "int32": 4}
+SUMMED = ("fp32", "bf16", "fp16", "fp64")
+"""What is added up: fp64 in itself, the others in fp32."""
 Role: TypeAlias = Literal["input", "output", "symmetric", "scratch"]
 
 

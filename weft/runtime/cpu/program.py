@@ -58,7 +58,7 @@ from weft.symm.memory import lent
 from weft.words import counted
 
 _CPU = torch.device("cpu")
-_ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _ELEMENTWISE: dict[str, Any] = {
     "add": torch.ops.aten.add.out,
     "silu": torch.ops.aten.silu.out,
@@ -501,7 +501,7 @@ def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumula
 
 
 def _sum(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    total = parts[0].float()
+    total = parts[0] if out.dtype == torch.float64 else parts[0].float()
     for part in parts[1:]:
         total = total + part
     out.copy_(total)

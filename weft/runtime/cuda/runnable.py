@@ -17,6 +17,11 @@ from weft.schedule.text import describe
 def require_runnable_on_gpus(schedule: Schedule, rank: int) -> None:
     """`ScheduleError` with the step of `rank` that streams, copy engines and kernels have no way to do, or with steps of any ranks
     that would lose what others add."""
+    for buffer in schedule.buffers:
+        if buffer.dtype == "fp64":
+            raise ScheduleError(
+                f"schedule {schedule.name}: {buffer.name} is fp64, and GPUs add up in fp32: use CPU processes"
+            )
     for lane in schedule.of_rank(rank, expected=False):
         for step in lane.steps:
             for fault in _unknown(step, rank):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from weft.schedule.problem import Problem
+from weft.schedule.regions import SUMMED
 from weft.schedule.steps import ITEM_BYTES
 
 
@@ -37,7 +38,9 @@ class ExpertsProblem(Problem):
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
         if self.dtype == "fp8":
-            raise ValueError("dtype='fp8': experts are multiplied in bf16, fp16 or fp32; fp8 is for all_gather_matmul")
+            raise ValueError(
+                f"dtype='fp8': experts are multiplied in {', '.join(SUMMED)}; fp8 is for all_gather_matmul"
+            )
         everywhere = self.world_size * self.experts
         if not self.splits:
             object.__setattr__(self, "splits", self._even_splits())

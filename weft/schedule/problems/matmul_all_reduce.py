@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from weft.schedule.candidate import Candidate
 from weft.schedule.problem import Problem, require_sizes
+from weft.schedule.regions import SUMMED
 from weft.words import counted
 
 
@@ -31,8 +32,8 @@ class MatmulAllReduce(Problem):
     residual: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("fp32", "fp16", "bf16"):
-            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in fp32, fp16 or bf16")
+        if self.dtype not in SUMMED:
+            raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in one of {', '.join(SUMMED)}")
         require_sizes(self.m, self.n, self.k, self.world_size)
 
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, cast
 
 from weft.schedule.expr import Index
-from weft.schedule.regions import Access, Declared, Region, read, written
+from weft.schedule.regions import SUMMED, Access, Declared, Region, read, written
 from weft.schedule.steps.base import Step, differing
 
 CollectiveOp: TypeAlias = Literal["all_gather", "all_to_all", "exchange", "reduce_scatter", "all_reduce"]
@@ -55,8 +55,8 @@ class Collective(Step):
         yield from differing([where.dtype(self.src), where.dtype(self.dst)])
         if (self.src.at, self.dst.at) != (where.rank, where.rank):
             yield "a collective is between buffers of the rank that calls it"
-        if self.op in _REDUCING and where.dtype(self.src) not in ("fp32", "bf16", "fp16"):
-            yield f"{where.dtype(self.src)} is not added up: fp32, bf16 and fp16 are"
+        if self.op in _REDUCING and where.dtype(self.src) not in SUMMED:
+            yield f"{where.dtype(self.src)} is not added up: {', '.join(SUMMED)} are"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"{self.op} {self.src.buffer}{at(self.src.at)} -> {self.dst.buffer}{at(self.dst.at)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.schedule.expr import Index
-from weft.schedule.regions import Access, Declared, Region, read, written
+from weft.schedule.regions import SUMMED, Access, Declared, Region, read, written
 from weft.schedule.steps.base import Step, differing
 
 
@@ -112,8 +112,8 @@ class Compute(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
-    """out = the sum of `parts`, added up in fp32 in their order and rounded once; or out += with `accumulate`. Behind the first,
-    a part of one row is added to each of out's."""
+    """out = the sum of `parts`, added up in fp32 (fp64 in itself) in their order and rounded once; or out += with `accumulate`.
+    Behind the first, a part of one row is added to each of out's."""
 
     kind: ClassVar[str] = "reduce"
     out: Region
@@ -140,8 +140,8 @@ class Reduce(Step):
             of_rows = {(part.rows, part.cols) for part in self.parts[1:]} - {(1, self.out.cols)}
             if len(shapes := of_rows | {(one.rows, one.cols) for one in (self.parts[0], self.out)}) > 1:
                 yield f"shapes differ: {sorted(map(str, shapes))}"
-        if where.dtype(self.out) not in ("fp32", "bf16", "fp16"):
-            yield f"{where.dtype(self.out)} is not added up: fp32, bf16 and fp16 are"
+        if where.dtype(self.out) not in SUMMED:
+            yield f"{where.dtype(self.out)} is not added up: {', '.join(SUMMED)} are"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"reduce {self.out.buffer}{at(self.out.at)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from weft.schedule.expr import Index
-from weft.schedule.regions import Access, Declared, Region, read, written
+from weft.schedule.regions import SUMMED, Access, Declared, Region, read, written
 from weft.schedule.steps.base import Step, differing
 
 CopyBy: TypeAlias = Literal["dma", "kernel"]
@@ -45,8 +45,8 @@ class Copy(Step):
         given, wanted = (self.src.rows, self.src.cols), (self.dst.rows, self.dst.cols)
         if given != wanted:
             yield f"a copy of {list(given)} does not fit into {list(wanted)}"
-        if self.accumulate and where.dtype(self.dst) not in ("fp32", "bf16", "fp16"):
-            yield f"{where.dtype(self.dst)} is not added to: fp32, bf16 and fp16 are"
+        if self.accumulate and where.dtype(self.dst) not in SUMMED:
+            yield f"{where.dtype(self.dst)} is not added to: {', '.join(SUMMED)} are"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         sign = "+>" if self.accumulate else "->"

@@ -1,0 +1,25 @@
+"""The dtypes that operators multiply in.
+
+fp64 is for CPU processes, where `torch.autograd.gradcheck` compares gradients with differences: our kernels for GPUs have no fp64,
+and add up in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.runtime.schedule_memory import TORCH_DTYPE
+
+_NAMES = {TORCH_DTYPE[name]: name for name in ("fp32", "fp16", "bf16", "fp64")}
+
+
+def name_of_dtype(name: str, x: torch.Tensor, why: str = "") -> str:
+    """As problems have it; `ValueError` for one that is not multiplied in on x's device. name: of x. why: behind the known ones."""
+    if x.dtype == torch.float64 and x.device.type != "cpu":
+        raise ValueError(
+            f"{name} is torch.float64 on {x.device}: fp64 is for CPU processes, to check gradients; GPUs multiply in "
+            "torch.float32, torch.float16 and torch.bfloat16"
+        )
+    if x.dtype not in _NAMES:
+        raise ValueError(f"{name} is {x.dtype}: use one of {', '.join(map(str, _NAMES))}{why}")
+    return _NAMES[x.dtype]
