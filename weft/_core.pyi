@@ -74,8 +74,8 @@ class Mapping:
 def add_2d(dst: int, dst_pitch: int, src: int, src_pitch: int, cols: int, rows: int, dtype: str) -> None:
     """Add `rows` rows of `cols` elements at address `src` to those at `dst`, each element in one piece, rounded each time.
 
-    dtype: "fp32", "bf16" or "fp16". Several processes and threads may add to the same elements at once. A row starts a pitch
-    (bytes) after the one before. Releases the GIL; ends with a release fence, as `copy_2d` does.
+    dtype: "fp32", "bf16", "fp16" or "fp64". Several processes and threads may add to the same elements at once. A row starts a
+    pitch (bytes) after the one before. Releases the GIL; ends with a release fence, as `copy_2d` does.
     """
 
 # csrc/copy.cpp

@@ -98,14 +98,17 @@ def matmul_all_to_all(
         `torch._dynamo.config.capture_dynamic_output_shape_ops = True` must be set.
     Memory: y; and of (W - 1) x capacity x N elements, for each of the last 64 shapes, as for `weft.all_to_all_matmul`, symmetric
         memory and, for schedules with by=kernel, as much other. The serial schedule takes twice the rows that came, N wide.
+        Backward takes the rows of y's gradient that come here, twice if there are several experts; and, where it overlaps, as much
+        symmetric memory as forward where that does.
 
     Calls on one group are made by one thread at a time.
 
     Raises `ValueError` for bad arguments, for received or splits that do not fit (on CPU, where they are read), and for more
-        tokens than the capacity (but with "serial", which has none). It is a `RefusedError` on every rank, and the group lives on;
-        on GPUs this holds for the first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError`
-        on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a
-        shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+        tokens than the capacity (but forward with "serial", which has none). It is a `RefusedError` on every rank, and the group
+        lives on; on GPUs this holds for the first call of a shape, and a later one ends the group. A `group` that is none is a
+        `ValueError` on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at
+        the first of a shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
+        derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all
     behind the GEMM that produces it, experts).
