@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from weft.errors import DisagreementError, ScheduleError
 from weft.schedule import Schedule, Step, Tiles, value
 from weft.schedule.steps import ITEM_BYTES
 from weft.schedule.steps.loops import counted
-from weft.schedule.text import describe, to_json
+from weft.schedule.text import describe, fingerprint
 from weft.symm import Domain
 from weft.symm.mesh import NO_TRANSPORT
 
@@ -49,7 +48,7 @@ def layout_of(schedule: Schedule) -> Layout:
 def agree_on_schedule(schedule: Schedule, domain: Domain) -> None:
     """Collective, before anything is allocated; on every rank `DisagreementError` if the ranks' schedules differ, or
     `ScheduleError` if a step needs memory of a rank that is not mapped where the step is done."""
-    mine = (schedule.name, hashlib.sha256(to_json(schedule).encode()).hexdigest())
+    mine = (schedule.name, fingerprint(schedule))
     found = domain.all_gather((mine, _not_mapped(schedule, domain)), what="schedules to run")
     for rank, (theirs, _) in enumerate(found):
         if theirs != mine:

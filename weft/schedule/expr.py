@@ -47,25 +47,25 @@ class Expr:
             raise ValueError(f"{str(source)[:80]!r} is no expression of a schedule: {error}") from error
         self._node = node
         self.text = ast.unparse(node)
-        self._compiled: CodeType | None = None
+        self._compiled: tuple[CodeType, frozenset[str]] | None = None
 
-    @property
-    def _code(self) -> CodeType:
+    def _code(self) -> tuple[CodeType, frozenset[str]]:
         # Large schedules have many expressions that nothing evaluates one by one.
         if self._compiled is None:
-            self._compiled = compile(self.text, "<expr>", "eval")
+            self._compiled = _compiled(self.text)
         return self._compiled
 
-    def variables(self) -> set[str]:
+    def variables(self) -> frozenset[str]:
         """Names that take a value; of a buffer that is summed up, its contents."""
-        return set(self._code.co_names) - {"sum"}
+        return self._code()[1]
 
     def evaluate(self, values: Values) -> int:
-        missing = self.variables() - values.keys()
-        if missing:
-            raise ValueError(f"{self.text} needs a value for {', '.join(sorted(missing))}; given: {values}")
+        code, variables = self._code()
+        if not variables <= values.keys():
+            missing = ", ".join(sorted(variables - values.keys()))
+            raise ValueError(f"{self.text} needs a value for {missing}; given: {values}")
         try:
-            return int(eval(self._code, {"__builtins__": {}, "sum": _sum}, dict(values)))
+            return int(eval(code, _GLOBALS, values))
         except (ZeroDivisionError, IndexError) as error:
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
@@ -83,8 +83,9 @@ class Expr:
 
     def partly(self, values: Values) -> Index:
         """With some of its variables put in; a plain number if none is left."""
-        rest = Expr(_partly(self._node, values))
-        return rest if rest.variables() else int(rest)
+        given = tuple((name, values[name]) for name in self.variables() if name in values)
+        may_be_kept = all(isinstance(one, int | tuple) for _, one in given)
+        return _put_in_once(self, given) if may_be_kept else _put_in(self, given)
 
     def __int__(self) -> int:
         return self.evaluate({})
@@ -127,6 +128,20 @@ class Expr:
 
     def __reduce__(self) -> tuple[type[Expr], tuple[str]]:
         return Expr, (self.text,)  # code objects cannot be pickled, and schedules travel to other processes
+
+
+@lru_cache(maxsize=1 << 13)  # as of `_joined`
+def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
+    code = compile(text, "<expr>", "eval")
+    return code, frozenset(code.co_names) - {"sum"}
+
+
+def _put_in(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
+    rest = Expr(_partly(expression._node, dict(given))) if given else expression
+    return rest if rest.variables() else int(rest)
+
+
+_put_in_once = lru_cache(maxsize=1 << 13)(_put_in)  # as of `_joined`
 
 
 class Held:
@@ -257,6 +272,9 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
 
 def _sum(part: int | Sequence[int]) -> int:
     return part if isinstance(part, int) else sum(part)
+
+
+_GLOBALS = {"__builtins__": {}, "sum": _sum}
 
 
 def _name(node: ast.expr) -> str:

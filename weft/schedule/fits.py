@@ -33,6 +33,8 @@ def wrong_declarations(schedule: Schedule, buffers: Buffers) -> Iterator[str]:
 def unread(schedule: Schedule, rank: int) -> Iterator[str]:
     """Steps of `rank` whose sizes depend on what their lane has not read, or, of copy engines, not with the host."""
     held = {contents.buffer for contents in schedule.contents}
+    if not held and not schedule.has_tiles:  # `of_rank` has put in all that its steps name
+        return
     for lane in schedule.of_rank(rank, expected=False):
         known: dict[str, str] = {}
         for step in lane.steps:

@@ -84,11 +84,18 @@ class Schedule:
 
     @cached_property
     def _reads(self) -> set[str]:
-        left, found = [step for lane in self.lanes for step in lane.steps], set[str]()
-        while left:
-            step = left.pop()
-            found |= {step.by} if isinstance(step, Read) else set()
-            left += step.inner
+        return {step.by for step in self._steps if isinstance(step, Read)}
+
+    @cached_property
+    def has_tiles(self) -> bool:
+        return any(isinstance(step, Tiles) for step in self._steps)
+
+    @property
+    def _steps(self) -> list[Step]:
+        """Of all lanes, and what is in them."""
+        found = [step for lane in self.lanes for step in lane.steps]
+        for step in found:
+            found += step.inner
         return found
 
     def of_rank(self, rank: int, *, expected: bool = True) -> tuple[Lane, ...]:

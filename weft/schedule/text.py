@@ -9,6 +9,7 @@ means less than it says.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import typing
 from collections.abc import Collection
@@ -33,6 +34,11 @@ def to_json(schedule: Schedule) -> str:
     return json.dumps({"weft_schedule": VERSION, **_plain(schedule)}, indent=1)
 
 
+def fingerprint(schedule: Schedule) -> str:
+    """The same for the same schedules alone, on every rank."""
+    return hashlib.sha256(json.dumps(_plain(schedule)).encode()).hexdigest()  # without `indent`, for which json is slow
+
+
 def from_json(text: str) -> Schedule:
     """What `to_json` wrote. `ValueError` if it is anything else, or has numbers beyond `weft.schedule.limits`; whether the
     schedule is right is for `verify` to say."""
@@ -50,6 +56,8 @@ def from_json(text: str) -> Schedule:
 
 def _plain(item: Any) -> Any:
     """What json can write."""
+    if type(item) in (int, str):  # most are
+        return item
     if isinstance(item, Expr):
         return item.text
     if isinstance(item, tuple):

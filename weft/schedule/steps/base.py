@@ -9,7 +9,7 @@ moves, unless it has an entry in `weft.sim.costs`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -21,6 +21,7 @@ Counters: TypeAlias = Counter[tuple[Index, str, Index]]
 """By (rank that owns the counter, signals' name, index), in numbers."""
 KINDS: dict[str, type[Step]] = {}
 """By the name that files call it by."""
+_NO_COUNTERS: Counters = Counter()
 _PLAIN = (Region, TileKernel)  # values of which nothing matters but their fields
 
 
@@ -50,7 +51,7 @@ class Step:
 
     def sets(self) -> Counters:
         """Of a step in numbers: how often it adds one to which counters."""
-        return Counter()
+        return _NO_COUNTERS
 
     @property
     def awaits(self) -> Awaited | None:
@@ -109,7 +110,7 @@ class Step:
 
     def with_fields(self, change: Callable[[Any], Any]) -> Self:
         """With each field as `change` makes it."""
-        return type(self)(**{name: change(getattr(self, name)) for name in _names_of(type(self))})
+        return type(self)(*[change(getattr(self, name)) for name in _names_of(type(self))])
 
     def put_in(self, values: Values, partly: bool) -> Step:
         """With numbers for its variables; with `partly`, others are left."""
@@ -130,6 +131,8 @@ class Step:
 
 def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
     """A step, region, kernel or index in numbers: its variables have these values. With `partly`, others are left."""
+    if type(item) in (int, str):  # most are
+        return item
     if isinstance(item, Expr):
         return item.partly(values) if partly else item.evaluate(values)
     if isinstance(item, tuple):
@@ -137,8 +140,7 @@ def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
     if isinstance(item, Step):
         return item.put_in(values, partly)
     if isinstance(item, _PLAIN):
-        parts = {name: put_in(getattr(item, name), values, partly=partly) for name in _names_of(type(item))}
-        return type(item)(**parts)
+        return type(item)(*[put_in(getattr(item, name), values, partly=partly) for name in _names_of(type(item))])
     return item
 
 
@@ -152,8 +154,10 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return _NAMES[kind]
 
 
-def variables_of(item: Any) -> set[str]:
+def variables_of(item: Any) -> Set[str]:
     """The names in all expressions of a step, region or index but its own loop's."""
+    if type(item) in (int, str):
+        return set()
     if isinstance(item, Expr):
         return item.variables()
     if isinstance(item, tuple):
@@ -166,6 +170,8 @@ def variables_of(item: Any) -> set[str]:
 
 def totals_of(item: Any) -> list[Total]:
     """The sums over what buffers hold in a step of a rank."""
+    if type(item) in (int, str):
+        return []
     if isinstance(item, Expr):
         return list(item.totals()[1])
     if isinstance(item, tuple):

@@ -22,7 +22,9 @@ class Set(Step):
     at: Index = RANK
 
     def sets(self) -> Counters:
-        return Counter({(self.at, self.signal, self.index): 1})
+        found: Counters = Counter()
+        found[self.at, self.signal, self.index] = 1
+        return found
 
     @property
     def occupies(self) -> bool:
