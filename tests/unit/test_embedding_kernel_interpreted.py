@@ -1,25 +1,18 @@
 """The Triton kernel of embedding_all_to_all under Triton's interpreter: no GPU, one process plays all ranks in turn.
 
 Peers are buffers of this process, so what a rank would wait for is there before it runs: every rank's "ready" is set
-beforehand, and in the cases that wait also "done" and the flags. The interpreter has to be chosen before Triton is
-imported; therefore this file runs itself, once, in a process with TRITON_INTERPRET=1 that plays all `CASES` and prints
-what went wrong in each.
+beforehand, and in the cases that wait also "done" and the flags. `tests/interpreted.py` says how.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import traceback
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import pytest
 import torch
+from interpreted import play_all, wrong_in
 from reference import Problem, assert_close, problem, tables_of
 
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput
@@ -320,39 +313,14 @@ SLOW = (
 )  # fmt: skip
 
 
-def wrong_in(names: list[str]) -> dict[str, str]:
-    """What went wrong, by case."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    command = [sys.executable, __file__, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    said = dict(json.loads(line) for line in done.stdout.splitlines())
-    # Wild stores end the process: the first case that it has not answered is the one that did it.
-    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
-    return {name: text for name, text in (dict.fromkeys(names, crashed) | said).items() if text}
-
-
 def test_interpreted() -> None:
-    assert wrong_in([name for name in [*CASES, *OTHERS] if name not in SLOW]) == {}
+    assert wrong_in(__file__, [name for name in [*CASES, *OTHERS] if name not in SLOW]) == {}
 
 
 @pytest.mark.slow
 def test_more_of_it_interpreted() -> None:
-    assert wrong_in(list(SLOW)) == {}
-
-
-def main() -> None:
-    runs = {name: lambda case=case: play(case) for name, case in CASES.items()} | OTHERS
-    for name in sys.argv[1:]:
-        try:
-            runs[name]()
-            wrong = ""
-        except Exception:
-            wrong = traceback.format_exc()
-        print(json.dumps([name, wrong]), flush=True)
+    assert wrong_in(__file__, SLOW) == {}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()} | OTHERS)

@@ -3,26 +3,18 @@
 Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
 not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); then
 tables that promise more rows than there are, and arguments that are refused.
-
-The interpreter has to be chosen before Triton is imported; therefore this file runs itself, once, in a process with
-TRITON_INTERPRET=1 that plays all `CASES` and prints what went wrong in each.
+`tests/interpreted.py` says how.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from interpreted import play_all, wrong_in
 
 NAN = float("nan")
 
@@ -348,61 +340,14 @@ BACK = (
 SLOW += tuple(f"back, {name}" for name in CASES if name not in BACK)
 
 
-def wrong_in(names: list[str]) -> dict[str, str]:
-    """What went wrong, by case."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    command = [sys.executable, __file__, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    said = dict(json.loads(line) for line in done.stdout.splitlines())
-    # Wild stores end the process: the first case that it has not answered is the one that did it.
-    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
-    return {name: text for name, text in (dict.fromkeys(names, crashed) | said).items() if text}
-
-
 def test_interpreted() -> None:
-    assert wrong_in([name for name in [*CASES, *OTHERS] if name not in SLOW]) == {}
+    assert wrong_in(__file__, [name for name in [*CASES, *OTHERS] if name not in SLOW]) == {}
 
 
 @pytest.mark.slow
 def test_more_of_it_interpreted() -> None:
-    assert wrong_in(list(SLOW)) == {}
-
-
-def mend_the_interpreter() -> None:
-    """Triton 3.6 takes a loop's bounds out of arrays of one element in a way that numpy refuses from 2.4 on, and
-    multiplies the bits of bf16 as if they were integers."""
-    from triton.runtime import interpreter
-
-    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def widen(operand: Any) -> Any:
-        if operand.dtype.scalar.is_bf16():
-            bits = operand.data.astype(np.uint32) << 16
-            return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
-        return operand
-
-    interpreter._patch_lang_tensor = patch
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
-
-
-def main() -> None:
-    mend_the_interpreter()
-    runs = {name: lambda case=case: play(case) for name, case in CASES.items()} | OTHERS
-    for name in sys.argv[1:]:
-        try:
-            runs[name]()
-            wrong = ""
-        except Exception:
-            wrong = traceback.format_exc()
-        print(json.dumps([name, wrong]), flush=True)
+    assert wrong_in(__file__, SLOW) == {}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()} | OTHERS)

@@ -1,23 +1,15 @@
 """The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors, against float64;
 no memory around them is written; each word gets its token when all of its tiles have come, and not before; counters are zero again.
-
-The interpreter has to be chosen before Triton is imported; therefore this file runs itself, once, in a process with
-TRITON_INTERPRET=1 that plays all `CASES` and prints what went wrong in each.
+`tests/interpreted.py` says how.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import traceback
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
+from interpreted import play_all, wrong_in
 
 NAN = float("nan")
 ROWS, COLS = 16, 32
@@ -100,29 +92,8 @@ def play(case: Case) -> None:
 
 
 def test_interpreted() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    said = dict(json.loads(line) for line in done.stdout.splitlines())
-    # Wild stores end the process: the first case that it has not answered is the one that did it.
-    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
-    assert {name: text for name, text in (dict.fromkeys(CASES, crashed) | said).items() if text} == {}
-
-
-def main() -> None:
-    from test_grouped_matmul_interpreted import mend_the_interpreter
-
-    mend_the_interpreter()
-    for name, case in CASES.items():
-        try:
-            play(case)
-            wrong = ""
-        except Exception:
-            wrong = traceback.format_exc()
-        print(json.dumps([name, wrong]), flush=True)
+    assert wrong_in(__file__, CASES) == {}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    play_all({name: lambda case=case: play(case) for name, case in CASES.items()})

@@ -1,0 +1,73 @@
+"""GPU kernels under Triton's interpreter. It has to be chosen before Triton is imported: a test file runs itself, once, in a
+process with TRITON_INTERPRET=1 that plays its cases (`play_all`) and prints what went wrong in each (`wrong_in`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+def wrong_in(file: str, names: Iterable[str]) -> dict[str, str]:
+    """What went wrong, by case."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed here: its interpreter is what runs these cases")
+    names = list(names)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    command = [sys.executable, file, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    # Wild stores end the process: the first case that it has not answered is the one that did it.
+    crashed = f"the process ended with exit code {done.returncode} here, or before: {done.stderr}"
+    return {name: text for name, text in (dict.fromkeys(names, crashed) | said).items() if text}
+
+
+def play_all(runs: Mapping[str, Callable[[], object]]) -> None:
+    """Those of `runs` that the command line names."""
+    torch.set_num_threads(1)
+    _mend()
+    for name in sys.argv[1:]:
+        try:
+            runs[name]()
+            wrong = ""
+        except Exception:
+            wrong = traceback.format_exc()
+        print(json.dumps([name, wrong]), flush=True)
+
+
+def _mend() -> None:
+    """Triton 3.6 takes a loop's bounds out of arrays of one element in a way that numpy refuses from 2.4 on, multiplies the bits of
+    bf16 as if they were integers, and puts its own functions in the language's place at every call of a function: half the time."""
+    from triton.runtime import interpreter
+
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patch_language = interpreter._patch_lang
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widen(operand: Any) -> Any:
+        if operand.dtype.scalar.is_bf16():
+            bits = operand.data.astype(np.uint32) << 16
+            return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+        return operand
+
+    @cache
+    def patch_once(function: Any) -> Any:
+        patch_language(function)
+        return interpreter._LangPatchScope()  # which puts nothing back
+
+    interpreter._patch_lang_tensor = patch
+    interpreter._patch_lang = patch_once
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widen(a), widen(b), *rest)
