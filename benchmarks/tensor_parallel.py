@@ -252,6 +252,13 @@ def arms_of(block: str, model: Model, length: int, device: torch.device, compile
     return arms
 
 
+def fused_by_torch(call: Callable[[], Any]) -> int:
+    """How many of AsyncTP's operators a call takes: that the compiler found something to fuse."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
+
+
 def local(x: torch.Tensor | None) -> torch.Tensor:
     assert x is not None
     return x.to_local() if hasattr(x, "to_local") else x
@@ -301,7 +308,7 @@ def measured(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    wanted, calls = results(arms["serial"]), {}
+    wanted, calls, fused = results(arms["serial"]), {}, {}
     for arm_name, arm in arms.items():
         for _ in range(2):  # the second call is as all others
             got = results(arm)
@@ -309,6 +316,7 @@ def measured(
             error = ((got[key] - wanted[key]).abs().max() / wanted[key].abs().max()).item()
             if not error <= APART:
                 raise RuntimeError(f"{name} {block}: {key} of {arm_name} is {error:.1e} from serial's, relatively")
+        fused[arm_name] = fused_by_torch(lambda arm=arm: step(arm))
         synchronize()
         start = time.perf_counter()
         step(arm)
@@ -338,7 +346,7 @@ def measured(
             "op": "tensor_parallel", "config": f"llama-3-{name} {block}", "variant": a, "ranks": world, "length": length,
             "p50_ms": medians[a], "low_ms": min(slowest[a]), "high_ms": max(slowest[a]), "calls": calls[a],
             "hidden": None if a == "compute" else (medians["serial"] - medians[a]) / exposed,
-            "dtype": "bf16", **environment(given.device),
+            "fused_by_torch": fused[a], "dtype": "bf16", **environment(given.device),
         }
         for a in arms
     ]  # fmt: skip
