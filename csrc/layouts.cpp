@@ -87,7 +87,7 @@ class LayoutReader {
             for (nb::handle item : nb::borrow<nb::list>(argument))
                 if (!sign(item, gradients)) return false;
         } else if (argument.type().is(tensor_) || argument.type().is(parameter_)) {
-            if (gradients && nb::cast<bool>(argument.attr("requires_grad"))) return false;
+            words_.push_back(gradients && nb::cast<bool>(argument.attr("requires_grad")));
             if (!add(argument, false)) {
                 PyErr_Clear();
                 return false;

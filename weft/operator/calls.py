@@ -21,6 +21,7 @@ from weft.operator.derivatives import once, refused
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
+from weft.runtime.in_turn import Turn
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import opaque
 from weft.timeline import Timeline
@@ -59,6 +60,17 @@ def made(
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
 
 
+def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor]:
+    """The results of a call that is a part of another one, which has been counted and whose errors are told. What is pinned is that
+    one's schedule."""
+    deadline_s = None if turn is None else turn.deadline_s
+    if plan.pinned() is None and not is_in_torch_dispatch_mode():
+        return _called(op, call, group, None, deadline_s, None)
+    like = next(t for t in op.tensors(call) if t is not None)
+    with plan.use(None):
+        return made(op, group, like, lambda _: call, deadline_s=deadline_s)
+
+
 def operator_named(name: str) -> Operator[Any]:
     """The house's of that name, whose file is imported when it is asked for: duals are each other's gradients, and imports have no
     cycles."""
@@ -67,9 +79,10 @@ def operator_named(name: str) -> Operator[Any]:
     return OPERATORS[name]
 
 
-def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, deadline_s: float | None) -> bool:
-    """Whether calls like this one take another way than the library's; so it seems too until one has been made."""
-    prepared = _prepared_for(op, call, group, None, deadline_s, op.wanted(call))
+def overlaps(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> bool:
+    """Whether calls like this one `within` another take another way than the library's; so it seems too until one has been made."""
+    with plan.use(None):
+        prepared = _prepared_for(op, call, group, None, None if turn is None else turn.deadline_s, op.wanted(call))
     return not prepared.known_serial(prepared.capturing())
 
 
@@ -86,13 +99,15 @@ def _called(
     if READER is not None and plan.pinned(schedule) is None:
         signature = READER.signature(call, torch.is_grad_enabled())
         if signature is not None and (known := table.again(group, signature)) is not None:
+            if known.differentiated:
+                return list(_Function.apply(known.prepared, call, deadline_s, timeline, *op.tensors(call)))
             return known.prepared(call, deadline_s, timeline, known.inputs(call))
     checked, wanted = op.checked(call, group), op.wanted(call)
     prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
+    if signature is not None and checked is call:
+        table.remember(group, signature, prepared, call, True in wanted)
     if True in wanted:
         return list(_Function.apply(prepared, checked, deadline_s, timeline, *op.tensors(checked)))
-    if signature is not None and checked is call:
-        table.remember(group, signature, prepared, call)
     return prepared(checked, deadline_s, timeline)
 
 

@@ -256,12 +256,15 @@ class Prepared:
 
 class Known(NamedTuple):
     """Calls that differ from an earlier one in nothing but where their tensors lie. places: of each input buffer its field in a
-    call, and which of several tensors it is there."""
+    call, and which of several tensors it is there; None if buffers are made from tensors. differentiated: gradients are wanted."""
 
     prepared: Prepared
-    places: list[tuple[str, int, int | None]]
+    places: list[tuple[str, int, int | None]] | None
+    differentiated: bool
 
-    def inputs(self, call: Any) -> dict[str, Any]:
+    def inputs(self, call: Any) -> dict[str, Any] | None:
+        if self.places is None:
+            return None
         return {name: call[field] if nth is None else call[field][nth] for name, field, nth in self.places}
 
 
@@ -325,15 +328,17 @@ class Table:
         here.calls = known.prepared.called_at = here.calls + 1
         return known
 
-    def remember(self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any) -> None:
-        """That a call with this signature is one of `prepared`. Not if its buffers are made from its tensors."""
+    def remember(
+        self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any, differentiated: bool
+    ) -> None:
+        """That a call with this signature is one of `prepared`."""
         inputs = prepared.op.inputs(prepared.p, call)
-        places = [(name, place) for name, tensor in inputs.items() if (place := _place(call, tensor)) is not None]
+        found = [(name, place) for name, tensor in inputs.items() if (place := _place(call, tensor)) is not None]
+        places = [(name, *place) for name, place in found] if len(found) == len(inputs) else None
         here = self._of_group[id(group)]
-        if len(places) == len(inputs):
-            if len(here.by_signature) >= _SIGNATURES:
-                here.by_signature.clear()
-            here.by_signature[signature] = Known(prepared, [(name, *place) for name, place in places])
+        if len(here.by_signature) >= _SIGNATURES:
+            here.by_signature.clear()
+        here.by_signature[signature] = Known(prepared, places, differentiated)
 
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:
         """The oldest first."""

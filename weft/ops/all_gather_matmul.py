@@ -8,9 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft import plan
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
-from weft.operator.calls import made, operator_named, overlaps, registered
+from weft.operator.calls import made, operator_named, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import UNEVEN, check_weights, flattened, grad_of_weight, restored, rows_of_ranks
 from weft.operator.prepared import contiguous, strided
@@ -184,10 +183,7 @@ def _all_at_once(
     x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
 ) -> list[torch.Tensor | None]:
     call = ALL_GRADIENTS.form(x, grads, [B.t() for B in Bs])
-    with plan.use(None):  # what is pinned is this operator's
-        grad_x, *grad_wts = made(
-            ALL_GRADIENTS, group, x, lambda group: call, deadline_s=None if turn is None else turn.deadline_s
-        )
+    grad_x, *grad_wts = within(ALL_GRADIENTS, call, group, turn)
     as_weights = [wt.t() if B.stride(0) == 1 else wt.t().contiguous() for wt, B in zip(grad_wts, Bs, strict=True)]
     return [grad_x, *as_weights]
 
@@ -198,17 +194,15 @@ def _scattered_by_dual(
     """The same and its reduce-scatter as one, by `matmul_reduce_scatter`; None: that would be no faster."""
     dual: Any = operator_named("matmul_reduce_scatter")
     m, k, n = grads[0].shape[0], Bs[0].shape[0], sum(B.shape[1] for B in Bs)
-    nothing, deadline_s = grads[0].new_empty(()), None if turn is None else turn.deadline_s
+    nothing = grads[0].new_empty(())
     like = dual.form(nothing.expand(m, n), nothing.expand(n, k))
-    with plan.use(None):  # what is pinned is this operator's
-        if not overlaps(dual, like, group, deadline_s):
-            return None
-        # Of column-major Bs, as linear layers' are, the copy reads and writes rows.
-        grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
-        call = dual.form(grad.contiguous(), B)
-        (found,) = made(dual, group, grad, lambda group: call, deadline_s=deadline_s)
-        # The first call may have found that nothing overlaps. Later ones go the other way, and equal calls give equal bits.
-        return found if overlaps(dual, like, group, deadline_s) else None
+    if not overlaps(dual, like, group, turn):
+        return None
+    # Of column-major Bs, as linear layers' are, the copy reads and writes rows.
+    grad, B = (grads[0], Bs[0].t()) if len(Bs) == 1 else (torch.cat(list(grads), 1), torch.cat([B.t() for B in Bs]))
+    (found,) = within(dual, dual.form(grad.contiguous(), B), group, turn)
+    # The first call may have found that nothing overlaps. Later ones go the other way, and equal calls give equal bits.
+    return found if overlaps(dual, like, group, turn) else None
 
 
 OPERATOR = registered(_AllGatherMatmul())

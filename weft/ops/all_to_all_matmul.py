@@ -13,10 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft import plan
 from weft.arguments import check_tensor
 from weft.errors import TooManyRowsError
-from weft.operator.calls import made, operator_named, registered
+from weft.operator.calls import made, operator_named, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Operator
@@ -260,10 +259,7 @@ class _AllToAllMatmul(Operator[_Call]):
         tables, tokens = (sizes.received, sizes.splits), sum(sizes.host.sent)
         form: Any = dual.form
         call = form(grad, transposed if w.is_cuda else transposed.contiguous(), *tables, tokens, p.most)
-        with plan.use(None):  # what is pinned is this operator's
-            (grad_tokens,) = made(
-                dual, group, grad, lambda _: call, deadline_s=None if turn is None else turn.deadline_s
-            )
+        (grad_tokens,) = within(dual, call, group, turn)
         return grad_tokens
 
     # --- the way without overlap ---

@@ -9,14 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft import plan
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
-from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
@@ -188,12 +187,8 @@ class _MatmulAllReduce(Operator[_Call]):
         if world > 1 and wanted[0] and p.has_work and p.m % world == 0:
             rows = [p.m // world] * world
             mine = reduce_scatter(whole.contiguous(), rows, group.rank(), group, turn, f"reduce-scatter {what}")
-            deadline_s = None if turn is None else turn.deadline_s
-            with plan.use(None):  # what is pinned is this operator's
-                gathered, (grad_x,) = all_gather_matmul(
-                    mine, [w.t()], 0, group, return_A=wanted[1], deadline_s=deadline_s
-                )
-            return [grad_x, None if gathered is None else grad_of_weight(x, gathered, w), *local]
+            grad_x, *gathered = within(GATHER, GATHER.form(mine, [w.t()], wanted[1], None), group, turn)
+            return [grad_x, grad_of_weight(x, gathered[0], w) if gathered else None, *local]
         if world > 1:
             whole = all_reduce(whole, [p.m] * world, group.rank(), group, turn, f"all-reduce {what}")
         return [whole @ w.t() if wanted[0] else None, grad_of_weight(x, whole, w) if wanted[1] else None, *local]

@@ -7,14 +7,14 @@ It follows `weft.all_to_all_matmul`: how many rows go where is in that call's sp
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from weft import plan
 from weft.arguments import check_tensor
-from weft.operator.calls import made, overlaps, registered
+from weft.operator.calls import made, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
@@ -278,15 +278,8 @@ class _MatmulAllToAll(Operator[_Call]):
     ) -> Callable[[], list[torch.Tensor]] | None:  # fmt: skip
         """What makes grad h, without the rows that came from nobody, and with return_x the rows of grad y; None: it would be no
         faster than the library's calls."""
-        deadline_s = None if turn is None else turn.deadline_s
         call = DISPATCH.form(grad, _transposed(w), sizes.splits, sum(sizes.host.came), p.most, return_x)
-
-        def made_by_it() -> list[torch.Tensor]:
-            with plan.use(None):  # what is pinned is this operator's
-                return made(DISPATCH, group, grad, lambda _: call, deadline_s=deadline_s)
-
-        with plan.use(None):
-            return made_by_it if overlaps(DISPATCH, call, group, deadline_s) else None
+        return partial(within, DISPATCH, call, group, turn) if overlaps(DISPATCH, call, group, turn) else None
 
     # --- the way without overlap ---
 

@@ -8,14 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft import plan
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_even, check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, size_of, strided
 from weft.operator.spec import Operator
-from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
@@ -133,12 +132,8 @@ class _MatmulReduceScatter(Operator[_Call]):
         if p.world_size == 1:
             grad_x = grad @ B.t() if wanted[0] else None
         elif wanted[0]:
-            deadline_s = None if turn is None else turn.deadline_s
-            with plan.use(None):  # what is pinned is this operator's
-                gathered, (grad_x,) = all_gather_matmul(
-                    whole, [B.t()], 0, group, return_A=wanted[1], deadline_s=deadline_s
-                )
-            whole = whole if gathered is None else gathered
+            grad_x, *gathered = within(GATHER, GATHER.form(whole, [B.t()], wanted[1], None), group, turn)
+            whole = gathered[0] if gathered else whole
         else:
             rows = [p.rows] * p.world_size
             whole = all_gather(whole, rows, group.rank(), group, turn, "all_gather of the result's gradient")
