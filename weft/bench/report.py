@@ -75,9 +75,9 @@ def _measured_by(rows: Sequence[Record], latest: Sequence[Record]) -> list[str]:
     """Which of a table's rows were measured by which code, where a file has several."""
     if len(set(map(_code, latest))) == 1:
         return []
-    configs: dict[str, list[str]] = {}
-    for config, code in dict.fromkeys((r["config"], _code(r)) for r in rows):
-        configs.setdefault(code, []).append(config)
+    configs: dict[str, dict[str, None]] = {}
+    for r in rows:
+        configs.setdefault(_code(r), {})[r["config"]] = None
     *few, most = sorted(configs, key=lambda code: len(configs[code]))
     said = [f"{', '.join(configs[code])}: {code}" for code in few]
     return ["; ".join([*said, f"{'all others' if few else 'all'}: {most}"]) + "."]

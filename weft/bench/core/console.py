@@ -52,7 +52,7 @@ def _rich_table(
     for i, column in enumerate(columns):
         if column not in without:
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
+    for row, following in zip(rows, [*rows[1:], None], strict=False):
         ends = following is not None and section is not None and following[section] != row[section]
         shown = (escape(cell) for cell, name in zip(row, columns, strict=True) if name not in without)
         table.add_row(*shown, end_section=ends)

@@ -174,8 +174,8 @@ def measure_arms(
         timed, seen = time_all(mode, calls)
         for name, error in seen.items():
             found.errors[name] = max(found.errors[name], error)
-            where = f", {mode},", " in the last of a row of calls", "its time is not kept"
-            if _is_wrong(name, error, work, found, *where, must=name == baseline):
+            so = "this was the last of a row of calls, and its time is not kept"
+            if _is_wrong(name, error, work, found, f", {mode},", so, must=name == baseline):
                 del timed[name], arms[name]
         found.timings |= {(mode, name): timing for name, timing in timed.items()}
     found.graphs = {}
@@ -220,19 +220,17 @@ def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: R
                 del output
     how = " as a graph" if recorder else ""
     for number, name in enumerate(arms):
-        if _is_wrong(name, found.errors[name], work, found, how, "", "it was not timed", must=number == 0):
+        if _is_wrong(name, found.errors[name], work, found, how, "it was not timed", must=number == 0):
             found.graphs.pop(name, None)
     return found
 
 
-def _is_wrong(
-    name: str, error: float, work: Workload, found: Results, how: str, where: str, so: str, must: bool
-) -> bool:
+def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str, so: str, must: bool) -> bool:
     """Whether an arm errs too much, which is noted. RuntimeError for one that must be right."""
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (
-        f"{work.name}: {name}{how} differs from the float64 reference by {error:.3g} of the largest element{where}; at most "
+        f"{work.name}: {name}{how} differs from the float64 reference by {error:.3g} of the largest element; at most "
         f"{limit:.3g} is allowed: {so}"
     )
     if must:

@@ -91,17 +91,15 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 raise ValueError(f"{where}: no JSON ({error}): remove the line, or record the run again") from None
             if not isinstance(fields, dict):
                 raise ValueError(
-                    f"{where}: {type(fields).__name__} where a record is wanted, a JSON object: remove the line"
+                    f"{where}: {type(fields).__name__} where a record is wanted, an object: remove the line"
                 )
             record = _Line(fields)
             record.where = where
             try:
                 operator(str(record["op"]))
             except ValueError:
-                raise ValueError(
-                    f"{where}: op {record['op']!r} is no operator: remove the line, or correct it to one of "
-                    f"{', '.join(OPERATORS)}"
-                ) from None
+                known = f"remove the line, or correct it to one of {', '.join(OPERATORS)}"
+                raise ValueError(f"{where}: op {record['op']!r} is no operator: {known}") from None
             found.append(record)
     return found
 
@@ -118,7 +116,6 @@ def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dic
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        name = platform.machine()
-    return name
+        return platform.machine()

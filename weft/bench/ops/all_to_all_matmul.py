@@ -16,7 +16,6 @@ kernel can be faster), and the library's all-to-all of the tokens alone, sizes k
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from abc import abstractmethod
@@ -218,10 +217,7 @@ class ExpertVariants(GemmVariants):
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
         self.known = [Sizes(*tables) for tables in zip(self.splits, self.received, strict=True)]
-        ends = [
-            torch.tensor(list(itertools.accumulate(sizes.host.of_experts)), dtype=torch.int32) for sizes in self.known
-        ]
-        self.ends = [of_set.to(self.ranks.device) for of_set in ends]
+        self.ends = [received.sum(0).cumsum(0, dtype=torch.int32) for received in self.received]
         beside: dict[str, Call] = {GEMM: self.gemm, GEMM_EACH: self.gemm_each, EXCHANGE: self.exchange}
         if any(size * self.dtype.itemsize % 16 for size in (self.config.n, self.config.k)):
             del beside[GEMM]  # torch's grouped GEMM refuses rows that do not begin at multiples of 16 bytes

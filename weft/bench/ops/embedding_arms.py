@@ -46,19 +46,18 @@ class EmbeddingData(Workload):
         self.slots = sharding.local_slots(rank)
         self.local_dim = sum(slot.dim for slot in self.slots)
         self.local_batch = config.batch_sizes[rank]
-        owned = sharding.local_tables(rank)
-        generator = torch.Generator(device)
-        self.weights: list[torch.Tensor] = []
-        for t in owned:
-            shape = (sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim)
-            weight = torch.empty(shape, dtype=sharding.dtype, device=device)
-            self.weights.append(weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t)))
-        bags = [config.bags[t] for t in owned]
-        rows = [sharding.tables[t].num_embeddings for t in owned]
-        self.inputs = [
-            jagged_input(bags, rows, config.preset.indices, config.global_batch, list(owned), seed + i, device)
-            for i in range(input_sets)
-        ]
+        owned, generator = list(sharding.local_tables(rank)), torch.Generator(device)
+        shapes = [(sharding.tables[t].num_embeddings, sharding.tables[t].embedding_dim) for t in owned]
+        self.weights = [torch.empty(shape, dtype=sharding.dtype, device=device) for shape in shapes]
+        for t, weight in zip(owned, self.weights, strict=True):
+            weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
+        drawn = (
+            [config.bags[t] for t in owned],
+            [rows for rows, _ in shapes],
+            config.preset.indices,
+            config.global_batch,
+        )
+        self.inputs = [jagged_input(*drawn, owned, seed + i, device) for i in range(input_sets)]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """A variant may err at most twice as much as plain torch in the same dtype (`nn.EmbeddingBag`), or by one rounding
@@ -208,10 +207,8 @@ class SerialArm(Arm):
 def embedding_bags(work: EmbeddingData) -> Pool:
     """One `nn.EmbeddingBag` per table: what a user of plain torch writes. (The PGAS paper starts from TorchRec's
     EmbeddingBagCollection and an asynchronous all-to-all; here nothing could run beside the exchange.)"""
-    bags = [
-        nn.EmbeddingBag.from_pretrained(weight, freeze=True, mode="sum", include_last_offset=True)
-        for weight in work.weights
-    ]
+    how: dict[str, Any] = {"freeze": True, "mode": "sum", "include_last_offset": True}
+    bags = [nn.EmbeddingBag.from_pretrained(weight, **how) for weight in work.weights]
     batch, per_table = work.config.global_batch, []
     for values, offsets in work.inputs:
         cuts = enumerate(pairwise(offsets[::batch].tolist()))
@@ -294,10 +291,8 @@ class FusedArm(Arm):
         """Of a launch that opens the call, and, unless others follow for the other tables, closes it."""
         if self.work.ranks.device.type != "cuda":
             return None
-        closes = not self.per_table or len(self.work.slots) == 1
-        return asdict(
-            next(o for key, o in self.operator().kernel.occupancy.items() if key.enter and key.leave == closes)
-        )
+        closes, known = not self.per_table or len(self.work.slots) == 1, self.operator().kernel.occupancy
+        return asdict(next(found for key, found in known.items() if key.enter and key.leave == closes))
 
     def slices_sent(self) -> int:
         """Slices that this rank puts to its peers in a call."""
@@ -334,6 +329,5 @@ def why_not(name: str, device: torch.device) -> str | None:
 def make_arm(name: str, work: EmbeddingData) -> Arm:
     if name in POOLS:
         return SerialArm(work, POOLS[name])
-    return FusedArm(
-        work, parse(name) or EmbeddingOptions("direct", outputs=_OUTPUT_BUFFERS), per_table=name == PER_TABLE
-    )
+    options = parse(name) or EmbeddingOptions("direct", outputs=_OUTPUT_BUFFERS)
+    return FusedArm(work, options, per_table=name == PER_TABLE)

@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, place_tables
 from weft.words import counted
@@ -53,30 +54,20 @@ class Zipf:
 
 
 def jagged_input(
-    bags: list[Bag],
-    rows: list[int],
-    distribution: Zipf,
-    samples: int,
-    tables: list[int],
-    seed: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bags: list[Bag], rows: list[int], distribution: Zipf, samples: int, tables: list[int], seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Values (int64 [n]) and offsets (int64 [len(tables) * samples + 1]) of those tables' features, table by table.
 
     `tables` are the tables' numbers in the whole model: they seed the draws, so that a table's input does not depend on
     which rank owns it.
     """
-    lengths, values = [], []
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for a rank without tables
+    lengths, values = [nothing], [nothing]
     for bag, table_rows, table in zip(bags, rows, tables, strict=True):
         generator = torch.Generator(device).manual_seed(1_000_003 * seed + table)
-        length = bag.draw(samples, generator)
-        lengths.append(length)
-        values.append(distribution.draw(table_rows, int(length.sum()), generator))
-    offsets = torch.zeros(len(tables) * samples + 1, dtype=torch.int64, device=device)
-    if not tables:
-        return torch.zeros(0, dtype=torch.int64, device=device), offsets
-    torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
-    return torch.cat(values), offsets
+        lengths.append(bag.draw(samples, generator))
+        values.append(distribution.draw(table_rows, int(lengths[-1].sum()), generator))
+    return torch.cat(values), F.pad(torch.cat(lengths).cumsum(0), (1, 0))
 
 
 def _coprime(rows: int) -> int:
@@ -190,14 +181,9 @@ class EmbeddingConfig:
 
 
 def fitting_scale(
-    preset: EmbeddingPreset,
-    world_size: int,
-    dtype: torch.dtype,
-    *,
-    table_bytes: float,
-    rows_bytes: float = math.inf,
+    preset: EmbeddingPreset, world_size: int, dtype: torch.dtype, *, table_bytes: float, rows_bytes: float = math.inf,
     output_bytes: float = math.inf,
-) -> Scale:
+) -> Scale:  # fmt: skip
     """The largest powers of two at which the tables of each rank take at most `table_bytes`, a call reads at most
     `rows_bytes` of rows on each rank, and each rank's output takes at most `output_bytes`."""
     full = preset.config(world_size, FULL, dtype)  # a scale hardly moves the placement: place once
@@ -246,11 +232,8 @@ PRESETS: dict[str, EmbeddingPreset] = {preset.name: preset for preset in _preset
 
 def find_presets(name: str | None) -> tuple[EmbeddingPreset, ...]:
     """All presets, or those called `name` (several with commas), or the family before a slash: "fused-inter" is five."""
-    names = [part.strip() for part in name.split(",")] if name is not None else []
-    known = {label for p in PRESETS.values() for label in (p.name, p.name.split("/")[0])}
-    found = tuple(p for p in PRESETS.values() if name is None or p.name in names or p.name.split("/")[0] in names)
-    if unknown := [part for part in names if part not in known]:
-        raise ValueError(
-            f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(p.name.split('/')[0] for p in PRESETS.values()))}"
-        )
-    return found
+    family = {preset: preset.split("/")[0] for preset in PRESETS}
+    names = list(PRESETS) if name is None else [part.strip() for part in name.split(",")]
+    if unknown := [part for part in names if part not in {*family, *family.values()}]:
+        raise ValueError(f"no preset {unknown[0]!r}: give one of {', '.join(dict.fromkeys(family.values()))}")
+    return tuple(preset for label, preset in PRESETS.items() if label in names or family[label] in names)

@@ -52,13 +52,11 @@ class GatherShape(Shape):
         gemms: Sequence[Gemm] = (_GROUPS | _GEMMS).get(match[1], ()) if match else ()
         if not match or not gemms:
             return super().named(name, groups)
-        over = int(match[2] or 0)
-        for gemm in gemms:
-            if gemm.m % max(1, over):
-                raise ValueError(
-                    f"preset {name!r}: M={gemm.m} of {gemm.name} is no multiple of {over}: take a power of two"
-                )
-        return [cls(g.m // max(1, over), g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
+        over, by = int(match[2] or 0), int(match[2] or 1)
+        if odd := [gemm for gemm in gemms if gemm.m % by]:
+            of = f"M={odd[0].m} of {odd[0].name}"
+            raise ValueError(f"preset {name!r}: {of} is no multiple of {over}: take a power of two")
+        return [cls(g.m // by, g.n, g.k, (), gemm=g.name, over=over) for g in gemms]
 
     def on(self, ranks: int) -> Self:
         """As one of so many ranks computes it: N over the ranks."""
