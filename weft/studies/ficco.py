@@ -19,7 +19,8 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -145,13 +146,10 @@ def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[
             "communication_ms": communication_us(problem, model) / 1e3,
         }  # fmt: skip
         for one in candidates(problem):
-            if one.name not in wanted:
-                continue
-            try:
-                ms = predict(one.build(), model, "queued", least_us(problem, model)) / 1e3
-            except NotApplicableError:
-                continue
-            found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms})
+            with suppress(NotApplicableError):
+                if one.name in wanted:
+                    ms = predict(one.build(), model, "queued", least_us(problem, model)) / 1e3
+                    found.append({**common, **of_gemm, "variant": one.name, "p50_ms": ms})
     return found
 
 
@@ -168,11 +166,10 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         first, config = of_run[0], of_run[0]["config"]
         paper = _gemm_of(config)
         assert paper is not None
-        ms = {r["variant"]: r["p50_ms"] for r in of_run}
-        if SERIAL not in ms or first["gemm_ms"] is None or first["communication_ms"] is None:
-            raise ValueError(f"{config}: no times of serial, GEMM and communication: measure it again")
-        gemm = Gemm(paper.name, paper.parallelism, paper.model, first["m"], first["n"], first["k"])
+        gemm, ms = replace(paper, m=first["m"], n=first["n"], k=first["k"]), {r["variant"]: r["p50_ms"] for r in of_run}
         halves = first["gemm_ms"], first["communication_ms"]
+        if SERIAL not in ms or None in halves:
+            raise ValueError(f"{config}: no times of serial, GEMM and communication: measure it again")
         rows.append(Row(config, gemm, first["ranks"], first["dtype"], first["machine"], ms, *halves))
     return rows
 
@@ -208,12 +205,11 @@ def _over_ratio(rows: Sequence[Row]) -> Table:
     }
     least = {kind: f"least {min(of):.2f}" for kind, of in speedups.items() if kind != "FiCCO"}
     most = {"GEMM": "most", "ideal": f"{max(row.ideal for row in rows):.2f}"}
-    last = [
-        most | least | {"FiCCO": number(max(speedups["FiCCO"], default=None), 2)},
-        {"GEMM": "paper's", **PAPER_MOST},
-    ]
+    most["FiCCO"] = number(max(speedups["FiCCO"], default=None), 2)
     title = "Speedup over serial, by the ratio of GEMM to communication (figure 13)"
-    return table(title, sorted(rows, key=lambda row: row.ratio), columns, last)
+    return table(
+        title, sorted(rows, key=lambda row: row.ratio), columns, [most | least, {"GEMM": "paper's", **PAPER_MOST}]
+    )
 
 
 def _by_schedule(rows: Sequence[Row]) -> Table:
@@ -236,16 +232,7 @@ def _by_schedule(rows: Sequence[Row]) -> Table:
 
 def _choices(rows: Sequence[Row]) -> Table:
     """How good the heuristic's picks are, and weft's own choices where they were recorded."""
-    header = (
-        "GEMMs",
-        "who chooses",
-        "among",
-        "the best",
-        f"within {NEAR:.0%}",
-        "wrong ones lose",
-        "at most",
-        "paper's",
-    )
+    who_chooses, near = ("GEMMs", "who chooses", "among", "the best"), f"within {NEAR:.0%}"
     cells, four = list[tuple[str, ...]](), tuple(STUDIED.values())
     for (what, begin), (who, of, among, names) in product(
         (("table-1", "g"), ("synthetic", "s")),
@@ -262,9 +249,8 @@ def _choices(rows: Sequence[Row]) -> Table:
                 what, who, among, f"{len(lost) - len(wrong)} of {len(lost)}", f"{share([part <= NEAR for part in lost]):.0%}",
                 f"{sum(wrong) / len(wrong):.1%}" if wrong else "", f"{max(lost):.1%}", PAPER_BEST[begin] if names == four else "",
             ))  # fmt: skip
-    return Table(
-        "How often the choice is the fastest, and which part of the best speedup is lost where it is not", header, cells
-    )
+    title = "How often the choice is the fastest, and which part of the best speedup is lost where it is not"
+    return Table(title, (*who_chooses, near, "wrong ones lose", "at most", "paper's"), cells)
 
 
 def _by_kind(rows: Sequence[Row]) -> Table:
@@ -299,9 +285,7 @@ def notes(records: Sequence[Record]) -> list[str]:
 def conclusions(rows: Sequence[Row]) -> list[str]:
     """What the paper's choice of four schedules leaves out, and where its numbers are from, in sentences."""
     best = [name for row in rows if (name := row.best(EIGHT))]
-    others, hetero = (sum(test) for test in (
-        [name not in STUDIED.values() for name in best], ["start=hetero" in name for name in best],
-    ))  # fmt: skip
+    others, hetero = sum(name not in STUDIED.values() for name in best), sum("start=hetero" in name for name in best)
     return [
         f"Of {len(best)} GEMMs {others} have their fastest schedule among the four that the paper leaves out, and {hetero} among "
         f"those with a hetero start.",

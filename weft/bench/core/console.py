@@ -19,13 +19,9 @@ _FEWER = 5  # times as long between lines, once there was one
 
 
 def print_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str] = (),
-    section: int | None = None,
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), section: int | None = None,
     optional: Sequence[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """A table on stdout: the first column left, the others right; a line where the value of column `section` changes.
 
     On a terminal too narrow for it, `optional` columns are left out, the last first.

@@ -37,9 +37,7 @@ and say in benchmarks/README.md what changed."""
 Mode = Literal["single", "queued", "graph"]
 Call = Callable[[int], object]  # one call on the input set of that number
 
-_SLEEP_CYCLES_PER_S = (
-    2.0e9  # at least the clock of any present GPU: a sleep may be longer than asked, never much shorter
-)
+_SLEEP_CYCLES_PER_S = 2.0e9  # at least the clock of any present GPU: a sleep may be longer than asked, hardly shorter
 _LONGEST_SLEEP_S = 0.2
 _MOST_CALLS = 20  # in a row
 _MOST_REPLAYS = 12  # of graphs: with more of NCCL's before it, launching one waits for the device
@@ -153,19 +151,11 @@ def summarise(
 
 
 def time_arms(
-    arms: Mapping[str, Call],
-    ranks: Ranks,
-    mode: Mode,
-    *,
-    input_sets: int,
-    seconds: float = 1.0,
-    repetitions: tuple[int, int] = (5, 25),
-    waiting: Collection[str] = (),
-    claims: Collection[tuple[str, str]] = (),
-    advance: Callable[[float], None] = lambda share: None,
-    before_last: Callable[[], None] = lambda: None,
+    arms: Mapping[str, Call], ranks: Ranks, mode: Mode, *, input_sets: int, seconds: float = 1.0,
+    repetitions: tuple[int, int] = (5, 25), waiting: Collection[str] = (), claims: Collection[tuple[str, str]] = (),
+    advance: Callable[[float], None] = lambda share: None, before_last: Callable[[], None] = lambda: None,
     inspect: Callable[[str, int, Any], None] = lambda name, which, output: None,
-) -> dict[str, Timing]:
+) -> dict[str, Timing]:  # fmt: skip
     """Time `arms` in turns, on all ranks at once; every rank returns the same.
 
     The slowest arm gets about `seconds`, all the same number of `repetitions` (least, most); calls walk through

@@ -142,13 +142,10 @@ class EmbeddingWorkload(EmbeddingData, Variants):
         count = sum(v.numel() for v, _ in self.inputs) / self.input_sets
         pooled = self.local_dim * self.config.itemsize
         return Traffic(
-            rows=rows / self.input_sets,
-            distinct_rows=distinct / self.input_sets,
-            ids=count * values.element_size(),
-            offsets=offsets.numel() * offsets.element_size(),
-            outputs=self.config.global_batch * pooled,
+            rows=rows / self.input_sets, distinct_rows=distinct / self.input_sets, ids=count * values.element_size(),
+            offsets=offsets.nbytes, outputs=self.config.global_batch * pooled,
             wire=(self.config.global_batch - self.local_batch) * pooled,
-        )
+        )  # fmt: skip
 
 
 def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> Scale:
@@ -184,8 +181,7 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     def check_options(self, options: BenchOptions) -> None:
         find_presets(options.preset)
         for name in options.variants:
-            reason = why_not(name, torch.device(options.device))
-            if reason is not None:
+            if reason := why_not(name, torch.device(options.device)):
                 raise ValueError(f"variant {name!r} cannot run here: {reason}")
 
     def presets(self, options: BenchOptions) -> Sequence[EmbeddingPreset]:
@@ -203,9 +199,8 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
             for name in dict.fromkeys(r["variant"] for r in written):
                 mine = [r["speedup_over"] for r in written if r["variant"] == name and r["mode"] == mode]
                 over = [[s[o] for s in mine if o in s] for o in others]
-                rows.append(
-                    (name, mode, *(times(geomean(o)) for o in over), *(times(min(o, default=None)) for o in over))
-                )
+                means, worst = [times(geomean(o)) for o in over], [times(min(o, default=None)) for o in over]
+                rows.append((name, mode, *means, *worst))
         columns = ("variant", "mode", *(f"vs\n{o}" for o in others), *(f"worst vs\n{o}" for o in others))
         count = len({r["config"] for r in written})
         print_table(f"Geometric mean over {counted(count, 'configuration')}", columns, rows, section=1)

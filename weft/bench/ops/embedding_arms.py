@@ -51,13 +51,9 @@ class EmbeddingData(Workload):
         self.weights = [torch.empty(shape, dtype=sharding.dtype, device=device) for shape in shapes]
         for t, weight in zip(owned, self.weights, strict=True):
             weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
-        drawn = (
-            [config.bags[t] for t in owned],
-            [rows for rows, _ in shapes],
-            config.preset.indices,
-            config.global_batch,
-        )
-        self.inputs = [jagged_input(*drawn, owned, seed + i, device) for i in range(input_sets)]
+        bags, rows, law = [config.bags[t] for t in owned], [rows for rows, _ in shapes], config.preset.indices
+        drawn = [(bags, rows, law, config.global_batch, owned, seed + i, device) for i in range(input_sets)]
+        self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """A variant may err at most twice as much as plain torch in the same dtype (`nn.EmbeddingBag`), or by one rounding
