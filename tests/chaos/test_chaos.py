@@ -153,6 +153,15 @@ def test_bad_input_may_be_refused_once_and_by_all() -> None:
     assert names("dtype", seen(twice, twice)) == {"lost"}
 
 
+def test_a_process_that_the_c_library_ends_for_want_of_memory_has_died() -> None:
+    for said, faults in (("cannot allocate memory for thread-local data: ABORT", set()), ("", {"unnamed", "split"})):
+        victim = injection("no memory, RLIMIT_AS").victim
+        ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
+        ranks, codes, texts = [ended, ended], [0, 0], ["", ""]
+        ranks[victim], codes[victim], texts[victim] = all_right(5), 127, said
+        assert names("no memory, RLIMIT_AS", seen(*ranks, codes=codes, said=texts)) == faults
+
+
 def test_an_error_on_some_ranks_while_others_go_on_is_a_split() -> None:
     ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
     assert names("other shape", seen(ended, all_right(12))) == {"split"}

@@ -20,6 +20,7 @@ from .trial import GRACE_S, Seen, may_last
 
 Fault = tuple[str, str]  # what it is counted as, and its text
 COUNTED = ("hang", "mix", "lost", "split", "unnamed", "crash", "leak")
+_NO_TLS = "cannot allocate memory for thread-local data: ABORT"  # glibc's words
 _WAKING_S = 5.0
 
 
@@ -109,13 +110,19 @@ def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> lis
     return []
 
 
+def _ended_by_libc(injection: Injection, seen: Seen) -> bool:
+    """Whether the victim had no memory for a library's thread-local data, for which the C library ends the process."""
+    victim = injection.victim
+    return injection.kind == "no memory, RLIMIT_AS" and seen.codes[victim] == 127 and _NO_TLS in seen.said[victim]
+
+
 def _exits(injection: Injection, seen: Seen) -> list[Fault]:
     faults: list[Fault] = []
     for rank, code in enumerate(seen.codes):
         if code is None or code == 0:
             continue  # those that hang are counted already
         meant = {"kill": -9, "exit": 3}.get(injection.kind)
-        if rank == injection.victim and code == meant:
+        if rank == injection.victim and (code == meant or _ended_by_libc(injection, seen)):
             continue
         if rank in seen.hung:
             continue
@@ -148,7 +155,7 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
 def _split(injection: Injection, seen: Seen) -> list[Fault]:
     """Whether the last calls of all ranks that live ended alike. A rank that was at its end before is left out."""
     last = {rank: calls[-1] for rank, calls in enumerate(calls_of(seen)) if calls}
-    if injection.kind in ("kill", "exit", "leave", "terminate", "never call"):
+    if injection.kind in ("kill", "exit", "leave", "terminate", "never call") or _ended_by_libc(injection, seen):
         last.pop(injection.victim, None)
     leaving = {rank for rank, events in enumerate(seen.events) if any(event["event"] == "leaves" for event in events)}
     last = {rank: call for rank, call in last.items() if rank not in leaving}
