@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .work import Given
+from .work import FP8, Given
 
 Form = Callable[[Given], Given]
 
@@ -29,13 +29,18 @@ def _set(name: str, value: Any) -> Form:
     return lambda given: {**given, name: value}
 
 
-def _sparse(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as fp32: torch has fewer kinds of tensors of it."""
     x = x.detach()
-    return (x.float() if x.itemsize == 1 else x).to_sparse()
+    return x.float() if x.itemsize == 1 else x
+
+
+def _sparse(x: torch.Tensor) -> torch.Tensor:
+    return _wide(x).to_sparse()
 
 
 def _nested(x: torch.Tensor) -> torch.Tensor:
-    x = x.detach().reshape(-1, *x.shape[1:])
+    x = _wide(x).reshape(-1, *x.shape[1:])
     return torch.nested.nested_tensor([x, x[:1]])
 
 
@@ -67,13 +72,14 @@ def mesh() -> Any:
     return _mesh
 
 
-PRODUCTS = ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
+PRODUCTS = ("matmul_reduce_scatter", "scaled_matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
 FORMED = ("sparse", "DTensor", "numpy", "dtype", "value", "size")
 TENSORS = {
     "all_gather_matmul": ("A_shard", "Bs"),
     "all_gather_scaled_matmul": ("A_shard", "Bs", "A_scale", "B_scales"),
     "all_to_all_matmul": ("tokens", "w_experts", "splits"),
     "matmul_reduce_scatter": ("A", "B"),
+    "scaled_matmul_reduce_scatter": ("A", "B", "A_scale", "B_scale", "bias"),
     "matmul_all_reduce": ("x", "w", "bias", "residual"),
     "matmul_all_gather": ("x", "w"),
     "matmul_all_to_all": ("h", "w_experts", "received", "splits"),
@@ -103,6 +109,12 @@ def _values(operator: str) -> list[Form]:
     if operator in PRODUCTS:
         own = {
             "matmul_reduce_scatter": [_set("scatter_dim", "0"), _set("scatter_dim", 7), _set("reduce_op", "mean"), _set("B", None)],
+            "scaled_matmul_reduce_scatter": [
+                _set("orig_scatter_dim", "0"), _set("orig_scatter_dim", 1), _set("scatter_dim_after_maybe_reshape", 7),
+                _set("reduce_op", "max"), _set("B", None), _set("A_scale", 0.5), _set("B_scale", None), _set("bias", 1),
+                _set("result_scale", torch.ones(1)), _set("out_dtype", None), _set("out_dtype", FP8), _set("use_fast_accum", 1),
+                _set("output_shape", [3, 5]), _set("output_shape", "x"), _each("A_scale", lambda s: s.clone().requires_grad_()),
+            ],
             "matmul_all_reduce": [_set("op", "mean"), _set("op", 5), _set("w", None), _set("bias", 1), _set("residual", "x")],
             "matmul_all_gather": [_set("gather_dim", "0"), _set("gather_dim", 7), _set("w", None)],
         }[operator]  # fmt: skip
@@ -149,7 +161,10 @@ def _sizes(operator: str) -> list[Form]:
         ]  # fmt: skip
     if operator in PRODUCTS:
         x, w, *_ = TENSORS[operator]
-        of_one = [_each(x, lambda x: x[:-1])] if operator == "matmul_reduce_scatter" else []
+        of_one = [_each(x, lambda x: x[:-1])] if operator.endswith("reduce_scatter") else []
+        if operator == "scaled_matmul_reduce_scatter":
+            of_one += [_each("A_scale", lambda s: s.new_ones(3, 1)), _each("B_scale", lambda s: s.new_ones(3, 1))]
+            of_one += [_each(w, lambda w: w[:, :8]), _set("bias", torch.ones(3).bfloat16())]
         return [
             *of_one, _each(x, lambda x: x[0]), _each(x, lambda x: x[:, :-1]), _each(x, lambda x: x.flatten()[0]),
             _each(w, lambda w: w[:-1]), _each(w, lambda w: w[None]),
@@ -182,9 +197,10 @@ def _dtypes(operator: str) -> list[Form]:
         ]  # fmt: skip
     if operator in PRODUCTS:
         x, w, *_ = TENSORS[operator]
+        scales = ("A_scale", "B_scale") if operator == "scaled_matmul_reduce_scatter" else ()
         return [
             _each(x, lambda x: x.to(torch.float64)), _each(x, lambda x: x.to(torch.int32)), _each(w, lambda w: w.double()),
-            _each(w, lambda w: w.bool()),
+            _each(w, lambda w: w.bool()), *(_each(scale, lambda s: s.half()) for scale in scales),
         ]  # fmt: skip
     forms = [_each("values", lambda v: v.float() + 0.5), _each("values", lambda v: v.bool())]
     forms += [_each("offsets", lambda o: o + 0.5), _each("offsets", lambda o: o.bool())]

@@ -74,9 +74,11 @@ KINDS: dict[str, Kind] = {
 SIGNALS = ("kill", "short stop", "long stop", "interrupt", "terminate")
 
 OPERATORS = (
-    "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
-    "matmul_all_gather", "matmul_all_to_all", "embedding_all_to_all", "module, local batch", "module, global batch",
+    "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
+    "matmul_all_reduce", "matmul_all_gather", "matmul_all_to_all", "embedding_all_to_all", "module, local batch",
+    "module, global batch",
 )  # fmt: skip
+SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")
 
 
 def _schedules(operator: str, world: int, options: dict[str, Any]) -> list[str]:
@@ -89,6 +91,9 @@ def _schedules(operator: str, world: int, options: dict[str, Any]) -> list[str]:
     if operator == "matmul_all_to_all":
         by = "kernel" if options["rows"] else "dma"
         return [f"combine[chunks=2,by={by}]", "combine[chunks=1,by=store]", f"combine_by_expert[chunks=2,by={by}]"]
+    if operator == "scaled_matmul_reduce_scatter":
+        ways = ("chunks=1,by=dma", "chunks=2,by=kernel", "chunks=2,by=store")
+        return ["scatter", *(f"direct[{way},add=reduce]" for way in ways)]
     if operator == "matmul_reduce_scatter":
         direct = [
             "direct[chunks=1,by=dma,add=reduce]",
@@ -195,7 +200,7 @@ def _is_pooled(operator: str) -> bool:
 
 
 def _has_backward(operator: str) -> bool:
-    return not _is_pooled(operator) and operator != "all_gather_scaled_matmul"
+    return not _is_pooled(operator) and operator not in SCALED
 
 
 def _is_module(operator: str) -> bool:
@@ -237,8 +242,10 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
     options: dict[str, Any] = {"deadline_s": deadline_s}
     if operator.startswith("all_gather"):
         options["return_A"] = rng.random() < 0.5
-    if operator == "all_gather_scaled_matmul":
+    if operator in SCALED:
         options["by_row"] = rng.random() < 0.5
+    if operator == "scaled_matmul_reduce_scatter":
+        options |= {"bias": rng.random() < 0.5, "dtype": "bfloat16"}
     if operator == "all_to_all_matmul":
         options["max_rows"] = device == "cuda" or rng.random() < 0.3
     if operator == "matmul_all_to_all":
@@ -277,5 +284,5 @@ def _second(
         return name, _options(name, rng, deadline_s, device, world) | {"backward": False}
     changed = {**options, "backward": False}
     if kind == "other dtype" and operator != "all_gather_scaled_matmul":
-        return operator, changed | {"dtype": "bfloat16"}
+        return operator, changed | {"dtype": "float16" if operator in SCALED else "bfloat16"}
     return operator, changed | {"other_size": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .products import MatmulAllGather, MatmulAllReduce, MatmulAllToAll, MatmulReduceScatter
+from .products import MatmulAllGather, MatmulAllReduce, MatmulAllToAll, MatmulReduceScatter, ScaledMatmulReduceScatter
 from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Collection, Embedding, Work
 
 OPERATORS: dict[str, type[Work]] = {
@@ -10,6 +10,7 @@ OPERATORS: dict[str, type[Work]] = {
     "all_gather_scaled_matmul": AllGatherScaledMatmul,
     "all_to_all_matmul": AllToAllMatmul,
     "matmul_reduce_scatter": MatmulReduceScatter,
+    "scaled_matmul_reduce_scatter": ScaledMatmulReduceScatter,
     "matmul_all_reduce": MatmulAllReduce,
     "matmul_all_gather": MatmulAllGather,
     "matmul_all_to_all": MatmulAllToAll,

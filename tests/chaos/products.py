@@ -8,15 +8,16 @@ import weft
 import weft.ops.matmul_all_gather
 import weft.ops.matmul_all_reduce
 import weft.ops.matmul_all_to_all
-import weft.ops.matmul_reduce_scatter  # now, and not in a call that is interrupted
+import weft.ops.matmul_reduce_scatter
+import weft.ops.scaled_matmul_reduce_scatter  # now, and not in a call that is interrupted
 
-from .work import AllToAllMatmul, Given, Results, Work
+from .work import FP8, AllToAllMatmul, Given, Results, Work
 
 
 class Products(Work):
     """x @ w of every rank, of one shape."""
 
-    K = 16
+    K, MOST = 16, 3  # numbers are whole, from -MOST to MOST
     names = ("x", "w")  # of the arguments
 
     def _m(self, n: int) -> int:
@@ -26,10 +27,10 @@ class Products(Work):
         return (8, 48)[self.size] + 4 * self.other
 
     def _x(self, rank: int, n: int) -> torch.Tensor:
-        return self.numbers(1, rank, n, (self._m(n), self.K))
+        return self.numbers(1, rank, n, (self._m(n), self.K), self.MOST)
 
     def _w(self, rank: int, n: int) -> torch.Tensor:
-        return self.numbers(2, rank, n, (self.K, self._n()))
+        return self.numbers(2, rank, n, (self.K, self._n()), self.MOST)
 
     def _product(self, rank: int, n: int) -> torch.Tensor:
         return self._x(rank, n) @ self._w(rank, n)
@@ -85,6 +86,42 @@ class MatmulReduceScatter(Products):
 
     def of_product(self, n: int) -> torch.Tensor:
         return torch.cat([self.weighing(rank, n) for rank in range(self.world)])
+
+
+class ScaledMatmulReduceScatter(MatmulReduceScatter):
+    """fp8: these numbers are exact in it, scales are powers of two, and products and their sums exact in 16 bits. by_row: whether
+    each row has a scale. bias: whether each rank adds one."""
+
+    MOST = 1
+
+    def _n(self) -> int:
+        return (16, 48)[self.size] + 16 * self.other
+
+    def _scales(self, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of A and of B, 1 or 2."""
+        shapes = ((self._m(n), 1), (1, self._n())) if self.options["by_row"] else ((), (1,))
+        of_A, of_B = (2.0 ** self.counts(3 + i, rank, n, shape, 1) for i, shape in enumerate(shapes))
+        return of_A, of_B
+
+    def _bias(self, rank: int, n: int) -> torch.Tensor:
+        return self.numbers(5, rank, n, (self._n(),))
+
+    def _product(self, rank: int, n: int) -> torch.Tensor:
+        of_A, of_B = self._scales(rank, n)
+        product = (self._x(rank, n) * of_A) @ (self._w(rank, n) * of_B)
+        return product + self._bias(rank, n) if self.options["bias"] else product
+
+    def inputs(self, n: int) -> Given:
+        x, w = (x.to(self.device, FP8) for x in (self._x(self.rank, n), self._w(self.rank, n).t().contiguous()))
+        of_A, of_B = (scale.to(self.device) for scale in self._scales(self.rank, n))
+        return {
+            "A": x, "B": w.t(), "A_scale": of_A, "B_scale": of_B, "reduce_op": "sum", "orig_scatter_dim": 0,
+            "scatter_dim_after_maybe_reshape": 0, "bias": self.here(self._bias(self.rank, n)) if self.options["bias"] else None,
+            "out_dtype": self.dtype, **self.call_options(),
+        }  # fmt: skip
+
+    def forward(self, given: Given) -> Results:
+        return [weft.scaled_matmul_reduce_scatter(group=self.group, **given)]
 
 
 class MatmulAllReduce(Products):
