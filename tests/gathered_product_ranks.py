@@ -69,7 +69,7 @@ def every_schedule(
 
     for name, found in each_called(group, OPERATOR, names, operands, call, check, late_s):
         assert torch.equal(found[0], found[-1]), name
-        assert all(same_everywhere(y, group) for y in found), name
+        assert same_everywhere(group, *found), name
     return tuple(names)
 
 

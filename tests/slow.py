@@ -6,6 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+
+SOME = (
+    (1, torch.float32),
+    (2, torch.float32),
+    (2, torch.bfloat16),
+    (2, torch.float16),
+    (3, torch.bfloat16),
+    (4, torch.float32),
+)
+"""Numbers of ranks and dtypes with which `make test` tries every schedule."""
 
 
 def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
@@ -14,6 +25,16 @@ def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
     if missing := [one for one in fast if one not in values]:
         raise ValueError(f"{missing} are not among {values}: name some that are")
     return [value if value in fast else slow(value) for value in values]
+
+
+def pairs(first: Iterable[Any], second: Iterable[Any], *fast: tuple[Any, Any]) -> list[Any]:
+    """Each of `first` with each of `second`, for `parametrize` of both: all but the pairs in `fast` are marked as slow. Where two
+    things matter apart from each other, a few pairs try each of both."""
+    second = list(second)
+    values = [(one, other) for one in first for other in second]
+    if missing := [pair for pair in fast if pair not in values]:
+        raise ValueError(f"{missing} are not among {values}: name some that are")
+    return [pair if pair in fast else slow(*pair) for pair in values]
 
 
 def slow(*values: Any) -> Any:

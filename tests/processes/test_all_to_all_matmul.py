@@ -15,7 +15,7 @@ EACH = "dispatch[by=kernel,rest=each]"
 # all candidates are compiled and timed before one is taken, which costs seconds. One rank has no candidates but serial.
 FORWARD = {
     "chosen": (3, F32, "uneven", True, None, False),
-    "room to spare": (2, F32, "uneven", False, None, False),
+    "room to spare": (2, F32, "uneven", False, "dispatch_by_expert[by=kernel,chunks=2]", False),
     "bf16": (2, BF16, "uneven", True, EACH, True),
     "fp16, room to spare": (2, F16, "uneven", False, EACH, False),
     "all to one": (2, F32, "all to one", True, EACH, False),

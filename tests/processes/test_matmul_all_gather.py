@@ -9,7 +9,7 @@ import gathered_product_ranks as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from slow import mostly
+from slow import SOME, pairs
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions
@@ -46,9 +46,8 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, *given, schedule if world > 1 else None, 3, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("dim", [0, -1])
-@pytest.mark.parametrize("world", mostly([1, 2, 3, 4, 8], 1, 2, 3, 4))
+@pytest.mark.parametrize(("world", "dtype"), pairs([1, 2, 3, 4, 8], [F32, BF16, F16], *SOME), ids=str)
 def test_every_schedule(pool: Pool, world: int, dim: int, dtype: torch.dtype) -> None:
     """To the bit again, and the same bits on all ranks."""
     (names, *_) = pool.run(ranks.every_schedule, 299, 40, 24, dim, dtype, 0.02, ranks=world, timeout_s=200)

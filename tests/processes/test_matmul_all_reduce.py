@@ -9,7 +9,7 @@ import pytest
 import reduce_ranks as ranks
 import torch
 import torch.distributed as dist
-from slow import mostly
+from slow import SOME, pairs
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions
@@ -41,8 +41,7 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, *given, schedule if world > 1 else None, 3, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("world", mostly([1, 2, 3, 4, 8], 1, 2, 3, 4))
+@pytest.mark.parametrize(("world", "dtype"), pairs([1, 2, 3, 4, 8], [F32, BF16, F16], *SOME), ids=str)
 def test_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
     """To the bit again, and the same bits on all ranks; with as many rows for each rank, and with fewer for the last."""
     whole = (300 if dtype == F32 else 50) * world  # several tiles, and a part of one
@@ -72,8 +71,7 @@ def test_gradients(
     pool.run(ranks.backward, shape, 5, op, wanted, compiled, schedule, ranks=world, timeout_s=120)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("world", "dtype"), pairs([1, 2, 3], [F32, BF16], (1, F32), (2, BF16), (3, F32)), ids=str)
 def test_what_follows_is_added_by_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
     for bias, residual in ((True, True), (True, False), (False, True)):
         pool.run(ranks.following, (2, 7, 24), 40, dtype, bias, residual, ranks=world, timeout_s=200)

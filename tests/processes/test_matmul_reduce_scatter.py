@@ -9,6 +9,7 @@ import pytest
 import scatter_ranks as ranks
 import torch
 import torch.distributed as dist
+from slow import SOME, pairs
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions
@@ -39,8 +40,7 @@ def test_results(pool: Pool, world: int, name: str) -> None:
     pool.run(ranks.forward, *given, schedule if world > 1 else None, 3, ranks=world, timeout_s=60)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "dtype"), pairs([1, 2, 3, 4], [F32, BF16, F16], *SOME), ids=str)
 def test_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
     m = (300 if dtype == F32 else 50) * world  # several tiles, and a part of one
     (names, *_) = pool.run(ranks.every_schedule, m, 40, 24, dtype, 0.02, ranks=world, timeout_s=100)
