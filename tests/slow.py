@@ -6,17 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
-
-SOME = (
-    (1, torch.float32),
-    (2, torch.float32),
-    (2, torch.bfloat16),
-    (2, torch.float16),
-    (3, torch.bfloat16),
-    (4, torch.float32),
-)
-"""Numbers of ranks and dtypes with which `make test` tries every schedule."""
 
 
 def mostly(values: Iterable[Any], *fast: Any) -> list[Any]:
