@@ -21,7 +21,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _imported_once() -> None:
     """Ranks import what tests and torch.compile need: the fork server does it for all of them, which saves seconds in each."""
-    PRELOADED.extend(name for name in ("pytest", "hypothesis", "weft.nn", "torch._dynamo") if name not in PRELOADED)
+    of_compile = "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"
+    names = "pytest", "hypothesis", "weft.nn", "torch._dynamo", *of_compile
+    PRELOADED.extend(name for name in names if name not in PRELOADED)
 
 
 @pytest.fixture(scope="session")

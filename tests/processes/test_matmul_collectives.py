@@ -1,5 +1,5 @@
 """GEMM + reduce-scatter, GEMM + all-reduce and GEMM + all-gather on CPU processes: every schedule, results, gradients,
-torch.compile, layouts, bad input, ranks that come late or not at all, benchmark and plan; then what follows an all-reduce's sums."""
+torch.compile, layouts, bad input, ranks that come late or not at all, benchmark and plan; what follows an all-reduce."""
 
 from __future__ import annotations
 
