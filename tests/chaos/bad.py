@@ -63,12 +63,14 @@ _mesh: Any = None
 
 
 def mesh() -> Any:
-    """Of all ranks, made once. Collective."""
+    """Of all ranks, made once. Collective. torch imports hundreds of modules for its first DTensor, so that one is made here: alone
+    on the rank that passes it, it would make that rank come too late."""
     global _mesh
     if _mesh is None:
         from torch.distributed.device_mesh import DeviceMesh
 
         _mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+        dtensor(torch.zeros(1))
     return _mesh
 
 

@@ -196,6 +196,21 @@ def test_errors_without_a_name_and_what_is_left_behind() -> None:
     assert names("none", seen(all_right(), all_right(), codes=[0, -11])) == {"crash"}
 
 
+def test_a_process_that_libc_ends_for_want_of_memory_is_as_one_that_is_killed() -> None:
+    one, said = injection("no memory, RLIMIT_AS"), "Fatal glibc error: failed to register TLS destructor: out of memory"
+    told = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
+
+    def found(victim: int, code: int, text: str, peer: list[dict[str, Any]] = told) -> set[str]:
+        ranks = [(peer, 0, ""), (all_right(5), code, text)]
+        calls, codes, texts = zip(*(ranks if victim == 1 else ranks[::-1]), strict=True)
+        return names(one.kind, seen(*calls, codes=list(codes), said=list(texts)))
+
+    assert found(one.victim, -6, f"{said}\n") == set()
+    assert found(one.victim, -6, f"{said}\n", [*all_right(5), call(5, "error", named=False)]) == {"unnamed"}
+    assert found(one.victim, -6, "terminate called") == found(one.victim, -11, said) == {"crash", "split"}
+    assert found(1 - one.victim, -6, said) == {"crash", "split"}
+
+
 # --- records and documents ---
 
 

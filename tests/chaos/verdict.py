@@ -8,11 +8,13 @@ Each rank that lives has, for every call, the right result of that step or a nam
 - lost: a group that had to live and failed, or in which a later call was not right;
 - split: after an error the last calls were right on some ranks and errors on others;
 - unnamed: an error that is no `WeftError` and no `ValueError`, but for what was done to a rank itself;
-- crash: a process that ended by a signal that nobody sent; leak: memory, descriptors, threads or names left.
+- crash: a process that ended by a signal that nobody sent, but for glibc's abort where it has no memory; leak: memory,
+  descriptors, threads or names left.
 """
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from .draw import Injection
@@ -20,8 +22,12 @@ from .trial import GRACE_S, Seen, may_last
 
 Fault = tuple[str, str]  # what it is counted as, and its text
 COUNTED = ("hang", "mix", "lost", "split", "unnamed", "crash", "leak")
-_NO_TLS = "cannot allocate memory for thread-local data: ABORT"  # glibc's words
 _WAKING_S = 5.0
+_NO_MEMORY_OF_THREAD = {
+    -signal.SIGABRT: "Fatal glibc error: failed to register TLS destructor: out of memory",
+    127: "cannot allocate memory for thread-local data: ABORT",
+}
+"""By the exit code, glibc's words."""
 
 
 def judge(injection: Injection, seen: Seen) -> list[Fault]:
@@ -110,25 +116,27 @@ def _untold(injection: Injection, rank: int, calls: list[dict[str, Any]]) -> lis
     return []
 
 
-def _ended_by_libc(injection: Injection, seen: Seen) -> bool:
-    """Whether the victim had no memory for a library's thread-local data, for which the C library ends the process."""
-    victim = injection.victim
-    return injection.kind == "no memory, RLIMIT_AS" and seen.codes[victim] == 127 and _NO_TLS in seen.said[victim]
-
-
 def _exits(injection: Injection, seen: Seen) -> list[Fault]:
     faults: list[Fault] = []
     for rank, code in enumerate(seen.codes):
         if code is None or code == 0:
             continue  # those that hang are counted already
         meant = {"kill": -9, "exit": 3}.get(injection.kind)
-        if rank == injection.victim and (code == meant or _ended_by_libc(injection, seen)):
+        if rank == injection.victim and code == meant:
             continue
-        if rank in seen.hung:
+        if rank in seen.hung or _ended_by_libc(injection, seen, rank):
             continue
         kind = "crash" if code < 0 else "unnamed"
         faults.append((kind, f"rank {rank} ended with exit code {code}: {seen.said[rank][-2500:]}"))
     return faults
+
+
+def _ended_by_libc(injection: Injection, seen: Seen, rank: int) -> bool:
+    """Without memory for a thread's first thread-local object glibc aborts, and gloo's threads make theirs in the first collectives
+    of a process. Nothing in the process can prevent that: to its peers it is as if the rank had been killed."""
+    mine = injection.kind == "no memory, RLIMIT_AS" and rank == injection.victim
+    text = _NO_MEMORY_OF_THREAD.get(seen.codes[rank] or 0)
+    return mine and text is not None and text in seen.said[rank]
 
 
 def _lives(injection: Injection, seen: Seen) -> list[Fault]:
@@ -155,7 +163,8 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
 def _split(injection: Injection, seen: Seen) -> list[Fault]:
     """Whether the last calls of all ranks that live ended alike. A rank that was at its end before is left out."""
     last = {rank: calls[-1] for rank, calls in enumerate(calls_of(seen)) if calls}
-    if injection.kind in ("kill", "exit", "leave", "terminate", "never call") or _ended_by_libc(injection, seen):
+    gone = injection.kind in ("kill", "exit", "leave", "terminate", "never call")
+    if gone or _ended_by_libc(injection, seen, injection.victim):
         last.pop(injection.victim, None)
     leaving = {rank for rank, events in enumerate(seen.events) if any(event["event"] == "leaves" for event in events)}
     last = {rank: call for rank, call in last.items() if rank not in leaving}
