@@ -33,6 +33,7 @@ _EXAMPLES = """examples:
   weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
+  weft bench tensor_parallel --preset llama-3-8b,llama-3-70b --variants weft,weft-compiled,asynctp
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """
@@ -41,12 +42,13 @@ all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b
 with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, N
 over the ranks, M halved until it fits, or as in g1-m4 a quarter. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b,
 cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names,
-their last matrices. inefficiency: g1 to g16, the paper's
-GEMMs. Default: all that suit the device"""
+their last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and
+backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all that suit the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these
 with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes),
 autotune, heuristic (FiCCO's), all, or how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline,
-always runs), weft, all, or how names begin: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all, combine, likewise"""
+always runs), weft, all, or how names begin: dispatch; each also as ...-bounded. matmul_all_to_all: weft, all, combine, likewise.
+tensor_parallel: serial (baseline), weft, weft-compiled, asynctp; default: all that run on the device"""
 _SCALE = """as 1/32 or 0.03; it is printed. embedding_all_to_all: shrink batch and tables. Default: what fits. inefficiency: shrink
 M, N and K. Default: 1/32 on CPU; what is still too large shrinks on"""
 

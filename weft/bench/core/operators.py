@@ -16,6 +16,7 @@ OPERATORS = {
     "scaled_matmul_reduce_scatter": "weft.bench.ops.scaled_matmul_reduce_scatter",
     "matmul_all_to_all": "weft.bench.ops.matmul_all_to_all",
     "all_to_all_matmul": "weft.bench.ops.all_to_all_matmul",
+    "tensor_parallel": "weft.bench.ops.tensor_parallel",
     "inefficiency": "weft.studies.inefficiency",
 }
 

@@ -25,9 +25,14 @@ from weft.words import counted
 
 
 def common_fields(
-    options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float, ceilings: list[Ceilings]
+    options: BenchOptions,
+    config: str,
+    world_size: int,
+    baseline: str,
+    roofline_ms: float | None,
+    ceilings: list[Ceilings],
 ) -> Record:
-    """What all records of a configuration share, whatever the operator; beside the `run`."""
+    """What all records of a configuration share, whatever the operator; beside the `run`. roofline_ms: None where there is none."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,
         "baseline": baseline, "roofline_ms": roofline_ms,

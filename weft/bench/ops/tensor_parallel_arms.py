@@ -1,0 +1,254 @@
+"""A Llama's MLP (SwiGLU) and causal attention (grouped-query), tensor-parallel, in the ways that `weft.bench.ops.tensor_parallel`
+compares: torch's collectives, no communication at all, weft's modules, AsyncTP.
+
+Between blocks the sequence is divided over ranks. It is the first dimension, as in Megatron: nobody has to copy what is gathered or
+scattered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft.nn
+from weft.bench.core.harness import Ranks
+from weft.bench.ops.asynctp import ASYNCTP
+from weft.bench.ops.gemms import BASELINE, WEFT
+from weft.runtime.collectives import all_gather_single, reduce_scatter_single
+
+COMPUTE, COMPILED = "compute", "weft-compiled"
+
+
+class Model(NamedTuple):
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    length: int
+    """Of the sequence, all ranks' together."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True)
+class Block:
+    of: str
+    kind: Literal["mlp", "attention"]
+    model: Model
+
+    @property
+    def name(self) -> str:
+        return f"{self.of} {self.kind}"
+
+
+class Arm(NamedTuple):
+    """call: forward. module: whose parameters get gradients."""
+
+    module: nn.Module
+    call: Callable[..., torch.Tensor]
+
+
+def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> dict[str, Arm]:
+    """`compute` and `serial`, and those of `wanted`, all with the same weights. Collective."""
+    model = block.model
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"group": ranks.group, "sequence_dim": 0, "device": ranks.device, "dtype": dtype}
+    plain: Any
+    fused: nn.Module
+    if block.kind == "mlp":
+        sizes: tuple[int, ...] = (model.hidden, model.intermediate)
+        plain, fused = PlainMLP, weft.nn.ParallelMLP(*sizes, **given)
+    else:
+        sizes = (model.hidden, model.heads, model.kv_heads)
+        plain, fused = PlainAttention, weft.nn.ParallelAttention(*sizes, **given)
+    serial, alone = plain(*sizes, **given), plain(*sizes, **given)
+    alone.before, alone.behind = Alone, AloneBehind
+    alone.anything = torch.randn(model.length, 1, model.hidden, device=ranks.device).to(dtype)
+    for module in (serial, alone):
+        module.load_state_dict(fused.state_dict())
+    arms = {BASELINE: Arm(serial, serial), COMPUTE: Arm(alone, alone), WEFT: Arm(fused, fused)}
+    if COMPILED in wanted:
+        arms[COMPILED] = Arm(fused, torch.compile(fused, dynamic=False))
+    if ASYNCTP in wanted:
+        from torch._inductor import config
+
+        config._micro_pipeline_tp = True
+        kind = {"mlp": StockMLP, "attention": StockAttention}[block.kind]
+        stock = asynctp(kind(model, ranks.device, dtype), fused.state_dict())
+        arms[ASYNCTP] = Arm(stock, torch.compile(stock, dynamic=False))
+    return {name: arm for name, arm in arms.items() if name in (BASELINE, COMPUTE, *wanted)}
+
+
+# -- blocks of plain linear layers, each with a rank's part of the weights
+
+
+class Alone(torch.autograd.Function):
+    """In place of an all-gather: memory of that size, which holds anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.length = len(x)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad[: ctx.length], None
+
+
+class AloneBehind(torch.autograd.Function):
+    """In place of a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.whole = whole
+        return x[: len(x) // dist.get_world_size()]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.whole, None
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    whole = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    all_gather_single(whole, x.contiguous())
+    return whole
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    world = dist.get_world_size()
+    if x.device.type == "cpu":  # gloo has no reduce-scatter
+        dist.all_reduce(total := x.clone())
+        return total.chunk(world)[dist.get_rank()].contiguous()
+    part = x.new_empty(len(x) // world, *x.shape[1:])
+    reduce_scatter_single(part, x.contiguous())
+    return part
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _: Any) -> torch.Tensor:  # type: ignore[override]
+        return gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return scattered(grad), None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _: Any) -> torch.Tensor:  # type: ignore[override]
+        return scattered(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gathered(grad), None
+
+
+class PlainMLP(weft.nn.ParallelMLP):
+    before: Any = Gather
+    behind: Any = Scatter
+    anything: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.before.apply(x, self.anything)
+        h = F.silu(F.linear(whole, self.gate_proj.weight)) * F.linear(whole, self.up_proj.weight)
+        return self.behind.apply(F.linear(h, self.down_proj.weight), self.anything)
+
+
+class PlainAttention(weft.nn.ParallelAttention):
+    before: Any = Gather
+    behind: Any = Scatter
+    anything: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        whole = self.before.apply(x, self.anything)
+        q, k, v = (F.linear(whole, layer.weight) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return self.behind.apply(F.linear(self.attend(q, k, v, rotary), self.o_proj.weight), self.anything)
+
+
+# -- AsyncTP's
+
+
+class StockMLP(nn.Module):
+    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+
+        def linear(k: int, n: int) -> nn.Linear:
+            return nn.Linear(k, n, False, device=device, dtype=dtype)
+
+        self.gate_proj, self.up_proj = (linear(model.hidden, model.intermediate) for _ in range(2))
+        self.down_proj = linear(model.intermediate, model.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class StockAttention(nn.Module):
+    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+
+        def linear(k: int, n: int) -> nn.Linear:
+            return nn.Linear(k, n, False, device=device, dtype=dtype)
+
+        width, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (linear(model.hidden, n) for n in (width, kv, kv))
+        self.o_proj = linear(width, model.hidden)
+        self.head_dim, self.sequence_dim, self.causal = model.head_dim, 0, True
+        self.grouped = model.heads != model.kv_heads
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(weft.nn.ParallelAttention.attend(self, q, k, v, rotary))  # type: ignore[arg-type]
+
+
+def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    with warnings.catch_warnings():  # torch 2.13 does without
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    columns = [name for name, _ in stock.named_children() if name not in ("down_proj", "o_proj")]
+    rows = next(name for name in ("down_proj", "o_proj") if hasattr(stock, name))
+    parallelize_module(
+        stock, mesh,
+        {name: ColwiseParallel() for name in columns} | {rows: RowwiseParallel(output_layouts=Shard(0))},
+    )  # fmt: skip
+    attention = rows == "o_proj"
+    inputs = (Shard(0), None) if attention else (Shard(0),)
+    wanted = (Replicate(), None) if attention else (Replicate(),)
+    parallelize_module(stock, mesh, PrepareModuleInput(input_layouts=inputs, desired_input_layouts=wanted))
+    for name, parameter in stock.named_parameters():
+        assert isinstance(parameter, DTensor)
+        parameter.to_local().data.copy_(state[name])
+    return stock
+
+
+def fused_by_torch(call: Callable[[], Any]) -> int:
+    """How many of AsyncTP's operators a call takes: that the compiler found something to fuse."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(e.count for e in profile.key_averages() if e.key.startswith("symm_mem::fused"))
+
+
+def local(x: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of what may be a DTensor."""
+    assert x is not None, "a gradient is missing"
+    return x.to_local() if hasattr(x, "to_local") else x
