@@ -275,3 +275,19 @@ def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) ->
     assert p.resized(p.family[1]) == p
     assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
     assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
+
+
+def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch
+
+    from weft.operator import choosing
+
+    domain: Any = SimpleNamespace(device=torch.device("cuda"))
+    p = MatmulReduceScatter(2, 8192, 4096, 4096, "bf16")
+    monkeypatch.setattr(MatmulReduceScatter, "tried_on_gpus", False)
+    chosen = choosing.choose(p, domain, {}, None, deadline_s=None)
+    assert chosen.names == ("serial", "serial")
+    assert chosen.usual is None

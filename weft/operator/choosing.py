@@ -118,6 +118,8 @@ def choose(
         pinned = _by_heuristic(p, domain, deadline_s)
     if pinned not in (None, plan.AUTOTUNE):
         names = (pinned, pinned)
+    elif pinned is None and domain.device.type == "cuda" and not p.tried_on_gpus:
+        names = "serial", "serial"
     elif pinned is not None or remembered or not p.has_work:
         names = _names(p, domain, tensors, pinned, deadline_s, serial)
     else:

@@ -57,7 +57,8 @@ def matmul_all_to_all(
         y = y in the order of source ranks                             # and for one source by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how.
+    but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how. On GPUs the library's
+    way is what runs unless you pin a schedule, or "autotune": the model does not know the others well enough yet.
     Collective over `group`.
     Differentiable in h and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same ones.
     Backward sends the gradient of y to the experts once, and while it multiplies with it, by `all_to_all_matmul`, where that

@@ -79,7 +79,8 @@ def scaled_matmul_reduce_scatter(
 
     Returns this rank's part of the sum, in out_dtype, of output_shape with a part of orig_scatter_dim, which is the outermost
     dimension in memory. Overlapped schedules add up in fp32 what was rounded to out_dtype, and round once; "avg" divides what has
-    been rounded. On CPU it computes in fp32, for tests.
+    been rounded. On CPU it computes in fp32, for tests. On GPUs the library's way is taken unless a schedule is pinned or
+    "autotune" is asked for.
     Memory: as for `weft.matmul_reduce_scatter`, products being in out_dtype.
 
     Raises what `weft.matmul_reduce_scatter` raises.

@@ -19,6 +19,8 @@ class Problem:
     world_size: int
     name: ClassVar[str]
     """The operator's."""
+    tried_on_gpus: ClassVar[bool] = True
+    """Whether its schedules have run and been timed there; if not, none but serial is taken unasked."""
     rounds_sums: ClassVar[bool] = False
     """Whether the library, too, rounds what ranks have computed to the result's dtype before it adds it up."""
 

@@ -23,6 +23,7 @@ class MatmulAllToAll(ExpertsProblem):
     """
 
     name: ClassVar[str] = "matmul_all_to_all"
+    tried_on_gpus: ClassVar[bool] = False
 
     @property
     def not_captured(self) -> str:
