@@ -74,7 +74,7 @@ def test_of_anything_else_there_is_none(item: Any) -> None:
 
 def test_gradients() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
-    assert signature((weight,)) != signature((weight.detach(),))
+    assert None is not signature((weight,)) != signature((weight.detach(),))
     assert signature(([weight],)) != signature(([weight.detach()],))
     assert signature((weight,), False) == signature((weight.detach(),), True)
 
