@@ -71,7 +71,7 @@ def agrees(group: dist.ProcessGroup, experts: int, gated: bool, bounded: bool, c
     rank, world = group.rank(), group.size()
     room = 40 * TOP_K * world if bounded else None
     pinned: tuple[str | None, str | None] = (None, None)
-    if world > 1 and (bounded or not gated):  # the others measure schedules, which costs a first call a second
+    if world > 2 or (world > 1 and (bounded or not gated)):  # measuring schedules costs a first call a second
         pinned = "dispatch[by=kernel,rest=each]", "combine[chunks=1,by=store]"
     mlp: Any = layer(group, experts, gated=gated, max_rows=room, capacity=40 * TOP_K, schedules=pinned)
     exact = {name: w.double().requires_grad_() for name, w in whole(experts, gated).items()}
