@@ -228,7 +228,7 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
         ({"m": 15}, "m=15 must be divisible by world_size=2: use 14 or 16"),
         ({"n": 24}, "N=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
         ({"k": 0}, "K=0 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
-        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, fp16, bf16"),
+        ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16"),
     ],
 )
 def test_what_cannot_be_scaled(change: dict[str, object], fault: str) -> None:
