@@ -67,7 +67,8 @@ def all_gather_matmul(
     shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
     Memory: the results; and symmetric memory. On GPUs that of the largest A for all calls that differ in rows only; where it has to
         grow, what is smaller goes once it is above 64 MiB, but for what a CUDA graph has captured: make a call once more before you
-        capture it then. With uneven `rows`, and on CPU, the size of A for each of the last 64 shapes.
+        capture it then. With uneven `rows`, and on CPU, the size of A for each of the last 64 shapes. Backward of all gradients has
+        memory of its own, up to three times as much.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
