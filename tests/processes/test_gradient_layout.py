@@ -3,6 +3,8 @@ for a `linear.weight`, which operators get transposed, that copy costs as much a
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,3 +66,19 @@ def gradients(group: dist.ProcessGroup, operator: str, compiled: bool) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_weights_gradient_lies_as_the_weight(operator: str, compiled: bool, pool: Pool) -> None:
     pool.run(gradients, operator, compiled, ranks=2)
+
+
+def summed(group: dist.ProcessGroup, operator: str) -> None:
+    x, w = torch.ones(8, 12, requires_grad=True), torch.ones(12, 16, requires_grad=True)
+    y = OPERATORS[operator](x, w, group.group_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.unique().numel() == 1
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nobody_is_warned_of_a_gradient_that_autograd_made(operator: str, pool: Pool) -> None:
+    """That of a sum has one element, seen everywhere: it is copied, and the caller can do nothing about it."""
+    pool.run(summed, operator, ranks=2)

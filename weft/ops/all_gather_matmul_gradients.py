@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.operator.calls import registered
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.prepared import contiguous, strided
+from weft.operator.prepared import contiguous, is_scattered, strided
 from weft.operator.spec import Operator
 from weft.runtime.collectives import all_gather_single
 from weft.runtime.in_turn import Turn, begun
@@ -45,7 +45,8 @@ class _AllGatherMatmulGradients(Operator[_Call]):
     def inputs(self, p: AllGatherMatmulGradients, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}
         for i, (grad, wt) in enumerate(zip(call.grads, call.wts, strict=True)):
-            grad = strided(grad, "the gradient of a result")
+            # No reason to warn: autograd made it, of a sum all of one element.
+            grad = grad.contiguous() if is_scattered(grad) else grad
             tensors |= {f"g{i}": grad, f"gt{i}": grad.t(), f"wt{i}": strided(wt, f"Bs[{i}]")}
         return tensors
 
