@@ -96,6 +96,12 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
             return [A, *ys]
 
         return Case(alike((3 * by, 4), (4, 2), (4, 1)), gathered)
+    if name == "all_gather_matmul_gradients":  # as backward calls it, where nobody wants the gathered x
+
+        def multiplied(t: Tensors, options: dict[str, Any]) -> Tensors:
+            return weft.all_gather_matmul(t[0], t[1:], 0, group, return_A=False, **options)[1]
+
+        return Case(alike((3 * by, 4), (4, 2), (4, 1)), multiplied)
     if name == "matmul_reduce_scatter":
         return Case(alike((4 * by, 3), (3, 2)), lambda t, o: [weft.matmul_reduce_scatter(*t, "sum", 0, group, **o)])
     if name == "matmul_all_reduce":

@@ -229,6 +229,7 @@ def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
         ({"n": 24}, "N=24 must be a positive multiple of 16, as fp8 GEMMs want it: use 16 or 32"),
         ({"k": 0}, "K=0 must be a positive multiple of 16, as fp8 GEMMs want it: use 16"),
         ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16"),
+        ({"dtype": "fp64"}, "dtype='fp64': results of scaled GEMMs are bf16, fp16 or fp32"),
     ],
 )
 def test_what_cannot_be_scaled(change: dict[str, object], fault: str) -> None:

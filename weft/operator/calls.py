@@ -64,11 +64,10 @@ def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | 
     """The results of a call that is a part of another one, which has been counted and whose errors are told. What is pinned is that
     one's schedule."""
     deadline_s = None if turn is None else turn.deadline_s
-    if plan.pinned() is None and not is_in_torch_dispatch_mode():
+    if plan.pinned() is None:
         return _called(op, call, group, None, deadline_s, None)
-    like = next(t for t in op.tensors(call) if t is not None)
     with plan.use(None):
-        return made(op, group, like, lambda _: call, deadline_s=deadline_s)
+        return _called(op, call, group, None, deadline_s, None)
 
 
 def operator_named(name: str) -> Operator[Any]:
@@ -104,11 +103,13 @@ def _called(
             return known.prepared(call, deadline_s, timeline, known.inputs(call))
     checked, wanted = op.checked(call, group), op.wanted(call)
     prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
+    differentiated = True in wanted
+    inputs = None if differentiated else op.inputs(prepared.p, checked)
     if signature is not None and checked is call:
-        table.remember(group, signature, prepared, call, True in wanted)
-    if True in wanted:
+        table.remember(group, signature, prepared, call, inputs)
+    if differentiated:
         return list(_Function.apply(prepared, checked, deadline_s, timeline, *op.tensors(checked)))
-    return prepared(checked, deadline_s, timeline)
+    return prepared(checked, deadline_s, timeline, inputs)
 
 
 def _prepared_for(

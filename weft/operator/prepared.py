@@ -256,7 +256,8 @@ class Prepared:
 
 class Known(NamedTuple):
     """Calls that differ from an earlier one in nothing but where their tensors lie. places: of each input buffer its field in a
-    call, and which of several tensors it is there; None if buffers are made from tensors. differentiated: gradients are wanted."""
+    call, and which of several tensors it is there; None if one is not itself a tensor of the call. differentiated: gradients are
+    wanted."""
 
     prepared: Prepared
     places: list[tuple[str, int, int | None]] | None
@@ -329,16 +330,17 @@ class Table:
         return known
 
     def remember(
-        self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any, differentiated: bool
+        self, group: dist.ProcessGroup, signature: bytes, prepared: Prepared, call: Any, inputs: dict[str, Any] | None
     ) -> None:
-        """That a call with this signature is one of `prepared`."""
-        inputs = prepared.op.inputs(prepared.p, call)
-        found = [(name, place) for name, tensor in inputs.items() if (place := _place(call, tensor)) is not None]
-        places = [(name, *place) for name, place in found] if len(found) == len(inputs) else None
+        """That a call with this signature is one of `prepared`. inputs: its buffers; None where gradients are wanted."""
+        found = [
+            (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None
+        ]
+        places = [(name, *place) for name, place in found] if found and len(found) == len(inputs or ()) else None
         here = self._of_group[id(group)]
         if len(here.by_signature) >= _SIGNATURES:
             here.by_signature.clear()
-        here.by_signature[signature] = Known(prepared, places, differentiated)
+        here.by_signature[signature] = Known(prepared, places, inputs is None)
 
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:
         """The oldest first."""

@@ -57,9 +57,9 @@ def all_gather_matmul(
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
         "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
-        serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
-        call the same, once a shape is known.
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
+        on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
+        timeout, and nothing checks that ranks call the same, once a shape is known.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
@@ -104,9 +104,9 @@ class _AllGatherMatmul(Operator[_Call]):
 
         grad x_shard = reduce-scatter over ranks of sum_i grad y_i @ w_i^T      grad w_i = x^T @ grad y_i
 
-    Where all are wanted, that is an operator of its own (`weft.ops.all_gather_matmul_gradients`). Otherwise x is gathered again
-    while the first GEMMs run, and the reduce-scatter runs while the second ones do; or, where there are none, as a part of the
-    first ones, by `matmul_reduce_scatter`.
+    Where both kinds are wanted, that is an operator of its own (`weft.ops.all_gather_matmul_gradients`). Otherwise x is gathered
+    again while the first GEMMs run, and the reduce-scatter runs while the second ones do; or, where there are none, as a part of
+    the first ones, by `matmul_reduce_scatter`.
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
@@ -147,8 +147,10 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        if even and all(wanted) and not p.return_gathered:
-            return _all_at_once(x, Bs, grads, group, turn)
+        # Ranks agree on whether any gradients of weights are wanted, and not on which.
+        if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
+            made = _all_at_once(x, Bs, grads, group, turn)
+            return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
         whole, gathering = x, None
         if any(wanted[1:]) and not p.return_gathered and p.world_size > 1:
             if even:
@@ -182,7 +184,7 @@ class _AllGatherMatmul(Operator[_Call]):
 
 def _all_at_once(
     x: torch.Tensor, Bs: Sequence[torch.Tensor], grads: list[torch.Tensor], group: dist.ProcessGroup, turn: Turn | None
-) -> list[torch.Tensor | None]:
+) -> list[torch.Tensor]:
     call = ALL_GRADIENTS.form(x, grads, [B.t() for B in Bs])
     grad_x, *grad_wts = within(ALL_GRADIENTS, call, group, turn)
     as_weights = [wt.t() if B.stride(0) == 1 else wt.t().contiguous() for wt, B in zip(grad_wts, Bs, strict=True)]

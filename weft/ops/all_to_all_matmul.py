@@ -69,9 +69,9 @@ def all_to_all_matmul(
     schedule: pin one by name ("serial", "dispatch[by=kernel,rest=together]", ...; `weft.plan.use` does it for a block);
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
         "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
-        serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
-        call the same, once a shape is known.
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
+        on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
+        timeout, and nothing checks that ranks call the same, once a shape is known.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
@@ -271,8 +271,8 @@ class _AllToAllMatmul(Operator[_Call]):
         sizes = Sizes(call.splits, exchange_counts(call.splits, group, turn))
         remember(sizes)
         w = call.w if tokens.device.type == "cpu" else strided(call.w, "w_experts")
-        y, x = multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn)
-        return [y, sizes.received, *([x] if call.return_x else [])]
+        y, x = multiplied_by_library(tokens, w, sizes, group, call.max_rows, turn, return_x=call.return_x)
+        return [y, sizes.received, *([] if x is None else [x])]
 
 
 def expert_weights(w: torch.Tensor) -> torch.Tensor:

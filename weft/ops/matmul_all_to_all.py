@@ -85,9 +85,9 @@ def matmul_all_to_all(
         first call of this shape.
     schedule: pin one by name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block), forward only;
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
-    deadline_s: seconds, up to 1e6, that a wait for a peer may take, also in backward (default: WEFT_DEADLINE_S, 60). On GPUs the
-        serial schedule and a part of backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that
-        ranks call the same, once a shape is known.
+    deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
+        on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
+        timeout, and nothing checks that ranks call the same, once a shape is known.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in h's dtype, in the order of this rank's tokens as `all_to_all_matmul` was given them: by expert of all

@@ -131,15 +131,17 @@ def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn |
 
 def multiplied_by_library(
     tokens: torch.Tensor, w: torch.Tensor, sizes: Sizes, group: dist.ProcessGroup, max_rows: int | None,
-    turn: Turn | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room; the tokens that
-    came [rows that came, K], as they arrived: by source rank, and from one source by expert)."""
+    turn: Turn | None = None, *, return_x: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(y [rows that came, N], or [max_rows, N] of which the rows that came are written, as far as there is room; with return_x
+    the tokens that came [rows that came, K], as they arrived: by source rank, and from one source by expert)."""
     came = tokens.shape[0] if group.size() == 1 else sum(sizes.host.came)
     rows = came if max_rows is None else max_rows
     x, arrived = _dispatched(tokens, sizes, group, rows, turn)
+    if not return_x:
+        del arrived  # a whole copy of the tokens, which nobody needs while they are multiplied
     y = grouped_matmul(x, w, sizes, cut=rows < came)
-    return (y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)), arrived
+    return (y if turn is None else turn.done(LibraryGroupedMatmul.kind, y)), arrived if return_x else None
 
 
 def returned_by_library(

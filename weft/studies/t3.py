@@ -233,7 +233,7 @@ def _moves(rows: Sequence[Row]) -> Table:
 
 def notes(records: Sequence[Record]) -> list[str]:
     """What the numbers rest on, in sentences."""
-    mine = [r for r in records if r["op"] == OP and _names(r)]
+    mine = [r for r in records if r["op"] == OP and r["mode"] == "queued" and _names(r)]
     ranks = sorted({r["ranks"] for r in mine})
     said = where(mine[-1], " or ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else "")
     if mine[-1]["device"] != "simulated":

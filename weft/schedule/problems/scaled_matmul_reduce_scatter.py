@@ -31,6 +31,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     def __post_init__(self) -> None:
         MatmulReduceScatter.__post_init__(self)  # super() does not find a class with slots
+        if self.dtype == "fp64":
+            raise ValueError("dtype='fp64': results of scaled GEMMs are bf16, fp16 or fp32")
         require_multiple("K", self.k)
         require_multiple("N", self.n)
 
