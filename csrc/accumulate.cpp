@@ -13,35 +13,23 @@ namespace nb = nanobind;
 namespace weft {
 namespace {
 
-struct Single {
-    using Bits = uint32_t;
-    using Value = float;
-    static float from(Bits bits) {
-        float value;
-        std::memcpy(&value, &bits, 4);
+template <typename Number, typename Word>
+struct Plain {
+    using Bits = Word;
+    using Value = Number;
+    static Number from(Bits bits) {
+        Number value;
+        std::memcpy(&value, &bits, sizeof bits);
         return value;
     }
-    static Bits to(float value) {
+    static Bits to(Number value) {
         Bits bits;
-        std::memcpy(&bits, &value, 4);
+        std::memcpy(&bits, &value, sizeof bits);
         return bits;
     }
 };
-
-struct Double {
-    using Bits = uint64_t;
-    using Value = double;
-    static double from(Bits bits) {
-        double value;
-        std::memcpy(&value, &bits, 8);
-        return value;
-    }
-    static Bits to(double value) {
-        Bits bits;
-        std::memcpy(&bits, &value, 8);
-        return bits;
-    }
-};
+using Single = Plain<float, uint32_t>;
+using Double = Plain<double, uint64_t>;
 
 struct Half {
     using Bits = uint16_t;

@@ -16,7 +16,7 @@ from weft.errors import ScheduleError
 from weft.operator.gpu_gemms import GemmTimer
 from weft.ops.all_gather_matmul_gradients import OPERATOR
 from weft.plan.gemms import ladder
-from weft.schedule import AllGatherMatmul, AllGatherMatmulGradients, NotApplicableError, Wait, named
+from weft.schedule import AllGatherMatmulGradients, NotApplicableError, Wait, named
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 
@@ -105,5 +105,3 @@ def test_the_planner_hides_both_exchanges() -> None:
         choice = plan.choose(AllGatherMatmulGradients(2, 8192, n, 4096, "bf16"), gpu("h200", 2))
         assert choice.candidate.name == "direct"
     assert plan.choose(AllGatherMatmulGradients(2, 64, (512,), 512, "bf16"), gpu("h200", 2)).candidate.name == "serial"
-    like = AllGatherMatmul.even(8192, 4096, 1024, 2)
-    assert AllGatherMatmulGradients.of(like) == AllGatherMatmulGradients(2, 8192, (4096,), 1024, "bf16")

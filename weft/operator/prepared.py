@@ -336,7 +336,7 @@ class Table:
         found = [
             (name, place) for name, tensor in (inputs or {}).items() if (place := _place(call, tensor)) is not None
         ]
-        places = [(name, *place) for name, place in found] if found and len(found) == len(inputs or ()) else None
+        places = [(name, *place) for name, place in found] if inputs and len(found) == len(inputs) else None
         here = self._of_group[id(group)]
         if len(here.by_signature) >= _SIGNATURES:
             here.by_signature.clear()

@@ -160,17 +160,12 @@ class _AllGatherMatmul(Operator[_Call]):
                 whole = all_gather(x.contiguous(), list(p.rows), group.rank(), group, turn, AGAIN)
         grad_x = scattering = None
         if wanted[0]:
-            if even and grad_gathered is None and not any(wanted[1:]):
+            if even and not p.return_gathered:
                 grad_x = _scattered_by_dual(grads, Bs, group, turn)
             if grad_x is None:
-                partial = partial_of(grads, [B.t() for B in Bs], grad_gathered)
-                grad_x, scattering = partial, None
-                if even:
-                    grad_x, scattering = reduce_scattered(partial, group, turn)
-                elif p.world_size > 1:
-                    what = "reduce-scatter of x_shard's gradient"
-                    scattering = begun(turn, what, dist.all_reduce, partial, group=group)
-                    grad_x = partial.split(p.rows)[group.rank()]
+                grad_x = partial_of(grads, [B.t() for B in Bs], grad_gathered)
+                if p.world_size > 1:
+                    grad_x, scattering = reduce_scattered(grad_x, p.rows, group, turn)
         if gathering is not None:
             gathering.wait()
         grad_Bs = [

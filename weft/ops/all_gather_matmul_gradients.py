@@ -1,4 +1,4 @@
-"""The backward of `weft.all_gather_matmul` where all gradients are wanted, as an operator: with schedules of its own."""
+"""Backward of `weft.all_gather_matmul` where x and weights want gradients, as an operator with schedules of its own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         x, grads, wts = call
         whole = x.new_empty(p.m, p.k)
         gathering = begun(turn, AGAIN, all_gather_single, whole, x.contiguous(), group=group)
-        grad_x, scattering = reduce_scattered(partial_of(grads, wts), group, turn)
+        grad_x, scattering = reduce_scattered(partial_of(grads, wts), [p.rows] * p.world_size, group, turn)
         gathering.wait()
         grad_wts = [grad.t() @ whole for grad in grads]
         scattering.wait()
@@ -94,14 +94,16 @@ def partial_of(
     return partial
 
 
-def reduce_scattered(partial: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None) -> tuple[torch.Tensor, Any]:
-    """(this rank's rows of the sum over ranks, of which all have as many; what to wait for before reading them)."""
-    rows = partial.shape[0] // group.size()
-    if partial.device.type == "cuda":
-        mine = partial.new_empty(rows, partial.shape[1])
+def reduce_scattered(
+    partial: torch.Tensor, rows: Sequence[int], group: dist.ProcessGroup, turn: Turn | None
+) -> tuple[torch.Tensor, Any]:
+    """(this rank's rows of the sum over ranks, what to wait for before reading them). rows: of all ranks."""
+    rank = group.rank()
+    if len(set(rows)) == 1 and partial.device.type == "cuda":
+        mine = partial.new_empty(rows[rank], partial.shape[1])
         return mine, dist.reduce_scatter_tensor(mine, partial, group=group, async_op=True)
     work = begun(turn, "reduce-scatter of x_shard's gradient", dist.all_reduce, partial, group=group)
-    return partial.narrow(0, group.rank() * rows, rows), work
+    return partial.split(list(rows))[rank], work
 
 
 OPERATOR = registered(_AllGatherMatmulGradients())

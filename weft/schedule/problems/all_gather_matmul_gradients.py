@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from weft.schedule.problem import Problem, require_even
-from weft.schedule.problems.all_gather_matmul import AllGatherMatmul
 from weft.words import counted
 
 
@@ -34,11 +33,6 @@ class AllGatherMatmulGradients(Problem):
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmulGradients:
         return cls(ranks, m, (n,), k, dtype)
-
-    @classmethod
-    def of(cls, p: AllGatherMatmul) -> AllGatherMatmulGradients:
-        """Of an operator with equal shards."""
-        return cls(p.world_size, p.m, p.n, p.k, p.dtype)
 
     @property
     def rows(self) -> int:
