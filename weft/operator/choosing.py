@@ -34,6 +34,7 @@ from weft.plan import gemms
 from weft.plan.choose import decide, warn_once
 from weft.plan.machine import machine_name
 from weft.plan.predict import library_gemms
+from weft.runtime.executor import Executor
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates, named
 from weft.schedule.verify import verify
 from weft.sim import Model
@@ -74,25 +75,25 @@ class Chosen:
     """What runs calls, and what runs those that a CUDA graph captures; None: the serial schedule, which needs nothing, or which
     says why there is none."""
 
-    usual: Any
-    captured: Any
+    usual: Executor | None
+    captured: Executor | None
     names: tuple[str, str] = ("serial", "serial")
     """Of the schedules."""
 
     @property
     def was_captured(self) -> bool:
-        return any(one.was_captured for one in self._executors())
+        return any(one.was_captured for one in self.executors())
 
     @property
     def nbytes(self) -> int:
         """Of symmetric memory on a GPU."""
-        return sum(one.nbytes for one in self._executors())
+        return sum(one.nbytes for one in self.executors())
 
     def close(self) -> None:
-        for one in self._executors():
+        for one in self.executors():
             one.close()
 
-    def _executors(self) -> list[Any]:
+    def executors(self) -> list[Executor]:
         return list({id(one): one for one in (self.usual, self.captured) if one is not None}.values())
 
 
@@ -239,7 +240,7 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
         verify(schedule)
 
 
-def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Any:
+def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Executor:
     """What runs `schedule`, of the candidate `name` for `p`. Collective. Those of one family that have the same name share memory
     on GPUs, and ranks compare the first of them only: what makes them is the house's."""
     if domain.device.type == "cuda":

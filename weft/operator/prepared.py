@@ -22,6 +22,7 @@ from weft.errors import WeftError
 from weft.operator import choosing
 from weft.operator.spec import Operator
 from weft.runtime.agreement import refuse
+from weft.runtime.executor import Executor
 from weft.runtime.in_turn import Marks, Turn, Turns
 from weft.runtime.opaque import opaque
 from weft.runtime.unfused import Unfused
@@ -99,7 +100,7 @@ class Prepared:
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
-        self._executors: list[Any] = []  # of what was chosen
+        self._executors: list[Executor] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
             self._turns = Turns(f"{op.name}, {p}", self.domain)
@@ -167,7 +168,8 @@ class Prepared:
             made = executor.run(tensors, deadline_s=deadline_s, timeline=timeline, like_before=known)
             if not known:
                 self._ran.add(layout)
-        return [made.get(name, outputs[name]) for name in self._results]
+        found = outputs | made
+        return [found[name] for name in self._results]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -228,7 +230,9 @@ class Prepared:
             return None
         return Turn(self._turns, deadline_s, None if timeline is None else Marks(timeline, self.rank, self.device))
 
-    def executor(self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None) -> Any:
+    def executor(
+        self, call: Any, tensors: dict[str, Any], capturing: bool, deadline_s: float | None
+    ) -> Executor | None:
         """What runs this call; None: the library's calls do. Collective at the first call, which chooses, and for that computes
         with a call's `tensors`."""
         if True in [one.gone if capturing else one.stale for one in self._executors]:
@@ -250,7 +254,7 @@ class Prepared:
                     p, domain, tensors, self.pinned, deadline_s=deadline_s,
                     serial=lambda: self._in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
                 )  # fmt: skip
-            self._executors = [one for one in (self._chosen.usual, self._chosen.captured) if one is not None]
+            self._executors = self._chosen.executors()
         return self._chosen.captured if capturing else self._chosen.usual
 
 

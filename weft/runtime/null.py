@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from weft.runtime.executor import Executor
 from weft.schedule import Schedule
 from weft.sim import NULL, simulate
 from weft.timeline import Timeline
@@ -28,7 +29,7 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class NullSchedule:
+class NullSchedule(Executor):
     """`schedule` on this rank of `domain`, without effect. `ScheduleError` if it would hang."""
 
     def __init__(self, schedule: Schedule, domain: Ranked) -> None:
@@ -36,14 +37,16 @@ class NullSchedule:
             raise ValueError(
                 f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and there are {domain.world_size}"
             )
+        self.schedule = schedule
         self._spans = [span for span in simulate(schedule, NULL).timeline if span.rank == domain.rank]
         buffers = schedule.buffers_of_rank(domain.rank)
         self._shapes = {b.name: (b.rows, b.cols) for b in buffers if b.role in ("input", "output")}
         self._runs = 0
 
     def run(
-        self, tensors: Mapping[str, Shaped], *, deadline_s: float | None = None, timeline: Timeline | None = None
-    ) -> None:
+        self, tensors: Mapping[str, Shaped], *, deadline_s: float | None = None, timeline: Timeline | None = None,
+        like_before: bool = False,
+    ) -> dict[str, Shaped]:  # fmt: skip
         """tensors: of every input and output buffer, by name, of its shape; they are looked at and left alone.
 
         deadline_s: above 0; no run takes as long. timeline: gets the rank's steps, in order, each from one whole number to
@@ -59,6 +62,10 @@ class NullSchedule:
         if timeline is not None:
             for tick, span in enumerate(self._spans, start=first):
                 timeline.add(span.rank, span.lane, span.name, tick, tick + 1, span.bytes)
+        return {}
+
+    def check(self) -> None:
+        """Nothing goes wrong."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -25,13 +25,14 @@ from weft import env
 from weft.errors import ScheduleError
 from weft.runtime.cpu.program import Bound, Checked, Program
 from weft.runtime.cpu.run import Run, Tensors
+from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import agree_on_schedule
 from weft.schedule import Schedule, Set
 from weft.symm import Domain
 from weft.timeline import Span, Timeline
 
 
-class CpuSchedule:
+class CpuSchedule(Executor):
     """`schedule` on this rank of `domain`. Making it is collective: the ranks compare schedules and allocate memory.
 
     Raises `DisagreementError` if the ranks' schedules differ, `ScheduleError` if one does not fit its memory or these
@@ -72,6 +73,7 @@ class CpuSchedule:
         *,
         deadline_s: float | None = None,
         timeline: Timeline | None = None,
+        like_before: bool = False,
     ) -> Tensors:
         """One run; every rank calls it. When it returns this rank's outputs are complete; those that were given as functions of
         their number of rows are returned by name.
@@ -117,31 +119,13 @@ class CpuSchedule:
             run.end()
             return program.made()
 
-    @property
-    def was_captured(self) -> bool:
-        return False
-
-    @property
-    def stale(self) -> bool:
-        return False
-
-    gone = stale
-
-    @property
-    def nbytes(self) -> int:
-        """Of symmetric memory on a GPU."""
-        return 0
+    def check(self) -> None:
+        self.domain.check()
 
     def close(self) -> None:
         """End the threads of this rank and give its memory up. Idempotent, not collective."""
         self._end()
         self._program = None
-
-    def __enter__(self) -> CpuSchedule:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _play(lane: str, steps: list[Bound], run: Run, spans: list[Span] | None) -> None:

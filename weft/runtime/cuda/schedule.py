@@ -31,13 +31,14 @@ from weft.runtime.cuda.context import RankSchedule, Tensors, rank_schedule
 from weft.runtime.cuda.issue import StreamItems
 from weft.runtime.cuda.memory import Memory
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import TORCH_DTYPE, agree_on_schedule
 from weft.schedule import Schedule
 from weft.symm import Domain
 from weft.timeline import Timeline
 
 
-class CudaSchedule:
+class CudaSchedule(Executor):
     """`schedule` on this rank of `domain`. Making it is collective, ranks compare schedules and allocate memory, unless it is given
     memory that it shares with others (`weft.runtime.cuda.memory`), and `mine`, the schedule as this rank has it.
 
@@ -120,17 +121,14 @@ class CudaSchedule:
 
     @property
     def was_captured(self) -> bool:
-        """Whether a graph may be replayed that uses this memory."""
         return self._captured
 
     @property
     def stale(self) -> bool:
-        """Whether its memory has been outgrown: a new one has room in the larger one."""
         return self.memory.outgrown and not self._captured
 
     @property
     def gone(self) -> bool:
-        """Whether it cannot run any more."""
         return self.memory.closed
 
     @property
@@ -139,7 +137,6 @@ class CudaSchedule:
         return self.memory.nbytes // max(1, len(self.memory.users))
 
     def check(self) -> None:
-        """Raise what was found wrong since the last run. Does not wait."""
         self.context.check()
 
     def close(self) -> None:
