@@ -17,10 +17,10 @@ INSTALL := $(PIP) install --disable-pip-version-check $(PIP_ARGS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-slow test-all lint bench-cpu gpu-check commit-note wheel docs release clean
+.PHONY: help setup build demo test test-slow test-models test-all lint bench-cpu gpu-check commit-note wheel docs release clean
 
 help:  ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## Make .venv with everything that development needs (again after a change of csrc/ or pyproject.toml)
 
@@ -51,7 +51,11 @@ test: setup  ## Tests of everything that needs no GPU, about 5 minutes on two co
 test-slow: setup  ## Their repetitions at length, what runs commands, and planted faults, which tests must find
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal -m "slow and not gpu and not multigpu"
 
-test-all: test test-slow  ## Both
+test-models: setup  ## Other people's models, which it installs (transformers, torchtitan): with weft's styles they learn the same
+	$(INSTALL) -q -c constraints.txt transformers torchtitan
+	$(BIN)/python -m pytest tests/processes/test_parallel_styles.py -n 2 -k "hugging_face or debug_llama"
+
+test-all: test test-slow test-models  ## All three
 
 .PHONY: chaos chaos-gpu
 N ?= 250
