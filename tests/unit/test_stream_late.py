@@ -14,12 +14,13 @@ import torch
 pytest.importorskip("triton")
 
 from made_up import require_runnable_on_gpus
-from test_stream_tokens import Recorded, context_of
+from modelled_gpus import Recorded, Region, context_of
 
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda.calls import Operation, void
+from weft.runtime.schedule_memory import layout_of
 from weft.schedule import (
     AllToAllMatmul,
     Compute,
@@ -69,7 +70,7 @@ def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.Mon
     )
     schedule = d.schedule()
     require_runnable_on_gpus(schedule, 0)
-    items = stream_compiler.compile_streams(context_of(schedule, 0), False)
+    items = stream_compiler.compile_streams(context_of(schedule, 0, Region(1, 0)), False)
     ((lane, operation),) = items.calls
     out = torch.zeros(3, 2)
     operation.call({"y": out})
@@ -132,7 +133,8 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
             continue
         copies.clear()
         Numbers.made.clear()
-        stream_compiler.compile_streams(context_of(schedule, 1), False)
+        region = Region(schedule.world_size, layout_of(schedule).buffer_bytes)
+        stream_compiler.compile_streams(context_of(schedule, 1, region), False)
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]
         assert len(lanes) == (3 if "send=at_once" in name else 1), name

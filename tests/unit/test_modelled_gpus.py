@@ -1,0 +1,112 @@
+"""Every schedule of GEMMs, compiled as for GPUs and played on modelled ones (`modelled_gpus`): results against the serial schedule
+in float64, in random orders of streams, several runs in a row on the same memory, with fresh data; all that a run does lies between
+the caller's writes before it and reads behind it; tokens come to the run that waits for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
+
+from modelled_gpus import Played, model, poison
+from schedule_interpreter import interpret
+from slow import slow
+
+from weft.runtime.cuda.context import Tensors
+from weft.runtime.cuda.runnable import require_runnable_on_gpus
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.schedule import (
+    AllGatherMatmul,
+    AllGatherMatmulGradients,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    NotApplicableError,
+    Problem,
+    Scaled,
+    ScaledMatmulReduceScatter,
+    Schedule,
+    candidates,
+    named,
+)
+
+RUNS = 3
+PROBLEMS: dict[str, Problem] = {
+    "gathered from 2": AllGatherMatmul(2, (24, 24), (40,), 16, "fp32"),
+    "gathered from 3, uneven, two weights": AllGatherMatmul(3, (8, 24, 16), (32, 8), 16, "fp32"),
+    "gathered from 4 and wanted": AllGatherMatmul(4, (16,) * 4, (24,), 16, "bf16", True),
+    "gathered from 2, one without rows": AllGatherMatmul(2, (0, 24), (32,), 16, "fp32"),
+    "gathered from 2 in fp8": AllGatherMatmul(
+        2, (32, 32), (32,), 32, "fp8", False, Scaled("row", ("bf16",), (True,), (False,))
+    ),
+    "gathered from 3, gradients": AllGatherMatmulGradients(3, 24, (16, 8), 12, "fp32"),
+    "scattered to 2": MatmulReduceScatter(2, 512, 40, 16, "fp32"),
+    "scattered to 4": MatmulReduceScatter(4, 96, 40, 16, "fp32"),
+    "scattered to 3 in fp8": ScaledMatmulReduceScatter(3, 96, 32, 32, "bf16", "tensor", True, False),
+    "reduced by 2": MatmulAllReduce(2, 300, 40, 16, "fp32", True, True),
+    "reduced by 3": MatmulAllReduce(3, 50, 40, 16, "fp32"),
+    "rows of products of 2": MatmulAllGather(2, 300, 40, 16, "fp32"),
+    "columns of products of 3": MatmulAllGather(3, 50, 40, 16, "fp32", True),
+}
+
+
+class Given:
+    """Tensors of every rank in every run, for the caller's buffers."""
+
+    def __init__(self, schedule: Schedule, runs: int) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.runs: list[list[Tensors]] = []
+        for _ in range(runs):
+            ranks = range(schedule.world_size)
+            self.runs.append([{} for _ in ranks])
+            for rank in ranks:
+                for b in schedule.buffers_of_rank(rank):
+                    if b.role in ("input", "output"):
+                        drawn = torch.randn(int(b.rows), b.cols, generator=g).to(TORCH_DTYPE[b.dtype])
+                        if b.name in ("bias", "residual"):  # which are everybody's
+                            drawn = self.runs[-1][0].get(b.name, drawn)
+                        self.runs[-1][rank][b.name] = drawn if b.role == "input" else poison(drawn)
+
+    def exact(self, schedule: Schedule) -> list[list[Tensors]]:
+        arrays = [[{name: t.double().numpy() for name, t in of_rank.items()} for of_rank in run] for run in self.runs]
+        found = interpret(schedule, arrays, 0)
+        return [[{name: torch.from_numpy(y) for name, y in of_rank.items()} for of_rank in run] for run in found]
+
+
+def check(played: Played, exact: list[list[Tensors]]) -> None:
+    for run, of_ranks in enumerate(exact, start=1):
+        for rank, of_rank in enumerate(of_ranks):
+            for name, wanted in of_rank.items():
+                y = played.results[rank, run][name]
+                allowed = 8 * torch.finfo(y.dtype).eps * float(wanted.abs().max()) if y.numel() else 0.0
+                torch.testing.assert_close(
+                    y.double(), wanted, rtol=0, atol=allowed, msg=lambda text, at=(run, rank, name): f"{at}: {text}"
+                )
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*((name, 2) for name in PROBLEMS), *(slow(name, 12) for name in PROBLEMS)])
+def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> None:
+    model(monkeypatch)
+    p = PROBLEMS[name]
+    serial = named(p, "serial").build()
+    given = Given(serial, RUNS)
+    exact, overlapping = given.exact(serial), 0
+    for number, candidate in enumerate(candidates(p)):
+        if candidate.name == "serial":  # which the library runs
+            continue
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        for rank in range(schedule.world_size):
+            require_runnable_on_gpus(schedule, rank)
+        for seed in range(number, number + seeds):
+            try:
+                played = Played(schedule, RUNS, lambda rank, run: given.runs[run - 1][rank])
+                played.play(seed)
+                check(played, exact)
+            except AssertionError as error:
+                raise AssertionError(f"{candidate.name}, order {seed}: {error}") from error
+        overlapping += 1
+    assert overlapping
