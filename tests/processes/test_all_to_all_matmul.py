@@ -177,7 +177,7 @@ def test_a_rank_that_does_not_come(pool: Pool) -> None:
     with Pool(2) as alone:
         told, _ = alone.run(ranks.never_comes, timeout_s=60)
     assert told.startswith("DeadlineError")
-    assert "rank 0 waited 1 s for schedule 'dispatch' of all_to_all_matmul of" in told
+    assert "rank 0 waited 1 s for schedule 'dispatch of all_to_all_matmul' of" in told
 
 
 def test_a_schedule_for_a_block_runs_there(pool: Pool) -> None:

@@ -29,6 +29,7 @@ from pool import assert_deadline, error_of
 import weft
 from weft import symm
 from weft.launch import Pool, RankDiedError
+from weft.operator import choosing
 from weft.runtime import unfused
 
 BAD_RANK = 1
@@ -286,14 +287,52 @@ def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -
 @pytest.mark.parametrize(
     ("operator", "schedule", "what"),
     [
-        ("all_gather_matmul", "serial", "all_gather_matmul_gradients of a shape that is new here"),
-        ("all_gather_matmul", "gather[by=kernel]", "all_gather_matmul_gradients of a shape that is new here"),
+        ("all_gather_matmul", "serial", "backward of all_gather_matmul of a shape that is new here"),
+        ("all_gather_matmul", "gather[by=kernel]", "backward of all_gather_matmul of a shape that is new here"),
         ("all_to_all_matmul", "serial", r"\w+ \w+ again of all_to_all_matmul"),
     ],
 )
 def test_a_rank_that_makes_no_backward_pass(pool: Pool, operator: str, schedule: str, what: str) -> None:
     error, _ = pool.run(no_backward, operator, schedule, ranks=2)
     assert_deadline([error], rf"rank 0 waited 0.5 s for {what}.* from rank 1")
+
+
+def known_backward(group: dist.ProcessGroup, taken: str, doing: str) -> tuple[str, str]:
+    """Of a shape that backward knows, and `taken` for. Rank 1 makes no backward pass, or another call instead."""
+    own, rank = own_group(group), group.rank()
+    w = torch.ones(K, N, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        x = torch.ones(4, K, requires_grad=True)
+        return weft.all_gather_matmul(x, [w], 0, own, return_A=False, schedule="serial", deadline_s=0.5)[1][0]
+
+    native, choosing._fastest = choosing._fastest, lambda p, *_: (taken, taken)
+    try:
+        forward().sum().backward()
+    finally:
+        choosing._fastest = native
+    y = forward()
+    if rank != BAD_RANK:
+        return error_of(lambda: y.sum().backward())
+    if doing == "nothing":
+        ranks.wait_for_failure(symm.domain(own, "cpu"))
+        return "", ""
+    return error_of(forward)
+
+
+@pytest.mark.parametrize(
+    ("taken", "what"),
+    [("serial", "all_gather x_shard again of backward of all_gather_matmul, "),
+     ("direct", "schedule 'direct of backward of all_gather_matmul' of gradients of ")],
+)  # fmt: skip
+def test_errors_in_backward_name_the_operator_that_was_called(pool: Pool, taken: str, what: str) -> None:
+    """And none that a user has never heard of."""
+    missed, _ = pool.run(known_backward, taken, "nothing", ranks=2)
+    assert_deadline([missed], f"rank 0 waited 0.5 s for {what}.* from rank 1")
+    for kind, text in pool.run(known_backward, taken, "something else", ranks=2):
+        assert kind == "DisagreementError"
+        assert what in text
+        assert "all_gather_matmul_gradients" not in text
 
 
 def stuck(group: dist.ProcessGroup, doing: str) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -55,7 +55,7 @@ def made(
         results: list[torch.Tensor] = _compiled[op.name](*call, name, schedule or "", deadline_s or 0.0)
         return results
     group = group_of(group)
-    with together(op.name, group, like, deadline_s):
+    with together(op.title, group, like, deadline_s):
         call = form(group)
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
 
@@ -136,7 +136,7 @@ def _prepared_for(
         remembered = pinned is None and world > 1 and choosing.remembers(p, device)
         return ", ".join(part for part in parts if part), 2 * size + remembered
 
-    numbers = agree(op.name, group, device, check, deadline_s, op.hint)
+    numbers = agree(op.title, group, device, check, deadline_s, op.hint)
     if prepared is None:
         p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
         prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered))
@@ -183,7 +183,7 @@ def _gradients(
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _gradients(op, group, device, found, saved, grads, wanted, deadline_s)
-    with together(f"backward of {op.name}", group, lambda: device, deadline_s):
+    with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         prepared, beside = found()
         return op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
 
@@ -206,7 +206,7 @@ def registered(op: O) -> O:
     def run(*arguments: Any) -> list[torch.Tensor]:
         *given, name, schedule, deadline_s = arguments
         call, group = op.form(*given), group_of(name)
-        with together(op.name, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
+        with together(op.title, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
             call = op.checked(call, group)
             prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
             return prepared(call, deadline_s or None, None)

@@ -20,7 +20,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -147,7 +147,7 @@ def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str |
     may know different machine files, so the first rank's pick is everybody's."""
     mine = plan.pick_here(p, device_name(domain.device))
     picked, why = domain.all_gather(mine, what=f"the heuristic's picks for {p}", deadline_s=deadline_s)[0]
-    text = f'schedule="heuristic", {p.name}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
+    text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
     if picked is None and text not in _said and not env.quiet():
         _said.add(text)
         warn(text)
@@ -228,7 +228,7 @@ def _built(p: Problem, candidate: Candidate, domain: Domain) -> Schedule:
         try:
             _verify_once(schedule, domain.device)
         except ScheduleError as error:
-            raise ScheduleError(f"builder {candidate.name}, for {p.name} of {p.text}: {error}") from error
+            raise ScheduleError(f"builder {candidate.name}, for {p.title} of {p.text}: {error}") from error
     return schedule
 
 
@@ -241,8 +241,10 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
 
 
 def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Executor:
-    """What runs `schedule`, of the candidate `name` for `p`. Collective. Those of one family that have the same name share memory
-    on GPUs, and ranks compare the first of them only: what makes them is the house's."""
+    """What runs `schedule`, of the candidate `name` for `p`, whose operator its messages say. Collective. Those of one family that
+    have the same name share memory on GPUs, and ranks compare the first of them only: what makes them is the house's."""
+    if p is not None:
+        schedule = replace(schedule, name=f"{schedule.name} of {p.title}")
     if domain.device.type == "cuda":
         from weft.runtime.cuda.memory import shared  # needs Triton, which a CPU machine may lack
         from weft.runtime.cuda.schedule import CudaSchedule
@@ -254,7 +256,7 @@ def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name:
         return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
     from weft.runtime.cpu.schedule import CpuSchedule
 
-    return CpuSchedule(schedule, domain, "" if p is None else f"{p.name} of {p.text}")
+    return CpuSchedule(schedule, domain, "" if p is None else p.text)
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:

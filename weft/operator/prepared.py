@@ -103,7 +103,7 @@ class Prepared:
         self._executors: list[Executor] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
-            self._turns = Turns(f"{op.name}, {p}", self.domain)
+            self._turns = Turns(f"{op.title}, {p}", self.domain)
         self._serial = named(p, "serial").build()
         self._results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._unfused: Unfused | None = None
@@ -239,7 +239,7 @@ class Prepared:
             self.close()
         if self._chosen is None:
             if capturing:
-                raise ValueError(f"call {self.op.name} once with these shapes before capturing it in a CUDA graph")
+                raise ValueError(f"call {self.op.title} once with these shapes before capturing it in a CUDA graph")
             domain, op, p = self.domain, self.op, self.p
             assert domain is not None
             typical = call
@@ -249,7 +249,7 @@ class Prepared:
                 tensors = {**op.inputs(p, typical), **op.outputs(typical, p.world_size)}
             # Ranks compile and measure meanwhile, and not all for the same time.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
-            with _whole(domain, f"choosing a schedule of {op.name}"), symm.set_up_within(patience_s):
+            with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 self._chosen = choosing.choose(
                     p, domain, tensors, self.pinned, deadline_s=deadline_s,
                     serial=lambda: self._in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,

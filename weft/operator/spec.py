@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.runtime.in_turn import Turn
 from weft.schedule import Problem
+from weft.schedule.problem import PROBLEMS
 
 C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
@@ -154,6 +155,8 @@ class Operator(ABC, Generic[C]):
         self.kinds = tuple(_SCHEMA[hints[field]] for field in self.form._fields)  # type: ignore[attr-defined]
         self.differentiable = tuple(self.form._fields.index(field) for field in self.gradients_of)  # type: ignore[attr-defined]
         self._none = (False,) * len(self.differentiable)
+        self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
+        """What messages call it."""
 
     @property
     def fields(self) -> str:

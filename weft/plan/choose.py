@@ -266,7 +266,7 @@ def warn_once(problem: Problem, mode: Mode, reason: str) -> None:
         return
     _warned = True
     warn(
-        f"weft runs {problem.name} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
+        f"weft runs {problem.title} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
         "WEFT_QUIET=1 not at all",
         NoOverlapWarning,
     )

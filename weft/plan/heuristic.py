@@ -53,7 +53,7 @@ def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
     """(the pick for the machine of this name, "") if it can do `problem`; else (None, why there is none)."""
     pick = static_pick(problem, _machine(machine_name))
     if pick is None:
-        return None, f"it says nothing of {problem.name}"
+        return None, f"it says nothing of {problem.title}"
     try:
         named(problem, pick).build()
     except NotApplicableError as error:

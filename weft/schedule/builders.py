@@ -83,7 +83,7 @@ def candidates(problem: Problem, builders: tuple[str, ...] | None = None) -> lis
     known = _builders.get(type(problem), {})
     for name in builders or ():
         if name not in known:
-            raise ValueError(f"no schedule {name!r} for {problem.name}; there are {', '.join(known)}")
+            raise ValueError(f"no schedule {name!r} for {problem.title}; there are {', '.join(known)}")
     found = []
     for name in builders or sorted(known, key=lambda name: name != "serial"):
         entry = known[name]
@@ -138,7 +138,7 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
     optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
     if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-        raise ValueError(f"no schedule {name!r} for {problem.name}; the nearest are {', '.join(near)}")
+        raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {', '.join(near)}")
     if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
         raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
     chosen = {

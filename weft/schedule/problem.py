@@ -19,6 +19,8 @@ class Problem:
     world_size: int
     name: ClassVar[str]
     """The operator's."""
+    title: ClassVar[str]
+    """What messages call it: its name, unless callers do not know the operator by that because others call it for them."""
     tried_on_gpus: ClassVar[bool] = True
     """Whether its schedules have run and been timed there; if not, none but serial is taken unasked."""
     rounds_sums: ClassVar[bool] = False
@@ -27,6 +29,8 @@ class Problem:
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
             PROBLEMS[cls.name] = cls
+            if "title" not in cls.__dict__:
+                cls.title = cls.name
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:

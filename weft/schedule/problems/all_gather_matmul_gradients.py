@@ -19,6 +19,7 @@ class AllGatherMatmulGradients(Problem):
     """
 
     name: ClassVar[str] = "all_gather_matmul_gradients"
+    title: ClassVar[str] = "backward of all_gather_matmul"
     rounds_sums: ClassVar[bool] = True
     world_size: int
     m: int
