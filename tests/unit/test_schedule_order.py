@@ -6,6 +6,7 @@ and `Happened` against its definition: x is before y if y never comes when x is 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -21,6 +22,17 @@ from weft.schedule.text import describe
 
 def in_words(schedule: Schedule, rank: int) -> list[str]:
     return [f"{lane}: {describe(step, rank)}" for lane, step in issue_order(schedule)[rank]]
+
+
+def test_who_changes_what_a_step_sets_changes_no_other_step() -> None:
+    lanes = next(c for c in candidates(AllGatherMatmul.even(12, 2, 4, 3), ("shard",))).build().of_rank(0)
+    steps = [step for lane in lanes for step in lane.steps]
+    before = [dict(step.sets()) for step in steps]
+    assert {len(sets) for sets in before} == {0, 1}
+    for step in steps:
+        with contextlib.suppress(TypeError):  # it may be read only
+            step.sets()[0, "free", 0] = 7  # type: ignore[index]
+    assert [dict(step.sets()) for step in steps] == before
 
 
 def test_first_chunks_leave_first_and_nothing_stands_behind_a_wait() -> None:

@@ -102,7 +102,7 @@ def _setters(schedule: Schedule, ranks: list[Lanes]) -> list[dict[Key, int]]:
 def _require_all(schedule: Schedule, rank: int, wait: Wait, lanes: Lanes) -> None:
     """Tiles that set a counter many times put one token, when all of them have."""
     for step in (step for lane in lanes for step in lane.steps if step.inner):
-        times = step.sets()[rank, wait.signal, wait.index]
+        times = step.sets().get((rank, wait.signal, wait.index), 0)
         if times not in (0, wait.count):
             raise ScheduleError(
                 f"schedule {schedule.name}: rank {rank} waits for {wait.count} of the {times} times that tiles set "

@@ -9,19 +9,21 @@ moves, unless it has an entry in `weft.sim.costs`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias
 
 from weft.schedule.expr import Expr, Index, Total, Values
 from weft.schedule.kernels import TileKernel
 from weft.schedule.regions import Access, Declared, Region, is_empty
 
-Counters: TypeAlias = Counter[tuple[Index, str, Index]]
-"""By (rank that owns the counter, signals' name, index), in numbers."""
+CounterId: TypeAlias = tuple[Index, str, Index]
+"""(rank that owns the counter, signals' name, index), in numbers."""
+Counters: TypeAlias = Counter[CounterId]
 KINDS: dict[str, type[Step]] = {}
 """By the name that files call it by."""
-_NO_COUNTERS: Counters = Counter()
+_NOTHING_SET: Mapping[CounterId, int] = MappingProxyType({})
 _PLAIN = (Region, TileKernel)  # values of which nothing matters but their fields
 
 
@@ -49,9 +51,9 @@ class Step:
         """The regions that it reads, writes or updates, its operands in order."""
         return ()
 
-    def sets(self) -> Counters:
+    def sets(self) -> Mapping[CounterId, int]:
         """Of a step in numbers: how often it adds one to which counters."""
-        return _NO_COUNTERS
+        return _NOTHING_SET
 
     @property
     def awaits(self) -> Awaited | None:

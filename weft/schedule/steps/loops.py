@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.schedule.expr import Expr, Index, Values
 from weft.schedule.kernels import TileKernel
-from weft.schedule.steps.base import Counters, Step, put_in
+from weft.schedule.steps.base import CounterId, Counters, Step, put_in
 from weft.schedule.steps.computing import Compute
 from weft.schedule.steps.copies import Copy
 from weft.schedule.steps.signals import Set
@@ -81,7 +81,7 @@ class Tiles(_Repeated):
                     f"kernel {self.kernel.name}: tiles copy, compute and set, and {str(step)!r} is none of it"
                 )
 
-    def sets(self) -> Counters:
+    def sets(self) -> Mapping[CounterId, int]:
         found: Counters = Counter()
         for inner in self.body:
             if isinstance(inner, Set):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from weft.schedule.expr import RANK, Index
 from weft.schedule.regions import Declared, at_text
-from weft.schedule.steps.base import Awaited, Counters, Step
+from weft.schedule.steps.base import Awaited, CounterId, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +20,8 @@ class Set(Step):
     index: Index = 0
     at: Index = RANK
 
-    def sets(self) -> Counters:
-        found: Counters = Counter()
-        found[self.at, self.signal, self.index] = 1
-        return found
+    def sets(self) -> Mapping[CounterId, int]:
+        return {(self.at, self.signal, self.index): 1}
 
     @property
     def occupies(self) -> bool:
