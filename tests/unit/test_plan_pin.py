@@ -15,12 +15,20 @@ from weft.schedule import (
     AllToAllMatmul,
     NotApplicableError,
     candidates,
+    described,
     named,
 )
+from weft.schedule.problem import PROBLEMS
 from weft.sim import model_of
 
 H200 = model_of(load_machine("h200"), 2)
 LARGE = AllGatherMatmul.even(8192, 4096, 8192, 2)
+HOUSE = [op for op, problem in PROBLEMS.items() if problem.__module__.startswith("weft.schedule.")]
+OPTIONS = {
+    "all_to_all_matmul": {"experts": 8},
+    "matmul_all_to_all": {"experts": 8},
+    "embedding_all_to_all": {"tables": 8},
+}
 
 
 def test_a_pinned_schedule_is_taken_and_blocks_nest() -> None:
@@ -50,6 +58,22 @@ def test_unknown_names_give_the_nearest() -> None:
         plan.choose(LARGE, H200, pinned="shard[chunk=2,send=in_turn,by=dma]")
     with plan.use("sereal"), pytest.raises(ValueError, match="nearest are serial"):
         plan.choose(LARGE, H200)
+
+
+@pytest.mark.parametrize("op", HOUSE)
+def test_what_is_proposed_for_an_unknown_name_can_be_pinned(op: str) -> None:
+    """Whatever the problem: some have ways that fp8, few ranks or few rows rule out."""
+    for m, ranks in ((64, 4), (64, 2), (64, 1), (0, 2)):
+        p = described(op, m=m, n=64, k=64, ranks=ranks, **OPTIONS.get(op, {}))
+        for name in ("nonsense", "ring", "direct[]", "tracked[chunk=8]"):
+            if name in {candidate.name for candidate in candidates(p)}:
+                continue
+            with pytest.raises(ValueError, match="nearest are") as caught:
+                named(p, name)
+            proposed = re.findall(r"\w+(?:\[[^]]+\])?", str(caught.value).partition("nearest are ")[2])
+            assert 1 <= len(proposed) <= 3
+            for one in proposed:
+                named(p, one).build()
 
 
 @pytest.mark.parametrize("chunks", ["3", "1:2:1"])

@@ -98,7 +98,7 @@ def named(problem: Problem, name: str) -> Candidate:
 
     A name is written in one way, so that ranks that pin the same compare equal: parameters in their order, those left out that
     have their defaults. `ValueError` with that name if it is written in another way, with what is wrong in it, or with the
-    nearest names.
+    nearest names that have a schedule for this problem.
     """
     entry, chosen = _parsed(problem, name)
     if entry is not None and chosen is not None:
@@ -137,7 +137,8 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
     given = dict(words)
     optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
     if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        by_likeness = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
+        near = itertools.islice((one for one in by_likeness if _applies(known[one])), 3)
         raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {', '.join(near)}")
     if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
         raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
@@ -149,6 +150,14 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
     if found.name != name:
         raise ValueError(f"no schedule {name!r}: it is written {found.name!r}")
     return found
+
+
+def _applies(candidate: Candidate) -> bool:
+    try:
+        candidate.build()
+    except (NotApplicableError, ScheduleError):
+        return False
+    return True
 
 
 def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
