@@ -4,22 +4,20 @@ Data are made from seeds, so every rank knows every other's."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from combine import expected, inputs, received_of, segments
 from dispatch import Splits
-from expert_ranks import Traffic, poisoned_memory, traffic
+from expert_ranks import Traffic, dual_takes, poisoned_memory, traffic
 from matmul_ranks import close, device, own_group, told
 
 import weft
-from weft.operator import choosing
 from weft.runtime import exchanged
 from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
 
@@ -124,25 +122,6 @@ def backward(
         if wanted[1]:
             wanted_w = weights.grad.split(experts)[rank]
             torch.testing.assert_close(w.grad.cpu().double(), wanted_w, rtol=2e-4, atol=2e-4)
-
-
-@contextlib.contextmanager
-def dual_takes(name: str) -> Iterator[list[str]]:
-    """Dispatches that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
-    choose, send, sent = choosing.choose, exchanged._send, list[str]()
-
-    def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
-        return choose(p, domain, tensors, name if p.name == "all_to_all_matmul" else pinned, **options)
-
-    def sending(*arguments: Any) -> Any:
-        sent.append(arguments[-1])
-        return send(*arguments)
-
-    choosing.choose, exchanged._send = chosen, sending
-    try:
-        yield sent
-    finally:
-        choosing.choose, exchanged._send = choose, send
 
 
 def gradients_by_dual(group: dist.ProcessGroup, dual: str) -> list[torch.Tensor]:
@@ -373,6 +352,28 @@ def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
     found["capacity"] = told(lambda: call(group, rows=65, schedule=schedule))
     assert call(group, rows=65, schedule=schedule, capacity=65).sum() == 65 * 8 * 3
     return found
+
+
+def more_tokens(group: dist.ProcessGroup, schedule: str, dual: str, known: bool) -> tuple[str, str]:
+    """Calls without capacity and their gradients, at first with 4 tokens a rank, then with as many as that leaves room for on the
+    last one, then with one more (what is told of it), and again with few. known: whether backward has been called before."""
+    own, rank, world = own_group(group), group.rank(), group.size()
+
+    def both(of_last: int, backward: bool = True) -> None:
+        splits = tuple((n - n // 2, n // 2, *[0] * (2 * world - 2)) for n in [4] * (world - 1) + [of_last])
+        case = Case(rank, splits, 8, 3, torch.float32, of_last)
+        h = case.h.requires_grad_()
+        y = weft.matmul_all_to_all(h, case.w, case.received, case.given, group=own, schedule=schedule)
+        case.check(y)
+        if backward:
+            y.sum().backward()
+            wanted = case.w.double().sum(2).repeat_interleave(case.received.sum(0), 0)
+            torch.testing.assert_close(h.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    with dual_takes(dual):
+        both(4, known)
+        both(64)
+        return told(lambda: both(65)), told(lambda: both(4))
 
 
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:

@@ -15,9 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from dispatch import Splits, expected, inputs, random_splits
-from matmul_ranks import close, device, told
+from matmul_ranks import close, device, own_group, told
 
 import weft
+from weft.operator import choosing
+from weft.runtime import exchanged
 from weft.schedule import AllToAllMatmul
 
 Traffic = Literal["uneven", "all to one", "one has nothing", "nothing"]
@@ -297,6 +299,47 @@ def wrong_values(group: dist.ProcessGroup, schedule: str) -> dict[str, str]:
     y = call(group, rows=65 if bad else 4, schedule=schedule, capacity=65)
     assert y.sum() == (65 + 4 * (group.size() - 1)) * 8 * 3 * (group.rank() == 0)
     return found
+
+
+@contextlib.contextmanager
+def dual_takes(name: str, dual: str = "all_to_all_matmul") -> Iterator[list[str]]:
+    """Calls of it that backward makes take this schedule, where a shape is new; which rows the library exchanges meanwhile."""
+    choose, send, sent = choosing.choose, exchanged._send, list[str]()
+
+    def chosen(p: Any, domain: Any, tensors: Any, pinned: str | None, **options: Any) -> Any:
+        return choose(p, domain, tensors, name if p.name == dual else pinned, **options)
+
+    def sending(*arguments: Any) -> Any:
+        sent.append(arguments[-1])
+        return send(*arguments)
+
+    choosing.choose, exchanged._send = chosen, sending
+    try:
+        yield sent
+    finally:
+        choosing.choose, exchanged._send = choose, send
+
+
+def more_tokens(group: dist.ProcessGroup, schedule: str, dual: str, known: bool) -> tuple[str, str]:
+    """Calls without capacity and the gradients of tokens, at first with 4 of them a rank, then with as many as that leaves room for
+    on the last one, then with one more (what is told of it), and again with few. known: whether backward has been called before."""
+    own, rank, world, experts = own_group(group), group.rank(), group.size(), 2
+
+    def both(of_last: int, backward: bool = True) -> None:
+        splits = tuple((n - n // 2, n // 2, *[0] * (2 * world - 2)) for n in [4] * (world - 1) + [of_last])
+        tokens, weights = data(splits, experts, 8, 3, torch.float32, of_last)
+        x, w = tokens[rank].requires_grad_(), weights.split(experts)[rank]
+        y = weft.all_to_all_matmul(x, w, torch.tensor(splits[rank]), group=own, schedule=schedule)
+        close(y, expected(rank, splits, tokens, weights)[0], usual(rank, splits, tokens, weights))
+        if backward:
+            y.sum().backward()
+            wanted = weights.double().sum(2).repeat_interleave(torch.tensor(splits[rank]), 0)
+            torch.testing.assert_close(x.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    with dual_takes(dual, "matmul_all_to_all"):
+        both(4, known)
+        both(64)
+        return told(lambda: both(65)), told(lambda: both(4))
 
 
 def too_many_rows(group: dist.ProcessGroup, schedule: str) -> tuple[str, float]:

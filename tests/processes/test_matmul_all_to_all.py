@@ -176,12 +176,21 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                 "rows": "rank 1: rows=7 and splits add up to 6: pass how many tokens this rank has",
             }.items():
                 assert told[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, told[f"{name}, {when}"])
-        if schedule == "serial":  # which makes memory for what comes
-            assert told["capacity"] == "nothing"
-        else:
-            assert told["capacity"].startswith(
-                "RefusedError: rank 0: this rank has 65 tokens, and memory was made for capacity=64: pass the largest"
-            )
+        assert told["capacity"].startswith(
+            "RefusedError: rank 0: this rank has 65 tokens, and calls of this shape were prepared for capacity=64: pass the largest"
+        )
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("schedule", ["serial", STORE])
+@pytest.mark.parametrize("dual", ["serial", "dispatch[by=kernel,rest=each]"])
+def test_backward_of_what_forward_takes(pool: Pool, schedule: str, dual: str, known: bool) -> None:
+    """Of one rank's tokens as many as there is room for, and one more, which is refused before anything is done."""
+    for told, again in pool.run(ranks.more_tokens, schedule, dual, known, ranks=2, timeout_s=60):
+        assert told.startswith(
+            "RefusedError: rank 1: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
+        )
+        assert again == "nothing"
 
 
 def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
