@@ -5,12 +5,13 @@ Cheapest first: statistics and names without processes, then two ranks.
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from weft.bench.core import console
+from weft.bench.core import console, harness
 from weft.bench.core.ceilings import Ceilings, measure_ceilings
 from weft.bench.core.harness import Ranks, summarise, time_arms
 from weft.bench.core.measure import check
@@ -196,24 +197,37 @@ def test_wrong_results_are_refused_on_every_rank(pool: Pool, ranks: int) -> None
         assert "embedding_bag differs" in found["baseline"], "nothing to compare with: an error at once"
 
 
+LOOK_MS, CALL_MS = 0.25, 20.0
+
+
 def _sleepy(group: dist.ProcessGroup) -> dict:
+    """By a clock on which a look takes `LOOK_MS`, and a call on rank 1 `CALL_MS`, whatever else this machine does."""
     ranks = _ranks(group)
     called: list[int] = []
+    now_ms = [0.0]
+
+    def look() -> float:
+        now_ms[0] += LOOK_MS
+        return 1e-3 * now_ms[0]
 
     def slow_on_rank_1(which: int) -> None:
         called.append(which)
-        time.sleep(0.02 if ranks.rank == 1 else 0.0)
+        now_ms[0] += CALL_MS if ranks.rank == 1 else 0.0
 
     shares: list[float] = []
-    timings = time_arms(
-        {"sleepy": slow_on_rank_1, "quick": lambda which: None},
-        ranks,
-        "single",
-        input_sets=2,
-        seconds=0.1,
-        repetitions=(4, 6),
-        advance=shares.append,
-    )
+    real, harness.time = harness.time, SimpleNamespace(perf_counter=look)
+    try:
+        timings = time_arms(
+            {"sleepy": slow_on_rank_1, "quick": lambda which: None},
+            ranks,
+            "single",
+            input_sets=2,
+            seconds=0.1,
+            repetitions=(4, 6),
+            advance=shares.append,
+        )
+    finally:
+        harness.time = real
     return {
         "timings": timings,
         "called": called,
@@ -225,9 +239,10 @@ def _sleepy(group: dist.ProcessGroup) -> dict:
 def test_every_rank_reports_the_slowest_rank(pool: Pool) -> None:
     first, second = pool.run(_sleepy, ranks=2)
     assert first["timings"] == second["timings"]
-    assert first["timings"]["sleepy"].p50_ms >= 20
-    assert first["timings"]["sleepy"].skew_ms >= 15
-    assert first["timings"]["sleepy"].repetitions == first["timings"]["quick"].repetitions >= 4
+    sleepy, quick = first["timings"]["sleepy"], first["timings"]["quick"]
+    assert (sleepy.p20_ms, sleepy.p50_ms, sleepy.p80_ms) == pytest.approx((CALL_MS + LOOK_MS,) * 3)
+    assert (sleepy.skew_ms, quick.p50_ms, quick.skew_ms) == pytest.approx((CALL_MS, LOOK_MS, 0.0), abs=1e-9)
+    assert sleepy.repetitions == quick.repetitions == 5, "as many as fill the seconds"
     assert set(first["called"]) == {0, 1}
     assert first["called"] == second["called"]
     assert first["shares"] == pytest.approx(1)
