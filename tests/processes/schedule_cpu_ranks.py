@@ -109,7 +109,7 @@ def roundings_of(candidate: Candidate, p: AllGatherMatmul) -> int:
 def poison(executor: CpuSchedule) -> None:
     """NaN into this rank's symmetric and scratch memory; returns when all ranks have done so."""
     domain, program = executor.domain, executor._program
-    for (_, rank), place in program._places.items():
+    for (_, rank), place in program.places.known.items():
         if rank == domain.rank:
             place.flat.view(torch.uint8).fill_(NAN_BYTE)
     domain.all_gather(None, what="poisoned")

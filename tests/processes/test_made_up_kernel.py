@@ -18,8 +18,9 @@ from made_up import require_runnable_on_gpus
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
-from weft.runtime.cpu.program import Program, run_tiles
+from weft.runtime.cpu.places import Places
 from weft.runtime.cpu.schedule import CpuSchedule
+from weft.runtime.cpu.steps import run_tiles
 from weft.schedule import RANK, Copy, Draft, Expr, Index, Schedule, Tiles
 from weft.schedule.kernels import TileKernel
 from weft.schedule.text import from_json, to_json
@@ -47,12 +48,12 @@ calls: list[int] = []  # on a rank, by how much its kernel rotated
 
 
 @run_tiles.register
-def rotated(kernel: Rotated, step: Tiles, program: Program, known: Mapping[str, object]) -> None:
+def rotated(kernel: Rotated, step: Tiles, places: Places, known: Mapping[str, object]) -> None:
     (copy,) = step.body
     assert isinstance(copy, Copy)
-    rank, by = program.run.domain.rank, kernel.by
+    rank, by = places.rank, kernel.by
     assert isinstance(by, int)
-    x, y = (program.view(replace(part, row=0, rows=ROWS, at=rank)) for part in (copy.src, copy.dst))
+    x, y = (places.view(replace(part, row=0, rows=ROWS, at=rank)) for part in (copy.src, copy.dst))
     y.copy_(torch.roll(x, by, 0))
     calls.append(by)
 

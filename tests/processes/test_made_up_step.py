@@ -18,8 +18,9 @@ from made_up import require_runnable_on_gpus
 
 from weft.errors import ScheduleError
 from weft.launch import Pool
-from weft.runtime.cpu.program import Program, bind
+from weft.runtime.cpu.places import Places
 from weft.runtime.cpu.schedule import CpuSchedule
+from weft.runtime.cpu.steps import bind
 from weft.schedule import RANK, Draft, Index, Region, Schedule, Step
 from weft.schedule.order import issue_order
 from weft.schedule.regions import Access, Declared, read, written
@@ -45,8 +46,8 @@ class Scale(Step):
 
 
 @bind.register
-def scale(step: Scale, program: Program, rows: tuple[int, ...]) -> Callable[[], object]:
-    return partial(torch.mul, program.view(step.x), step.factor, out=program.view(step.out))
+def scale(step: Scale, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    return partial(torch.mul, places.view(step.x), step.factor, out=places.view(step.out))
 
 
 def doubled_by_a_peer(world: int, *, waits: bool = True, rows: int = 4) -> Schedule:

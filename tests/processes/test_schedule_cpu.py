@@ -233,7 +233,7 @@ def refused_before_anything(group, p):
         tensors = tensors_of(p, rank, 0)
         wrong = tensors | {"w0": torch.zeros(1, 1)} if rank == BAD_RANK else tensors
         assert error_of(lambda: executor.run(wrong))[0] == "RefusedError"
-        box = executor._program._places["box", rank].flat.view(p.m, p.k)
+        box = executor._program.places.known["box", rank].flat.view(p.m, p.k)
         theirs = box[BAD_RANK * p.rows[0] :][: p.rows[0]]
         return tensors["y0"].isnan().all().item(), theirs.isnan().all().item()
 

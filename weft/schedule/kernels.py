@@ -5,7 +5,7 @@ other. An executor with a kernel for all of them looks it up by the type of the 
 builder that writes both answers for it that they say the same, and tests/unit/test_tile_kernels.py asks all of them.
 
 A new one is a frozen dataclass that derives from `TileKernel`, in whatever file, with words, numbers and expressions as fields.
-What runs it is an entry in each executor (`weft.runtime.cpu.program.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`); GPUs
+What runs it is an entry in each executor (`weft.runtime.cpu.steps.run_tiles`, `weft.runtime.cuda.compile.emit_tiles`); GPUs
 refuse one without by name. The simulator takes its tiles to be as fast as our own kernels', unless it has an entry in
 `weft.sim.costs.rates`.
 """

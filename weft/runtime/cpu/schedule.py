@@ -23,7 +23,8 @@ import torch
 
 from weft import env
 from weft.errors import ScheduleError
-from weft.runtime.cpu.program import Bound, Checked, Program
+from weft.runtime.cpu.checked import Checked
+from weft.runtime.cpu.program import Bound, Program
 from weft.runtime.cpu.run import Run, Tensors
 from weft.runtime.executor import Executor
 from weft.runtime.schedule_memory import agree_on_schedule

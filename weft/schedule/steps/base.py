@@ -1,7 +1,7 @@
 """What a kind of step says of itself, once: whoever checks, orders, prices, prints or stores steps goes by that.
 
 A new kind is a frozen dataclass that derives from `Step`, in a file of its own. It has the regions it touches, and numbers or
-expressions, as fields. What runs it is an entry in each executor (`weft.runtime.cpu.program.bind`,
+expressions, as fields. What runs it is an entry in each executor (`weft.runtime.cpu.steps.bind`,
 `weft.runtime.cuda.compile.emit`); an executor that has none refuses it by name. The simulator prices it by the memory that it
 moves, unless it has an entry in `weft.sim.costs`.
 """

@@ -1,0 +1,114 @@
+"""Whether a schedule fits the ranks that are here, the memory of this one, and what the CPU executor can do.
+
+All of a rank's steps are written out in numbers and looked at before anything is allocated, so that a schedule which cannot run is
+refused with the step that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from weft.errors import ScheduleError
+from weft.runtime.cpu.steps import bind, has_own_kernel, is_bound
+from weft.schedule import Collective, Compute, For, Lane, Read, Schedule, Set, Step, Tiles, value
+from weft.schedule.fits import unread, wrong_collectives, wrong_declarations, wrong_step
+from weft.schedule.order import sets_per_run
+from weft.schedule.steps import variables_of
+from weft.schedule.text import describe
+from weft.words import counted
+
+
+class Checked:
+    """A schedule in numbers as `rank` needs it. `ScheduleError` if a step of this rank does not fit its memory.
+
+    lanes: of this rank, those that do something, the first for the caller's thread. setters: by counter of this rank, the
+    ranks that set it in a run, one for each set. rows: by this rank's collectives in order, the rows of all ranks. shared: buffers
+    to which peers may add, or several lanes do.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, world_size: int) -> None:
+        if schedule.world_size != world_size:
+            raise ScheduleError(
+                f"schedule {schedule.name} is for {counted(schedule.world_size, 'rank')}, and here are {world_size}"
+            )
+        lanes, meetings = schedule.of_rank(rank, expected=False), _meetings(schedule)
+        ranks = [lanes if r == rank else meetings.of_rank(r, expected=False) for r in range(world_size)]
+        self.buffers = schedule.buffers_of_rank(rank, expected=False)
+        self.setters = {(s.name, index): list[int]() for s in schedule.signals for index in range(s.count)}
+        _require_fit(schedule, rank, ranks)
+        for setter, its_lanes in enumerate(ranks):
+            for lane in its_lanes:
+                for step in lane.steps:
+                    for (at, signal, index), times in step.sets().items():
+                        if at == rank:
+                            self.setters[signal, value(index)] += [setter] * times
+        first = next((lane for lane in lanes if lane.resource == "compute"), Lane("compute", "compute"))
+        self.lanes = [first, *(lane for lane in lanes if lane.steps and lane is not first)]
+        self.shared = self._updated_by_several()
+        collectives = [[s for lane in of_rank for s in lane.steps if isinstance(s, Collective)] for of_rank in ranks]
+        self.rows = [
+            tuple(value((step.dst if step.op == "reduce_scatter" else step.src).rows) for step in same)
+            if same[0].op in ("all_gather", "reduce_scatter")
+            else ()
+            for same in zip(*collectives, strict=True)
+        ]
+
+    def _updated_by_several(self) -> set[str]:
+        lanes = [
+            {
+                a.region.buffer
+                for step in lane.steps
+                for inner in step.inner or (step,)
+                for a in inner.accesses()
+                if a.updates
+            }
+            for lane in self.lanes
+        ]
+        count = Counter(name for names in lanes for name in names)
+        return {b.name for b in self.buffers if count[b.name] > 1 or (count[b.name] and b.role == "symmetric")}
+
+
+def _meetings(schedule: Schedule) -> Schedule:
+    """What others must know of a rank: its sets and collectives. To write out all steps of all ranks takes a while."""
+
+    def kept(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        steps = tuple(replace(step, body=kept(step.body)) if isinstance(step, For | Tiles) else step for step in steps)
+        return tuple(step for step in steps if isinstance(step, Set | Collective | For) or step.inner)
+
+    return replace(schedule, lanes=tuple(replace(lane, steps=kept(lane.steps)) for lane in schedule.lanes))
+
+
+def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -> None:
+    buffers = [{b.name: b for b in schedule.buffers_of_rank(r)} for r in range(schedule.world_size)]
+    expected = [_meetings(schedule).of_rank(r) for r in range(schedule.world_size)] if schedule.contents else ranks
+    faults = [*wrong_declarations(schedule, buffers), *(fault for fault, _ in wrong_collectives(schedule, expected))]
+    faults += unread(schedule, rank)
+    if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
+        faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
+    sets = sets_per_run(ranks)
+    for lane in ranks[rank]:
+        for step in lane.steps:
+            fixed = not isinstance(step, Tiles) and not variables_of(step)
+            wrong = list(wrong_step(schedule, buffers, rank, step)) if fixed else []
+            if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
+                wrong.append(f"{wait.count} sets are waited for, and a run makes {n}")
+            if not isinstance(step, Tiles | Read) and not is_bound(step):
+                wrong.append(
+                    f"the CPU executor runs no steps of kind {step.kind!r}: register a function with {bind.__module__}.bind"
+                )
+            if isinstance(step, Collective) and step.op == "all_to_all":
+                wrong.append("the CPU executor knows no all_to_all: exchange says how many rows go to each rank")
+            for inner in () if has_own_kernel(step) else step.inner or (step,):
+                if isinstance(inner, Compute) and inner.op == "embedding_bag":
+                    wrong.append("the CPU executor pools nothing: weft.embedding_all_to_all does")
+                in_fp8 = isinstance(inner, Compute) and not wrong and buffers[rank][inner.out.buffer].dtype == "fp8"
+                if isinstance(inner, Compute) and in_fp8 and not inner.op.startswith("scaled_matmul"):
+                    wrong.append("there is no fp8 arithmetic on CPU but of scaled GEMMs: use bf16")
+                if isinstance(inner, Set) and isinstance(step, Tiles) and variables_of(step.extent):
+                    wrong.append(
+                        "tiles whose number only a run knows set no signals: what waits would not know for how many"
+                    )
+            faults += [f"lane {lane.name}: {describe(step, rank)}: {fault}" for fault in wrong]
+    if faults:
+        raise ScheduleError(f"schedule {schedule.name} on rank {rank}: {faults[0]}")

@@ -1,0 +1,153 @@
+"""What each kind of step does on CPU processes: a call whose arguments are known.
+
+`bind` makes it of a step in numbers. Steps whose sizes a lane reads from a buffer get their numbers when they run, from what the
+lane has read (`run_numbered`); tiles are taken one after the other, unless there is an entry for their kernel (`run_tiles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, singledispatch
+from typing import Any
+
+import torch
+
+from weft import _core
+from weft.runtime.cpu.places import Place, Places, size
+from weft.runtime.cpu.sizes import numbered
+from weft.runtime.scaled_matmul import scaled_matmul
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Set, Step, Tiles, Wait, value
+from weft.schedule.expr import Held
+from weft.schedule.kernels import TileKernel
+
+_ADDED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_ELEMENTWISE: dict[str, Any] = {
+    "add": torch.ops.aten.add.out,
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+    "relu": torch.ops.aten.relu.out,
+}
+
+
+@singledispatch
+def bind(step: Step, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    """What does a step in numbers, on memory at `places`. A kind of step is run here if it is registered (`bind.register`).
+
+    rows: of a collective, how many each rank has.
+    """
+    raise AssertionError(f"{step} was not refused")
+
+
+@singledispatch
+def run_tiles(kernel: TileKernel, step: Tiles, places: Places, known: Mapping[str, Held]) -> None:
+    """Does the tiles of a step, on memory at `places`. A kernel that does them in another way than one after the other is
+    registered (`run_tiles.register`), and then nothing is asked of the tiles.
+
+    known: what the lane has read, by buffer; `kernel` has its numbers from there.
+    """
+    run_numbered(step, places, known)
+
+
+def run_numbered(step: Step, places: Places, known: Mapping[str, Held], rows: tuple[int, ...] = ()) -> None:
+    """What the step does in these numbers; of tiles, one after the other."""
+    for inner in numbered(step, known, places.size_of):
+        bind(inner, places, rows)()
+
+
+def is_bound(step: Step) -> bool:
+    """Whether steps of this kind are."""
+    return bind.dispatch(type(step)) is not bind.dispatch(object)
+
+
+def has_own_kernel(step: Step) -> bool:
+    return isinstance(step, Tiles) and run_tiles.dispatch(type(step.kernel)) is not run_tiles.dispatch(object)
+
+
+@bind.register
+def _copy(step: Copy, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    source, target = places.place(step.src), places.place(step.dst)
+    n_rows, cols = size(step.src)
+    begin, to = source.address(step.src), target.address(step.dst)
+    if step.accumulate:
+        dtype = _ADDED[source.flat.dtype]
+        return partial(_core.add_2d, to, target.pitch, begin, source.pitch, cols, n_rows, dtype)
+    return partial(_core.copy_2d, to, target.pitch, begin, source.pitch, cols * source.flat.itemsize, n_rows)
+
+
+@bind.register
+def _compute(step: Compute, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    inputs = [places.view(region) for region in step.inputs]
+    if step.accumulate and places.is_updated_elsewhere(step.out):
+        made = torch.empty(size(step.out), dtype=places.view(step.out).dtype)
+        return partial(_add_at_once, places.place(step.out), step.out, made, _arithmetic(step.op, made, inputs, False))
+    return _arithmetic(step.op, places.view(step.out), inputs, step.accumulate)
+
+
+@bind.register
+def _reduce(step: Reduce, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    parts = [places.view(region) for region in step.parts]
+    out = places.view(step.out)
+    if not step.accumulate:
+        return partial(_sum, out, parts)
+    made = torch.empty(size(step.out), dtype=out.dtype)
+    return partial(_add_at_once, places.place(step.out), step.out, made, partial(_sum, made, parts))
+
+
+@bind.register
+def _collective(step: Collective, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    src, dst = places.view(step.src), places.view(step.dst)
+    if step.op == "exchange":
+        return partial(places.run.exchange, [value(n) for n in step.sent], [value(n) for n in step.received], src, dst)
+    if step.op == "all_reduce":
+        return partial(places.run.all_reduce, src, dst)
+    if step.op == "reduce_scatter":
+        return partial(places.run.reduce_scatter, rows, src, dst)
+    return partial(places.run.all_gather, rows, src, dst)
+
+
+@bind.register
+def _set(step: Set, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    return partial(_core.signal_add, places.counter(step.signal, step.index, value(step.at)), 1)
+
+
+@bind.register
+def _wait(step: Wait, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    setters = places.setters(step)
+    ranks = tuple(dict.fromkeys(setters))
+    return partial(
+        places.run.wait,
+        places.counter(step.signal, step.index, places.rank),
+        len(setters),
+        value(step.count) - (2 if step.previous else 1) * len(setters),
+        f"{step.signal}[{step.index}] of {places.run.name}",
+        ranks[0] if len(ranks) == 1 else None,
+    )
+
+
+def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumulate: bool) -> Callable[[], object]:
+    if op in SCALED_MATMULS:
+        return partial(scaled_matmul, *inputs, fast=op == "scaled_matmul_fast", out=out)
+    if op == "matmul":
+        return partial(torch.addmm, out, *inputs, out=out) if accumulate else partial(torch.mm, *inputs, out=out)
+    if not accumulate:
+        return partial(_ELEMENTWISE[op], *inputs, out=out)
+    return partial(_add_to, out, partial(_ELEMENTWISE[op], *inputs, out=torch.empty_like(out)))
+
+
+def _sum(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    total = parts[0] if out.dtype == torch.float64 else parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    out.copy_(total)
+
+
+def _add_at_once(place: Place, region: Region, made: torch.Tensor, call: Callable[[], object]) -> None:
+    """Add what `call` makes, each element in one piece: peers and other lanes may add to the same ones."""
+    call()
+    rows, cols = size(region)
+    dtype = _ADDED[made.dtype]
+    _core.add_2d(place.address(region), place.pitch, made.data_ptr(), cols * made.itemsize, cols, rows, dtype)
+
+
+def _add_to(out: torch.Tensor, call: Callable[[], torch.Tensor]) -> None:
+    out.add_(call())
