@@ -3,10 +3,14 @@ those of the CPU tests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import combine_call_ranks as calls
 import combine_ranks as ranks
 import dispatch_ranks
 import expert_module_ranks
 import gpu_ranks
+import matmul_ranks
 import pytest
 import returning_ranks
 import torch
@@ -159,10 +163,10 @@ def captured(group: dist.ProcessGroup, schedule: str) -> str:
             graph.replay()
             torch.cuda.synchronize()
             case.check(y)
-        return ranks.told(lambda: _captured_without_rows(call))
+        return matmul_ranks.told(lambda: _captured_without_rows(call))
 
 
-def _captured_without_rows(call: ranks.Callable[..., torch.Tensor]) -> None:
+def _captured_without_rows(call: Callable[..., torch.Tensor]) -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         call(None)
 
@@ -175,7 +179,7 @@ def test_a_call_in_a_graph(pair: Pool, schedule: str) -> None:
 
 def test_timeline_of_the_librarys_calls(pair: Pool) -> None:
     steps = ["library_grouped_matmul", "permute", "exchange ordered -> y"]
-    assert pair.run(ranks.serial_steps, timeout_s=60) == [steps * 2, []]
+    assert pair.run(calls.serial_steps, timeout_s=60) == [steps * 2, []]
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["as many as come", "max_rows"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import combine_call_ranks as calls
 import combine_ranks as ranks
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_there_and_back(pool: Pool, schedules: tuple[str | None, str | None]) ->
 
 @pytest.mark.parametrize("schedule", ["serial", "dispatch[by=kernel,rest=each]"])
 def test_what_the_dispatch_has_brought_to_the_host_is_known(pool: Pool, schedule: str) -> None:
-    for known in pool.run(ranks.sizes_are_known, schedule, ranks=2, timeout_s=60):
+    for known in pool.run(calls.sizes_are_known, schedule, ranks=2, timeout_s=60):
         assert known == {
             "the same": True, "a copy": False, "other splits": False, "changed": False, "splits changed": False
         }  # fmt: skip
@@ -158,7 +159,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "deadline": "deadline_s=-1 must be positive",
         "timeline": "timeline=3 is no timeline: pass weft.Timeline()",
     }
-    for told in pool.run(ranks.errors, ranks=2, timeout_s=60):
+    for told in pool.run(calls.errors, ranks=2, timeout_s=60):
         assert told.keys() == expected.keys()
         for name, text in expected.items():
             assert text in told[name], name
@@ -166,7 +167,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
 
 @pytest.mark.parametrize("schedule", ["serial", STORE])
 def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, schedule: str) -> None:
-    for told in pool.run(ranks.wrong_values, schedule, ranks=3, timeout_s=60):
+    for told in pool.run(calls.wrong_values, schedule, ranks=3, timeout_s=60):
         for when in ("first", "later"):
             for name, text in {
                 "too many": "rank 1: received adds up to 7 and h has 6 rows: pass what all_to_all_matmul returned",
@@ -186,7 +187,7 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
 @pytest.mark.parametrize("dual", ["serial", "dispatch[by=kernel,rest=each]"])
 def test_backward_of_what_forward_takes(pool: Pool, schedule: str, dual: str, known: bool) -> None:
     """Of one rank's tokens as many as there is room for, and one more, which is refused before anything is done."""
-    for told, again in pool.run(ranks.more_tokens, schedule, dual, known, ranks=2, timeout_s=60):
+    for told, again in pool.run(calls.more_tokens, schedule, dual, known, ranks=2, timeout_s=60):
         assert told.startswith(
             "RefusedError: rank 1: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
         )
@@ -195,7 +196,7 @@ def test_backward_of_what_forward_takes(pool: Pool, schedule: str, dual: str, kn
 
 def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
     with Pool(2) as alone:
-        found = alone.run(ranks.one_rank_differs, timeout_s=60)
+        found = alone.run(calls.one_rank_differs, timeout_s=60)
     for told in found:
         assert told.pop("refuses").startswith(
             "RefusedError: rank 0: capacity=3 must be at least 1, and at least the 4 tokens"
@@ -210,7 +211,7 @@ def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
 @pytest.mark.parametrize("schedule", ["serial", DMA])
 def test_a_rank_that_does_not_come(pool: Pool, schedule: str) -> None:
     with Pool(2) as alone:
-        told, _ = alone.run(ranks.never_comes, schedule, timeout_s=60)
+        told, _ = alone.run(calls.never_comes, schedule, timeout_s=60)
     assert told.startswith("DeadlineError")
     assert "rank 0 waited 1 s for" in told
     assert "of matmul_all_to_all" in told
@@ -218,32 +219,32 @@ def test_a_rank_that_does_not_come(pool: Pool, schedule: str) -> None:
 
 def test_a_rank_that_does_not_come_backward(pool: Pool) -> None:
     with Pool(2) as alone:
-        told, _ = alone.run(ranks.never_comes_backward, timeout_s=60)
+        told, _ = alone.run(calls.never_comes_backward, timeout_s=60)
     assert told.startswith("DeadlineError"), told
 
 
 def test_a_schedule_for_a_block_runs_there(pool: Pool) -> None:
-    for ran in pool.run(ranks.what_ran, "combine[chunks=2,by=kernel]", ranks=3, timeout_s=60):
+    for ran in pool.run(calls.what_ran, "combine[chunks=2,by=kernel]", ranks=3, timeout_s=60):
         assert {"read counts", "returning_matmul", "copy inbox -> y"} <= ran
-    for ran in pool.run(ranks.what_ran, "serial", ranks=3, timeout_s=60):
+    for ran in pool.run(calls.what_ran, "serial", ranks=3, timeout_s=60):
         assert ran == {"library_grouped_matmul", "permute", "exchange ordered -> y"}
 
 
 def test_timeline_of_the_librarys_calls(pool: Pool) -> None:
     steps = ["library_grouped_matmul", "permute", "exchange ordered -> y"]
-    assert pool.run(ranks.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
+    assert pool.run(calls.serial_steps, ranks=2, timeout_s=60) == [steps * 2, []]
 
 
 def test_layouts_that_cost_a_copy_are_warned_about_once(pool: Pool) -> None:
     with Pool(2) as alone:
-        for told in alone.run(ranks.copies, timeout_s=60):
+        for told in alone.run(calls.copies, timeout_s=60):
             assert sum("h is copied at every call" in text for text in told) == 1
             assert sum("w_experts is copied at every call" in text for text in told) == 1
 
 
 def test_odd_uses_work_or_say_why_not(pool: Pool) -> None:
     with Pool(2) as alone:
-        for told in alone.run(ranks.odd_uses, timeout_s=100):
+        for told in alone.run(calls.odd_uses, timeout_s=100):
             assert told["autocast serial"] == told["autocast combine[chunks=2,by=dma]"] == "torch.float32 torch.float32"
             assert told["twice"].startswith("NotImplementedError: matmul_all_to_all can be differentiated once")
             assert told["inference"] == "True"

@@ -1,0 +1,181 @@
+"""Arguments that mean the same make one call, however each rank writes them, whatever operators compute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from operators_called import OPERATORS, Arguments, leaves
+
+from weft.launch import Pool
+
+
+class Named(torch.Tensor):
+    """A subclass that is a tensor like any other."""
+
+
+def scattered(w: torch.Tensor) -> torch.Tensor:
+    """The same, of which neither rows nor columns are in one piece."""
+    wide = torch.zeros(*w.shape[:-2], 2 * w.shape[-2], 2 * w.shape[-1], dtype=w.dtype)
+    wide[..., ::2, ::2] = w
+    return wide[..., ::2, ::2]
+
+
+def of_each(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], None]:
+    def apply(arguments: Arguments) -> None:
+        given = arguments[name]
+        arguments[name] = [change(x) for x in given] if isinstance(given, list) else change(given)
+
+    return apply
+
+
+def option(**options: Any) -> Callable[[Arguments], None]:
+    return lambda arguments: arguments.update(options)
+
+
+OF_GATHERS: dict[str, Callable[[Arguments], None]] = {
+    "gather_dim from the end": option(gather_dim=-2),
+    "gather_dim of numpy": option(gather_dim=np.int64(0)),
+    "rows, all alike": option(rows=[4, 4]),
+    "rows in a tensor": option(rows=torch.tensor([4, 4])),
+    "a tuple of weights": lambda a: a.update(Bs=tuple(a["Bs"])),
+    "weights one by one": lambda a: a.update(Bs=iter(a["Bs"])),
+    "weights by rows": of_each("Bs", torch.Tensor.contiguous),
+    "weights by columns": of_each("Bs", lambda w: w.t().contiguous().t()),
+    "scattered weights": of_each("Bs", scattered),
+    "a wide weight's columns": of_each("Bs", lambda w: torch.cat((w.t(), w.t())).contiguous().t()[:, : w.shape[1]]),
+    "a scattered shard": of_each("A_shard", scattered),
+    "another type": of_each("A_shard", lambda x: x.as_subclass(Named)),
+    "a deadline": option(deadline_s=30),
+}
+OF_PRODUCTS: dict[str, Callable[[Arguments], None]] = {
+    "a name": lambda a: a.update(group=a["group"].group_name),
+    "scattered rows": of_each("x", scattered),
+    "weights by columns": of_each("w", lambda w: w.t().contiguous().t()),
+    "scattered weights": of_each("w", scattered),
+    "another type": of_each("x", lambda x: x.as_subclass(Named)),
+    "a deadline": option(deadline_s=30),
+}
+SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
+    "matmul_all_gather": {
+        **OF_PRODUCTS,
+        "from behind": option(gather_dim=-2),
+        "of numpy": option(gather_dim=np.int64(0)),
+    },
+    "matmul_all_reduce": {
+        **OF_PRODUCTS,
+        "blocks of rows": lambda a: a.update(x=a["x"].view(2, 2, -1), residual=a["residual"].view(2, 2, -1)),
+        "a scattered residual": of_each("residual", scattered),
+        "a bias with gaps": of_each("bias", lambda bias: bias.repeat_interleave(2)[::2]),
+    },
+    "all_gather_matmul": {
+        **OF_GATHERS,
+        "a shard of blocks": of_each("A_shard", lambda x: x.view(2, 2, -1)),
+        "parameters": of_each("Bs", lambda w: torch.nn.Parameter(w, requires_grad=False)),
+    },
+    "all_gather_scaled_matmul": {
+        **OF_GATHERS,
+        "a shard of blocks": lambda a: a.update(
+            A_shard=a["A_shard"].view(2, 2, -1), A_scale=a["A_scale"].view(2, 2, 1)
+        ),
+        "scales of all rows": of_each("A_scale", lambda scale: torch.cat((scale, scale))),
+        "one scale for all columns": of_each("B_scales", lambda scale: scale[0, :1]),
+        "no dimensions": of_each("B_scales", lambda scale: scale[0, 0]),
+        "dtypes": option(out_dtypes=[torch.bfloat16]),
+        "slow": option(use_fast_accum=[False]),
+        "no result scales": option(result_scales=(None,)),
+    },
+    "matmul_reduce_scatter": {
+        "a name": lambda a: a.update(group=a["group"].group_name),
+        "from behind": option(scatter_dim=-2),
+        "blocks of rows": of_each("A", lambda x: x.view(2, 2, -1)),
+        "scattered rows": of_each("A", scattered),
+        "weights by columns": of_each("B", lambda w: w.t().contiguous().t()),
+        "scattered weights": of_each("B", scattered),
+        "another type": of_each("A", lambda x: x.as_subclass(Named)),
+        "a deadline": option(deadline_s=30),
+    },
+    "scaled_matmul_reduce_scatter": {
+        "a name": lambda a: a.update(group=a["group"].group_name),
+        "from behind": option(orig_scatter_dim=-2, scatter_dim_after_maybe_reshape=-2),
+        "of numpy": option(orig_scatter_dim=np.int64(0), output_shape=np.array([4, 16])),
+        "blocks of rows": lambda a: a.update(A=a["A"].view(2, 2, -1), A_scale=a["A_scale"].view(2, 2, 1)),
+        "flattened": option(scatter_dim_after_maybe_reshape=None, output_shape=[2, 2, 16]),
+        "weights by rows": of_each("B", lambda w: w.contiguous()),
+        "one scale for all columns": of_each("B_scale", lambda scale: scale[0, :1]),
+        "no dimensions": of_each("B_scale", lambda scale: scale[0, 0]),
+        "scattered scales": of_each("A_scale", scattered),
+        "slow": option(use_fast_accum=False),
+        "the usual dtype": option(out_dtype=torch.bfloat16),
+        "a deadline": option(deadline_s=30),
+    },
+    "all_to_all_matmul": {
+        "int32": of_each("splits", torch.Tensor.int),
+        "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
+        "scattered tokens": of_each("tokens", scattered),
+        "scattered weights": of_each("w_experts", scattered),
+        "transposed weights": of_each("w_experts", lambda w: w.mT.contiguous().mT),
+        "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
+        "a deadline": option(deadline_s=30),
+    },
+    "matmul_all_to_all": {
+        "int32": of_each("received", torch.Tensor.int),
+        "int32 splits": of_each("splits", torch.Tensor.int),
+        "strided splits": of_each("splits", lambda splits: splits.repeat_interleave(2)[::2]),
+        "scattered rows": of_each("h", scattered),
+        "transposed weights": of_each("w_experts", lambda w: w.mT.contiguous().mT),
+        "another type": of_each("w_experts", lambda w: w.as_subclass(Named)),
+        "a deadline": option(deadline_s=30),
+    },
+    "embedding_all_to_all": {
+        "int32": of_each("offsets", torch.Tensor.int),
+        "batch sizes": option(batch_sizes=[1, 1]),
+        "batch sizes of numpy": option(batch_sizes=np.array([1, 1])),
+        "the usual transport": option(transport="direct"),
+        "a deadline": option(deadline_s=30),
+    },
+}
+SCHEDULES: dict[str, list[str | None]] = {
+    "all_gather_matmul": ["serial", "gather[by=kernel]"],
+    "all_gather_scaled_matmul": ["serial", "gather[by=kernel]"],
+    "matmul_all_gather": ["serial", "direct[chunks=2,by=dma]"],
+    "matmul_all_reduce": ["serial", "one_shot[by=kernel]", "two_shot[chunks=2,by=dma,add=gemm]"],
+    "matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=gemm]"],
+    "scaled_matmul_reduce_scatter": ["serial", "scatter", "direct[chunks=2,by=dma,add=reduce]"],
+    "all_to_all_matmul": ["serial", "dispatch[by=dma,rest=each]"],
+    "matmul_all_to_all": ["serial", "combine[chunks=1,by=dma]"],
+    "embedding_all_to_all": [None],
+}
+
+
+def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
+    """Rank 1 writes each call otherwise than rank 0, at a new shape and at a known one: by nobody's or everybody's calls before."""
+    for schedule in SCHEDULES[operator]:
+        options = {} if schedule is None else {"schedule": schedule}
+        make = OPERATORS[operator]
+        wanted = leaves(make(group)(**options))
+        for name, same in SAME[operator].items():
+            for known in (False, True):
+                own = dist.new_group([0, 1])
+                call = make(own)
+                if known:
+                    call(**options)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of copies
+                    for change in (same if group.rank() == 1 else None, None):
+                        found = leaves(call(change, **options))
+                        for one, other in zip(found, wanted, strict=True):
+                            torch.testing.assert_close(
+                                one.reshape(other.shape), other, msg=lambda text, name=name: f"{name}: {text}"
+                            )
+                dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("operator", SAME)
+def test_what_means_the_same_makes_one_call(pool: Pool, operator: str) -> None:
+    pool.run(written_otherwise, operator, ranks=2, timeout_s=120)

@@ -1,0 +1,278 @@
+"""What operators and the module refuse, whatever they compute.
+
+Tensors of other kinds, dimensions, rows, deadlines: refused on every rank, by the argument's name and with what to pass, when
+one rank alone passes them, at a shape that is known (where checks are few) and at a new one; and the next call goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from matmul_ranks import told
+from operators_called import FP8, OPERATORS, TABLES, Features, leaves
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft.launch import Pool
+from weft.nn import ShardedEmbeddingBagCollection
+from weft.nn.input_dist import InputDist
+
+# --- tensors ---
+
+
+class Elsewhere(torch.Tensor):
+    """A subclass whose values are in another tensor, as libraries for quantization make them."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Elsewhere:
+        return torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, device=inside.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise RuntimeError("nobody may look inside")
+
+
+def as_dtensor(x: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate  # half a second, and this file is imported by every rank
+
+    return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()], run_check=False)
+
+
+def nested(x: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([x, x], layout=layout)
+
+
+# What a tensor is made into, and words of the error, which begins with the argument's name.
+KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "DTensor": (as_dtensor, "is a DTensor: pass .to_local()"),
+    "collective": (AsyncCollectiveTensor, "is an AsyncCollectiveTensor: pass .wait()"),
+    "elsewhere": (Elsewhere, "is an Elsewhere, which keeps its values elsewhere: pass the torch.Tensor that has them"),
+    "array": (lambda x: np.zeros(x.shape), "is a ndarray: pass torch.from_numpy("),
+    "list": (lambda x: [[0.0]], "is a list: pass a torch.Tensor"),
+    "nothing": (lambda x: None, "is a NoneType: pass a torch.Tensor"),
+    "sparse": (lambda x: x.to_sparse(), "is torch.sparse_coo: pass a dense one (to_dense())"),
+    "nested": (nested, "is a nested tensor: pass a dense one"),
+    "jagged": (partial(nested, layout=torch.jagged), "is a nested tensor: pass a dense one"),
+}
+NOT_OF_FP8 = {"sparse", "nested"}
+MAY_BE_NONE = {"biases[0]", "bias", "residual", "per_sample_weights", "weights", "lengths"}
+
+
+def other_kinds(group: dist.ProcessGroup, operator: str, known: bool) -> dict[tuple[str, str], str]:
+    """What each rank is told of each kind of tensor in each place, which rank 1 passes. known: after a good call."""
+    call, found = OPERATORS[operator](group), {}
+    wanted = call() if known else None
+    for name, place in call.tensors.items():
+        given = place.given(call.arguments)
+        for kind, (make, _) in KINDS.items():
+            if (kind == "nothing" and name in MAY_BE_NONE) or (kind in NOT_OF_FP8 and given.dtype == FP8):
+                continue
+            bad = make(given)
+            change = partial(place.put, value=bad) if group.rank() == 1 else None
+            found[name, kind] = told(partial(call, change))
+    again = call()
+    assert not known or all(torch.equal(a, b) for a, b in zip(leaves(again), leaves(wanted), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: str, known: bool) -> None:
+    for found in pool.run(other_kinds, operator, known, ranks=2, timeout_s=60):
+        assert {kind for _, kind in found} == KINDS.keys()
+        for (name, kind), text in found.items():
+            assert text.startswith("RefusedError: "), (name, kind, text)
+            assert f"rank 1: {name} {KINDS[kind][1]}" in text, (name, kind, text)
+
+
+# --- other arguments ---
+
+NO_DIMENSION = "pass the number of a dimension, an int"
+NO_NUMBER = "pass a whole number for each rank"
+NO_DEADLINE = "must be positive, and at most 1000000: it is how many seconds a wait may take"
+# For operators that gather: (argument, what rank 1 passes, words of the error).
+GATHERS_REFUSE: list[tuple[str, Any, str]] = [
+    ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
+    ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
+    ("gather_dim", False, f"gather_dim=False is a bool: {NO_DIMENSION}"),
+    ("gather_dim", 0.0, f"gather_dim=0.0 is a float: {NO_DIMENSION}"),
+    ("gather_dim", None, f"gather_dim=None is a NoneType: {NO_DIMENSION}"),
+    ("gather_dim", -1, "gather_dim=-1 must name a dimension of A_shard (4, "),
+    ("gather_dim", 2, "gather_dim=2 must name a dimension of A_shard (4, "),
+    ("gather_dim", -3, "gather_dim=-3 must name a dimension of A_shard (4, "),
+    ("rows", 4, "rows=4 is an int: pass a list with a number for each rank"),
+    ("rows", "44", "rows='44' is a str: pass a list with a number for each rank"),
+    ("rows", [4, 4.0], f"rows[1]=4.0 is a float: {NO_NUMBER}"),
+    ("rows", [4, True], f"rows[1]=True is a bool: {NO_NUMBER}"),
+    ("rows", [4, None], f"rows[1]=None is a NoneType: {NO_NUMBER}"),
+    ("rows", [4], "rows=(4,) must have one entry, 0 or more, for each of 2 ranks"),
+    ("rows", [3, 5], "rows=(3, 5) must have one entry, 0 or more, for each of 2 ranks, and here, on rank 1, be 4"),
+    ("rows", [-4, 4], "rows=(-4, 4) must have one entry, 0 or more"),
+    ("Bs", None, "Bs is a NoneType: pass a list"),
+    ("Bs", torch.ones(8, 3), "Bs is one tensor of shape (8, 3): pass a list of tensors, [B]"),
+    ("Bs", {"w": torch.ones(8, 3)}, "Bs is a dict: pass a list"),
+    ("Bs", {torch.ones(8, 3)}, "Bs is a set: pass a list"),
+    ("Bs", [], "Bs"),
+    ("return_A", "no", "return_A='no' is a str: pass True or False"),
+    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+]
+SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
+    ("scatter_dim", "0", f"scatter_dim='0' is a str: {NO_DIMENSION}"),
+    ("scatter_dim", 1, "scatter_dim=1 must name a dimension of A (4, 8) before the last"),
+    ("scatter_dim", -3, "scatter_dim=-3 must name a dimension of A (4, 8) before the last"),
+    ("A", torch.ones(8), "A has shape (8,): pass at least two dimensions"),
+    ("A", torch.ones(5, 8), "A has shape (5, 8), and the 5 of scatter_dim=0 must be divisible by world_size=2, as"),
+    ("A", torch.ones(3, 2, 8), "A has shape (3, 2, 8), and the 3 of scatter_dim=0 must be divisible by world_size=2"),
+    ("B", [torch.ones(8, 3)], "B is a list: pass a torch.Tensor"),
+    ("reduce_op", "max", 'reduce_op=\'max\': use "sum" or "avg"'),
+    ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
+    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+]
+PRODUCTS_REFUSE: list[tuple[str, Any, str]] = [
+    ("x", torch.ones(8), "x has shape (8,): pass at least two dimensions"),
+    ("w", [torch.ones(8, 3)], "w is a list: pass a torch.Tensor"),
+    ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+]
+ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmul"], GATHERS_REFUSE) | {
+    "matmul_reduce_scatter": SCATTERS_REFUSE,
+    "scaled_matmul_reduce_scatter": [
+        ("orig_scatter_dim", "0", f"orig_scatter_dim='0' is a str: {NO_DIMENSION}"),
+        ("orig_scatter_dim", None, f"orig_scatter_dim=None is a NoneType: {NO_DIMENSION}"),
+        ("scatter_dim_after_maybe_reshape", True, f"scatter_dim_after_maybe_reshape=True is a bool: {NO_DIMENSION}"),
+        ("output_shape", 4, "output_shape is an int: pass a list"),
+        ("output_shape", [], "output_shape=() is none of A (4, 32) @ B (32, 16): pass (4, 16), or, with A as (4, 32)"),
+        ("output_shape", [-2, -2, 16], "output_shape=(-2, -2, 16) is none of A (4, 32) @ B (32, 16)"),
+        ("output_shape", [4.0, 16], "output_shape[0]=4.0 is a float: pass a whole number"),
+        ("B", [torch.ones(32, 16)], "B is a list: pass a torch.Tensor"),
+        ("reduce_op", None, 'reduce_op=None: use "sum" or "avg"'),
+        ("out_dtype", "bf16", "out_dtype=bf16: use one of torch.bfloat16"),
+        ("out_dtype", [torch.bfloat16], "out_dtype=[torch.bfloat16]: use one of torch.bfloat16"),
+        ("use_fast_accum", "no", "use_fast_accum='no' is a str: pass True or False"),
+        ("timeline", 3, "timeline=3 is no timeline: pass weft.Timeline(), or None"),
+    ],
+    "matmul_all_gather": [
+        ("gather_dim", "0", f"gather_dim='0' is a str: {NO_DIMENSION}"),
+        ("gather_dim", True, f"gather_dim=True is a bool: {NO_DIMENSION}"),
+        ("gather_dim", 2, "gather_dim=2 must name a dimension of x (4, 8): pass one from -2 to 1"),
+        ("gather_dim", -3, "gather_dim=-3 must name a dimension of x (4, 8): pass one from -2 to 1"),
+        *PRODUCTS_REFUSE,
+    ],
+    "matmul_all_reduce": [
+        ("op", "max", 'op=\'max\': use "sum" or "avg"'),
+        ("op", None, 'op=None: use "sum" or "avg"'),
+        ("op", "avg", 'op="avg" is of sums alone'),
+        *PRODUCTS_REFUSE,
+    ],
+}
+DEADLINES: list[Any] = [math.inf, math.nan, 0, -1, 1e7, 10**400, True, "5", [5], 5j, torch.tensor(5.0)]
+# Deadlines are taken by all, and by the module when it is made.
+DIRECT = [*ARGUMENTS_REFUSED, "all_to_all_matmul", "matmul_all_to_all", "embedding_all_to_all"]
+
+
+def refused(group: dist.ProcessGroup, operator: str, bad: list[tuple[str, Any]]) -> list[str]:
+    """What each rank is told of each argument that rank 1 passes, at a known shape; good calls in between."""
+    call, found = OPERATORS[operator](group), []
+    call()
+    for name, value in bad:
+        found.append(told(partial(call, **({name: value} if group.rank() == 1 else {}))))
+        call()
+    return found
+
+
+@pytest.mark.parametrize("operator", ARGUMENTS_REFUSED)
+def test_arguments_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
+    refuses = ARGUMENTS_REFUSED[operator]
+    bad = [(name, value) for name, value, _ in refuses]
+    for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
+        for text, (name, value, words) in zip(found, refuses, strict=True):
+            assert text.startswith("RefusedError: rank 1: "), (name, value, text)
+            assert words in text, (name, value, text)
+
+
+@pytest.mark.parametrize("operator", DIRECT)
+def test_deadlines_that_no_wait_can_have_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
+    bad = [("deadline_s", value) for value in DEADLINES]
+    for found in pool.run(refused, operator, bad, ranks=2, timeout_s=60):
+        for text, value in zip(found, DEADLINES, strict=True):
+            assert text.startswith(f"RefusedError: rank 1: deadline_s={value!r} {NO_DEADLINE}"), text
+
+
+def made_with_deadlines(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """What becomes of a module, and of an input distribution, with each deadline; in the first case on rank 1 alone."""
+    found = []
+    for value in DEADLINES:
+        of_rank = value if group.rank() == 1 else 5.0
+        module = partial(ShardedEmbeddingBagCollection, TABLES, group=group, deadline_s=of_rank)
+        sharding = weft.place_tables(TABLES, 2)
+        distribution = partial(InputDist, sharding, group, torch.device("cpu"), is_weighted=False, deadline_s=value)
+        found.append((told(module), told(distribution)))
+    return found
+
+
+def test_deadlines_are_looked_at_when_a_module_is_made(pool: Pool) -> None:
+    for found in pool.run(made_with_deadlines, ranks=2, timeout_s=60):
+        for (module, distribution), value in zip(found, DEADLINES, strict=True):
+            assert module.startswith("RefusedError"), module
+            assert f"rank 1: deadline_s={value!r} {NO_DEADLINE}" in module
+            assert distribution == f"ValueError: deadline_s={value!r} {NO_DEADLINE}"
+
+
+def deadlines_taken(group: dist.ProcessGroup) -> None:
+    """By every wait: in set-up, in calls of a new and of a known shape, in an all-to-all of gloo's, in `close`."""
+    for seconds in (1e6, 5, 0.9e6, np.float32(7), np.int64(7), Fraction(7, 2)):
+        own = dist.new_group([0, 1])
+        for make in map(OPERATORS.__getitem__, DIRECT):
+            for _ in range(2):
+                make(own)(deadline_s=seconds)
+        for input in ("local_batch", "global_batch"):
+            ebc = ShardedEmbeddingBagCollection(TABLES, group=own, input=input, deadline_s=seconds)  # type: ignore[arg-type]
+            for _ in range(2):
+                ebc(Features(torch.arange(6), torch.tensor([1, 2, 0, 3]), None))
+            ebc.close()
+        dist.destroy_process_group(own)
+
+
+def test_long_deadlines_are_taken(pool: Pool) -> None:
+    pool.run(deadlines_taken, ranks=2, timeout_s=100)
+
+
+def test_weights_that_are_no_tensors_are_refused_before_any_is_copied(pool: Pool) -> None:
+    for found in pool.run(full_weights_of_other_kinds, ranks=2, timeout_s=60):
+        for kind, (text, copied) in found.items():
+            assert text.startswith(f"ValueError: weights['items'] {KINDS[kind][1]}"), kind
+            assert not copied
+
+
+def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str, bool]]:
+    # A table beside it, which comes first.
+    ebc = ShardedEmbeddingBagCollection(TABLES, group=group, placement=[group.size() - 1] * 2)
+    if group.rank() != group.size() - 1:
+        return {}
+    before, found = ebc.embedding_bags["users"].weight.clone(), {}
+    for kind, (make, _) in KINDS.items():
+        if kind != "DTensor":  # making one is collective
+            full = {"users": torch.ones(10, 4), "items": make(torch.ones(20, 3))}
+            text = told(partial(ebc.load_full_weights, full))
+            found[kind] = text, not torch.equal(ebc.embedding_bags["users"].weight, before)
+    return found
+
+
+def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
+    (text,) = pool.run(no_group, ranks=1, timeout_s=60)
+    assert text == "ValueError: group='none' names no process group of this rank: pass the group, or its group_name"
+
+
+def no_group(group: dist.ProcessGroup) -> str:
+    return told(lambda: weft.all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, "none"))
