@@ -147,7 +147,8 @@ class _AllGatherMatmul(Operator[_Call]):
     ) -> list[torch.Tensor | None]:  # fmt: skip
         (x, *Bs), even = saved, p.world_size > 1 and len(set(p.rows)) == 1
         grad_gathered = grads.pop() if p.return_gathered else None
-        # Ranks agree on whether any gradients of weights are wanted, and not on which.
+        # Ranks agree on whether any gradients of weights are wanted, and not on which: each may freeze others than its peers, and
+        # from call to call. So those of frozen ones are computed too, or a rank would run another schedule than its peers.
         if even and wanted[0] and any(wanted[1:]) and not p.return_gathered:
             made = _all_at_once(x, Bs, grads, group, turn)
             return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
