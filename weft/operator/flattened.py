@@ -65,9 +65,18 @@ def rows_of_ranks(
 
 def grad_of_weight(x: torch.Tensor, grad: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x^T @ grad, laid out as `w`: of a `linear.weight.t()` autograd would copy any other into the parameter's layout."""
-    if w.stride(0) == 1 and w.stride(1) != 1:
+    if _by_columns(w):
         return (grad.t() @ x).t()
     return x.t() @ grad
+
+
+def room_for_grad_of_weight(w: torch.Tensor) -> torch.Tensor:
+    """New memory, laid out so."""
+    return w.new_empty(w.shape[1], w.shape[0]).t() if _by_columns(w) else w.new_empty(w.shape)
+
+
+def _by_columns(w: torch.Tensor) -> bool:
+    return w.stride(0) == 1 and w.stride(1) >= max(2, w.shape[0])
 
 
 def flattened(x: torch.Tensor, gather_dim: int) -> torch.Tensor:

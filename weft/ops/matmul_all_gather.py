@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import check_tensor, checked_dimension
-from weft.operator.calls import made, registered
+from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, flattened, grad_of_weight, restored
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Operator
+from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
+from weft.ops.matmul_all_gather_gradients import part_of_sum
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.runtime.unfused import all_gather, reduce_scatter
+from weft.runtime.unfused import all_gather
 from weft.schedule import MatmulAllGather
 from weft.timeline import Timeline
 
@@ -59,12 +61,14 @@ def matmul_all_gather(
     shape is collective set-up and takes milliseconds to seconds: make it before capturing a CUDA graph.
     Memory: the result; symmetric memory of the size of x @ w, which is kept; on GPUs that of the largest x for all calls that
         differ in its rows only, as for `weft.all_gather_matmul`. The serial schedule's x @ w during the call, and where it joins
-        columns as much as the result again.
+        columns as much as the result again. Of backward where it overlaps: symmetric memory of the size of the others' parts of the
+        result, and memory of that of the own one, which are kept.
 
     Differentiable in x and w, once; all ranks must want the same gradients. They are sums over ranks: what a rank's gradient of y
     is, the x and w that its parts come from get, as from all-gather's own backward. If all ranks compute one and the same loss from
     y, as replicated layers do, it counts once for each: divide it by the number of ranks. Backward is a reduce-scatter of the
-    result's gradient and two GEMMs, one after the other.
+    result's gradient and two GEMMs. Where both gradients are wanted, rows that have come from all ranks are multiplied while
+    others travel, if that is faster. It has not been tried on GPUs yet: there one runs after the other.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
@@ -102,6 +106,9 @@ class _MatmulAllGather(Operator[_Call]):
     """With y the products of all ranks, and `own` of the sum over ranks of grad y the part where this rank's product lies:
 
     grad x = own @ w^T      grad w = x^T @ own
+
+    Where both are wanted, that is an operator of its own (`weft.ops.matmul_all_gather_gradients`); otherwise the library's
+    reduce-scatter and the one GEMM.
     """
 
     name, form = "matmul_all_gather", _Call
@@ -137,12 +144,11 @@ class _MatmulAllGather(Operator[_Call]):
         self, p: MatmulAllGather, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        (x, w), (own,) = saved, grads
-        if p.world_size > 1:
-            if p.columns:
-                own = own.reshape(p.m, p.world_size, p.n).transpose(0, 1).reshape(p.world_size * p.m, p.n)
-            what, rows = "reduce-scatter of the result's gradient", [p.m] * p.world_size
-            own = reduce_scatter(own.contiguous(), rows, group.rank(), group, turn, what)
+        (x, w), (g,) = saved, grads
+        if p.world_size > 1 and all(wanted):
+            call = GRADIENTS.form(x, g, w, p.columns)
+            return [*within(GRADIENTS, call, group, turn)]
+        own = part_of_sum(p, g, group, turn)
         return [own @ w.t() if wanted[0] else None, grad_of_weight(x, own, w) if wanted[1] else None]
 
     def drawn(self, p: MatmulAllGather, rank: int, generator: torch.Generator) -> _Call:

@@ -9,6 +9,7 @@ from weft.schedule import (  # noqa: F401  (registers their builders)
     gather,
     gathered_gradients,
     gathered_product,
+    gathered_product_gradients,
     scatter,
     serial,
     shard,
@@ -24,6 +25,7 @@ from weft.schedule.problems.all_gather_matmul_gradients import AllGatherMatmulGr
 from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
 from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
 from weft.schedule.problems.matmul_all_gather import MatmulAllGather
+from weft.schedule.problems.matmul_all_gather_gradients import MatmulAllGatherGradients
 from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
@@ -54,8 +56,8 @@ from weft.schedule.steps import (
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllGatherMatmulGradients",
     "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll",
-    "Expr", "For", "Index", "Lane", "MatmulAllGather", "MatmulAllReduce", "MatmulAllToAll", "MatmulInto",
-    "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled",
+    "Expr", "For", "Index", "Lane", "MatmulAllGather", "MatmulAllGatherGradients", "MatmulAllReduce", "MatmulAllToAll",
+    "MatmulInto", "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled",
     "ScaledMatmulReduceScatter", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
     "candidates", "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip

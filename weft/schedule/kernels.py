@@ -141,6 +141,6 @@ class PooledBags(TileKernel):
 
 @dataclass(frozen=True, slots=True)
 class Unpack(TileKernel):
-    """Columns that came by rank are put in their order."""
+    """Columns that came by rank are put in their order, or those in order below each other, by rank."""
 
     kind: ClassVar[str] = "unpack"

@@ -159,8 +159,11 @@ class _Given:
         self.rows = None if isinstance(buffer.rows, int) else buffer.rows  # what becomes known in a run
         self.shape = (-1 if self.rows is not None else value(buffer.rows), buffer.cols)
         users = [s for b in steps for s in b.step.inner or (b.step,) if s.accesses()]
-        for_matmuls = all(isinstance(s, Compute) and s.op in MATMULS for s in users)
-        self.transposable = buffer.role == "input" and for_matmuls
+        read_only = buffer.role == "input"
+        self.transposable = all(
+            isinstance(s, Compute) and (s.op in MATMULS if read_only else s.op == "matmul" and not s.accumulate)
+            for s in users
+        )
         self.key: tuple[int, int, int, int] | None = None  # of the tensor that all steps point to
 
     def look(self, tensor: torch.Tensor) -> tuple[int, int, int, int] | None:

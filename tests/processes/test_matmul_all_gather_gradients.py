@@ -1,0 +1,141 @@
+"""Both gradients of weft.matmul_all_gather as one schedule, on CPU processes: every schedule, on poisoned memory, behind ranks that
+come late; backward takes the operator; layouts, sizes of nothing, disagreement, benchmark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gathered_gradient_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from scatter_ranks import every, late
+from schedule_cpu_ranks import domain_of, poison
+from slow import pairs
+
+from weft.bench.core.options import BenchOptions
+from weft.bench.core.run import run_rank
+from weft.launch import Pool
+from weft.runtime.cpu.schedule import CpuSchedule
+from weft.schedule import MatmulAllGatherGradients
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"
+NAME = "matmul_all_gather_gradients"
+each_dim = pytest.mark.parametrize("dim", [0, -1])
+
+
+def on_poisoned_memory(
+    group: dist.ProcessGroup, m: int, n: int, k: int, columns: bool, dtype: torch.dtype
+) -> list[str]:
+    """Each schedule that overlaps, run in a row on fresh data, its own memory and its results poisoned; compared when all have run.
+    The first rank comes late to the second run, the last one to the third; the last run is the first again, to the bit."""
+    rank, world, names = group.rank(), group.size(), []
+    operands = [ranks.Operands(world, m, n, k, columns, dtype, seed) for seed in range(4)]
+    for candidate in every(MatmulAllGatherGradients(world, m, n, k, ranks.NAMES[dtype], columns)):
+        if candidate.name == "serial":
+            continue
+        executor = CpuSchedule(candidate.build(), domain_of(group))
+        poison(executor)
+        found = []
+        for number in (0, 1, 2, 3, 0):
+            if (number, rank) in ((1, 0), (2, world - 1)):
+                late(0.01)
+            call = operands[number].call(rank)
+            results = {name: t.fill_(torch.nan) for name, t in ranks.OPERATOR.outputs(call, world).items()}
+            executor.run({**ranks.OPERATOR.inputs(None, call), **results})
+            found.append(list(results.values()))
+        for given, gradients in zip(operands, found, strict=False):
+            given.check(gradients, rank)
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True)), candidate.name
+        executor.close()
+        names.append(candidate.name)
+    return names
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    pairs([2, 3, 4, 8], [F32, BF16, F16], (2, F32), (2, BF16), (3, BF16), (3, F16), (4, F32), (8, BF16)),
+    ids=str,
+)
+def test_every_schedule_on_poisoned_memory(pool: Pool, world: int, dtype: torch.dtype, columns: bool) -> None:
+    (names, *_) = pool.run(on_poisoned_memory, 75, 38, 40, columns, dtype, ranks=world, timeout_s=100)
+    assert len(names) == 8
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 5, 3), (9, 1, 4), (8, 600, 16)], ids=str)
+def test_small_sizes(pool: Pool, sizes: tuple[int, int, int]) -> None:
+    for columns in (False, True):
+        names = pool.run(on_poisoned_memory, *sizes, columns, F32, ranks=3, timeout_s=60)[0]
+        assert names[0] == "direct[chunks=1]"
+
+
+@each_dim
+@pytest.mark.parametrize(("wanted", "called"), [((True, True), {NAME}), ((True, False), set()), ((False, True), set())])
+def test_backward_takes_it_where_both_are_wanted(
+    pool: Pool, dim: int, wanted: tuple[bool, bool], called: set[str]
+) -> None:
+    for world in (2, 3):
+        assert pool.run(ranks.called_by_backward, dim, wanted, ranks=world, timeout_s=60) == [(called, True)] * world
+
+
+def test_backward_of_one_rank_goes_the_plain_way(pool: Pool) -> None:
+    assert pool.run(ranks.called_by_backward, 0, (True, True), ranks=1) == [(set(), True)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("shape", "dim"), [((12, 16), 0), ((12, 16), -1), ((2, 5, 16), 1), ((2, 5, 16), 2)])
+def test_gradients(pool: Pool, shape: tuple[int, ...], dim: int, compiled: bool) -> None:
+    for schedule in (DIRECT, COLUMNS):
+        pool.run(ranks.backward, schedule, shape, 5, dim, (True, True), compiled, None, ranks=3, timeout_s=120)
+
+
+@pytest.mark.parametrize("schedule", [DIRECT, "direct[chunks=2,last=columns]"])
+def test_gradients_are_what_differences_say(pool: Pool, schedule: str) -> None:
+    assert pool.run(ranks.gradcheck, schedule, ranks=2, timeout_s=120) == ["", ""]
+
+
+@pytest.mark.parametrize("schedule", [None, DIRECT, COLUMNS])
+@pytest.mark.parametrize("columns", [False, True])
+def test_many_sizes_in_a_row(pool: Pool, columns: bool, schedule: str | None) -> None:
+    pool.run(ranks.many_sizes, columns, schedule, F32, ranks=2, timeout_s=60)
+
+
+@pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])
+def test_operands_may_lie_otherwise_and_the_gradient_of_a_weight_lies_as_it(pool: Pool, schedule: str) -> None:
+    """Nobody is warned of how gradients lie, which autograd has made."""
+    assert pool.run(ranks.layouts, schedule, ranks=3, timeout_s=60) == [[]] * 3
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 3), (5, 0, 3), (5, 4, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sizes_of_nothing(pool: Pool, world: int, sizes: tuple[int, int, int]) -> None:
+    pool.run(ranks.empty, *sizes, ranks=world, timeout_s=60)
+
+
+def test_one_rank_that_differs_is_named_on_every_rank() -> None:
+    differs = {"rows": "m=4", "dimension": "columns=True", "schedule": "schedule direct[chunks=2]"}
+    with Pool(3) as alone:
+        for told in alone.run(ranks.one_rank_differs, timeout_s=60):
+            assert told.keys() == differs.keys()
+            for name, text in told.items():
+                assert text.startswith("DisagreementError: ranks make different calls"), name
+                assert differs[name] in text
+
+
+def test_a_gradient_of_other_products_is_refused(pool: Pool) -> None:
+    for told in pool.run(ranks.bad_gradient, ranks=2):
+        assert "a gradient (15, 6) torch.float32 does not go with products (16, 6)" in told
+
+
+def measured(group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    return run_rank(
+        group.rank(), 2, BenchOptions(NAME, "64x24x32", variants=("weft", DIRECT), quick=True, seconds=0.05)
+    )
+
+
+def test_it_is_measured(pool: Pool) -> None:
+    written = pool.run(measured, ranks=2, timeout_s=120)[0]
+    assert {r["variant"] for r in written} == {"serial", "weft", DIRECT}
+    assert all(r["p50_ms"] > 0 and r["error"] < 1e-5 for r in written)

@@ -1,0 +1,86 @@
+"""Backward of `weft.matmul_all_gather` where x and w want gradients, as an operator with schedules of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.operator.calls import registered
+from weft.operator.dtypes import name_of_dtype
+from weft.operator.flattened import check_weights, grad_of_weight, room_for_grad_of_weight
+from weft.operator.prepared import strided
+from weft.operator.spec import Operator
+from weft.runtime.in_turn import Turn
+from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.unfused import reduce_scatter
+from weft.schedule import MatmulAllGather, MatmulAllGatherGradients
+
+
+class _Call(NamedTuple):
+    """g: the gradient of all products, which were joined by columns, or by rows."""
+
+    x: torch.Tensor
+    g: torch.Tensor
+    w: torch.Tensor
+    columns: bool
+
+
+class _MatmulAllGatherGradients(Operator[_Call]):
+    """Returns x's gradient, and w's, which lies as w does."""
+
+    name, form = "matmul_all_gather_gradients", _Call
+
+    def problem(self, call: _Call, world: int, most: int) -> MatmulAllGatherGradients:
+        x, g, w, columns = call
+        check_weights(x, [w], what="x", each="w")
+        p = MatmulAllGatherGradients(world, x.shape[0], w.shape[1], x.shape[1], name_of_dtype("x", x), columns)
+        if (g.shape, g.dtype) != (p.shape, x.dtype):
+            raise ValueError(
+                f"a gradient {tuple(g.shape)} {g.dtype} does not go with products {p.shape} {x.dtype} of all ranks"
+            )
+        return p
+
+    def inputs(self, p: MatmulAllGatherGradients, call: _Call) -> dict[str, Any]:
+        # No reason to warn of a copy of g: autograd made it.
+        return {"g": call.g.contiguous(), "xt": strided(call.x, "x").t(), "wt": strided(call.w, "w").t()}
+
+    def outputs(self, call: _Call, world: int) -> dict[str, Any]:
+        return {"grad_x": call.x.new_empty(call.x.shape), "grad_w": room_for_grad_of_weight(call.w)}
+
+    def unfused(
+        self, p: MatmulAllGatherGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
+    ) -> list[torch.Tensor] | None:
+        """The library's calls."""
+        own = part_of_sum(p, call.g, group, turn)
+        grad_x, grad_w = own @ call.w.t(), grad_of_weight(call.x, own, call.w)
+        if turn is not None:
+            turn.done("gradients", own)
+        return [grad_x, grad_w]
+
+    def drawn(self, p: MatmulAllGatherGradients, rank: int, generator: torch.Generator) -> _Call:
+        def random(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator, device=generator.device)
+            return drawn.to(TORCH_DTYPE[p.dtype])
+
+        return _Call(random(p.m, p.k), random(*p.shape), random(p.n, p.k).t(), p.columns)
+
+    def expected(self, p: MatmulAllGatherGradients, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
+        total, (x, _, w, _) = torch.stack([call.g.double() for call in calls]).sum(0), calls[rank]
+        own = total.tensor_split(p.world_size, dim=int(p.columns))[rank]
+        return [own @ w.double().t(), x.double().t() @ own]
+
+
+def part_of_sum(p: MatmulAllGather, g: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None) -> torch.Tensor:
+    """Of the sum over ranks of g, the part in which this rank's product lay."""
+    if p.world_size == 1:
+        return g
+    if p.columns:
+        g = g.reshape(p.m, p.world_size, p.n).transpose(0, 1).reshape(p.world_size * p.m, p.n)
+    what = "reduce-scatter of the result's gradient"
+    return reduce_scatter(g.contiguous(), [p.m] * p.world_size, group.rank(), group, turn, what)
+
+
+OPERATOR = registered(_MatmulAllGatherGradients())
