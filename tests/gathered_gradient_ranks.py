@@ -14,14 +14,13 @@ import gradcheck_ranks
 import torch
 import torch.distributed as dist
 from matmul_ranks import close, data, device, own_group, told
-from scatter_ranks import poisoned_outputs
+from scatter_ranks import NAMES, each_called, every, poisoned_outputs
 
 import weft
 from weft.operator import calls
 from weft.ops import matmul_all_gather as public
 from weft.ops.matmul_all_gather_gradients import OPERATOR
-
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+from weft.schedule import MatmulAllGatherGradients
 
 
 class Operands:
@@ -71,6 +70,43 @@ def taking(schedule: str) -> Iterator[None]:
     finally:
         public.within = native
     assert set(called) == {OPERATOR.name}
+
+
+def every_schedule(
+    group: dist.ProcessGroup, m: int, n: int, k: int, columns: bool, dtype: torch.dtype, late_s: float
+) -> list[str]:
+    """Each one that overlaps called several times with fresh data, results poisoned; the last call is the first again, to the bit.
+    The first rank comes late to the second call, the last one to the third."""
+    rank, world = group.rank(), group.size()
+    operands = [Operands(world, m, n, k, columns, dtype, seed) for seed in range(3)]
+    found = every(MatmulAllGatherGradients(world, m, n, k, NAMES[dtype], columns))
+    names = [candidate.name for candidate in found if candidate.name != "serial"]
+
+    def call(given: Operands, name: str) -> Any:
+        return calls.made(OPERATOR, group, given.xs[rank], lambda _: given.call(rank), schedule=name)
+
+    def check(gradients: Any, number: int) -> None:
+        operands[number].check(gradients, rank)
+
+    for name, of_calls in each_called(group, OPERATOR, names, operands, call, check, late_s):
+        assert all(torch.equal(a, b) for a, b in zip(of_calls[0], of_calls[-1], strict=True)), name
+    return names
+
+
+def chosen(group: dist.ProcessGroup) -> list[str]:
+    """What calls take that pin nothing, of a size for which overlap is predicted to be faster; and then, if the problem counts as
+    tried on GPUs."""
+    taken = []
+    for tried in (False, True):
+        own, given = own_group(group), Operands(group.size(), 4096, 8192, 4096, True, torch.bfloat16, 1)
+        usual = MatmulAllGatherGradients.tried_on_gpus
+        MatmulAllGatherGradients.tried_on_gpus = tried
+        try:
+            given.check(made(own, given.call(group.rank()), None), group.rank())
+        finally:
+            MatmulAllGatherGradients.tried_on_gpus = usual
+        taken += [one.taken[0] for one in calls.prepared_calls(OPERATOR, own)]
+    return taken
 
 
 def backward(group: dist.ProcessGroup, schedule: str, *given: Any) -> None:

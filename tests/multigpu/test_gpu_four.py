@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import dispatch_ranks
+import gathered_gradient_ranks
 import gathered_product_ranks
 import gpu_ranks
 import matmul_ranks
@@ -72,6 +73,13 @@ def test_every_schedule_that_adds_up_everywhere(ranks: Pool, dtype: torch.dtype)
 def test_every_schedule_that_gathers_products(ranks: Pool, dim: int) -> None:
     names = ranks.run(gathered_product_ranks.every_schedule, 300, 136, 72, dim, torch.bfloat16, 0.01, timeout_s=240)
     assert {"direct", "tracked"} < {name.split("[")[0] for name in names[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [False, True])
+def test_every_schedule_of_both_gradients_of_what_was_gathered(ranks: Pool, columns: bool, dtype: torch.dtype) -> None:
+    names = ranks.run(gathered_gradient_ranks.every_schedule, 300, 1030, 72, columns, dtype, 0.01, timeout_s=120)
+    assert len(names[0]) == 8
 
 
 @pytest.mark.parametrize("name", ["scatter", "direct[chunks=2,by=store,add=gemm]", "ring[chunks=2,by=dma]", "serial"])

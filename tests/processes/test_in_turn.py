@@ -274,6 +274,8 @@ def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -
     x, w = torch.ones(4, K, requires_grad=True), torch.ones(1, K, N, requires_grad=True)
     if operator == "all_gather_matmul":
         _, (y,) = weft.all_gather_matmul(x, [w[0]], 0, own, return_A=False, schedule=schedule, deadline_s=0.5)
+    elif operator == "matmul_all_gather":
+        y = weft.matmul_all_gather(x, w[0], 0, own, schedule=schedule, deadline_s=0.5)
     else:
         splits = torch.tensor([4] + [0] * (group.size() - 1))
         y = weft.all_to_all_matmul(x, w, splits, group=own, schedule=schedule, deadline_s=0.5)
@@ -288,6 +290,7 @@ def no_backward(group: dist.ProcessGroup, operator: str, schedule: str | None) -
     [
         ("all_gather_matmul", "serial", "backward of all_gather_matmul of a shape that is new here"),
         ("all_gather_matmul", "gather[by=kernel]", "backward of all_gather_matmul of a shape that is new here"),
+        ("matmul_all_gather", "serial", "backward of matmul_all_gather of a shape that is new here"),
         ("all_to_all_matmul", "serial", r"\w+ \w+ again of all_to_all_matmul"),
     ],
 )

@@ -71,6 +71,12 @@ def test_small_sizes(pool: Pool, sizes: tuple[int, int, int]) -> None:
         assert names[0] == "direct[chunks=1]"
 
 
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_schedule_by_the_operator(pool: Pool, world: int, columns: bool) -> None:
+    assert len(pool.run(ranks.every_schedule, 33, 20, 24, columns, F32, 0.01, ranks=world, timeout_s=100)[0]) == 8
+
+
 @each_dim
 @pytest.mark.parametrize(("wanted", "called"), [((True, True), {NAME}), ((True, False), set()), ((False, True), set())])
 def test_backward_takes_it_where_both_are_wanted(

@@ -1,0 +1,67 @@
+"""Both gradients of weft.matmul_all_gather as one schedule, on two GPUs; most functions are those of the CPU tests."""
+
+from __future__ import annotations
+
+import gathered_gradient_ranks as ranks
+import gpu_ranks
+import product_ranks
+import pytest
+import torch
+from scatter_ranks import every
+
+from weft.launch import Pool
+from weft.schedule import MatmulAllGatherGradients
+
+pytestmark = gpu_ranks.MARKS
+SIZES = {"whole": (2048, 1024, 256), "odd": (601, 1030, 43), "few columns": (301, 19, 7)}
+"""M, N, K: of whole tiles; blocks of columns that are whole tiles of rows that are not; and nothing of it."""
+DIRECT, COLUMNS = "direct[chunks=2]", "direct[chunks=4,last=columns]"
+OVERLAPPING = [c.name for c in every(MatmulAllGatherGradients(2, 2048, 1024, 256, "bf16")) if c.name != "serial"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, columns: bool, dtype: str) -> None:
+    p = MatmulAllGatherGradients(2, *SIZES[sizes], dtype, columns)
+    for name in OVERLAPPING if dtype == "bf16" else (DIRECT, COLUMNS):
+        pair.run(product_ranks.on_streams, p, name, timeout_s=60)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [False, True])
+def test_every_schedule_by_the_operator(pair: Pool, columns: bool, dtype: torch.dtype) -> None:
+    """Three calls in a row with fresh data and poisoned results, behind stragglers, and to the bit again."""
+    names = pair.run(ranks.every_schedule, 777, 520, 264, columns, dtype, 0.01, timeout_s=200)
+    assert names[0] == OVERLAPPING
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("shape", "dim"), [((128, 64), 0), ((128, 64), -1), ((3, 65, 48), 1), ((3, 65, 48), -1)])
+def test_gradients(pair: Pool, shape: tuple[int, ...], dim: int, compiled: bool) -> None:
+    for schedule in (DIRECT, COLUMNS):
+        pair.run(ranks.backward, schedule, shape, 40, dim, (True, True), compiled, None, timeout_s=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("schedule", [None, DIRECT, COLUMNS])
+def test_many_sizes_in_a_row(pair: Pool, schedule: str | None, columns: bool, dtype: torch.dtype) -> None:
+    pair.run(ranks.many_sizes, columns, schedule, dtype, timeout_s=60)
+
+
+@pytest.mark.parametrize("schedule", ["serial", DIRECT, COLUMNS])
+def test_operands_may_lie_otherwise_and_the_gradient_of_a_weight_lies_as_it(pair: Pool, schedule: str) -> None:
+    """GEMMs write blocks of a result that lies by columns, in calls of one shape that take turns with others."""
+    assert pair.run(ranks.layouts, schedule, timeout_s=60) == [[]] * 2
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 3), (5, 0, 3), (5, 4, 0)], ids=str)
+def test_sizes_of_nothing(pair: Pool, sizes: tuple[int, int, int]) -> None:
+    pair.run(ranks.empty, *sizes, timeout_s=60)
+
+
+def test_the_librarys_way_is_taken_until_it_has_been_tried(pair: Pool) -> None:
+    for untried, tried in pair.run(ranks.chosen, timeout_s=60):
+        assert untried == "serial"
+        assert tried.startswith("direct")
