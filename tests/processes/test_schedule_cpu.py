@@ -84,9 +84,13 @@ def other_layouts(group, p):
                 layout["x_shard"].requires_grad_()
                 with torch.inference_mode(seed > 1):
                     layout["y0"] = layout["y0"].clone() if seed > 1 else layout["y0"]
-                if seed == 1 and builder != "ficco_2d":  # whose GEMMs add to it
-                    wide["y0"] = torch.full((p.n[0], p.m + 3), torch.nan)
-                    layout["y0"] = wide["y0"][:, 2 : 2 + p.m].t()
+                if seed == 1:
+                    by_columns = torch.full((p.n[0], p.m + 3), torch.nan)
+                    given = {**layout, "y0": by_columns[:, 2 : 2 + p.m].t()}
+                    if builder == "ficco_2d":  # whose GEMMs add to it
+                        assert "its rows must be in one piece" in error_of(lambda given=given: executor.run(given))[1]
+                    else:
+                        layout, wide["y0"] = given, by_columns
                 executor.run(layout)
                 assert_right(p, layout, seed, f"{builder}, layout {seed}", roundings=p.world_size)
                 margins = wide["y0"][:, [0, 1, -1]]
