@@ -141,9 +141,12 @@ def test_splits_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                     f"RefusedError: rank 1: splits add up to {total} and tokens has 4 rows: pass how many"
                 )
             assert told[f"negative, {when}"].startswith("RefusedError: rank 1: splits has -1 at 1")
-        assert told["capacity"].startswith(
-            "RefusedError: rank 1: tokens has 65 rows, and calls of this shape were prepared for capacity=64: pass the largest"
-        )
+        if schedule == "serial":  # which makes memory for what comes
+            assert told["capacity"] == "nothing"
+        else:
+            assert told["capacity"].startswith(
+                "RefusedError: rank 1: tokens has 65 rows, and calls of this shape were prepared for capacity=64: pass the largest"
+            )
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])

@@ -177,9 +177,12 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
                 "rows": "rank 1: rows=7 and splits add up to 6: pass how many tokens this rank has",
             }.items():
                 assert told[f"{name}, {when}"].startswith(f"RefusedError: {text}"), (name, told[f"{name}, {when}"])
-        assert told["capacity"].startswith(
-            "RefusedError: rank 0: this rank has 65 tokens, and calls of this shape were prepared for capacity=64: pass the largest"
-        )
+        if schedule == "serial":  # which makes memory for what comes
+            assert told["capacity"] == "nothing"
+        else:
+            assert told["capacity"].startswith(
+                "RefusedError: rank 0: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
+            )
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])

@@ -20,6 +20,7 @@ from weft.schedule import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
     MatmulAllGather,
+    MatmulAllGatherGradients,
     MatmulAllReduce,
     MatmulReduceScatter,
     NotApplicableError,
@@ -48,6 +49,8 @@ PROBLEMS: dict[str, Problem] = {
     "reduced by 3": MatmulAllReduce(3, 50, 40, 16, "fp32"),
     "rows of products of 2": MatmulAllGather(2, 300, 40, 16, "fp32"),
     "columns of products of 3": MatmulAllGather(3, 50, 40, 16, "fp32", True),
+    "rows of products of 3, gradients": MatmulAllGatherGradients(3, 50, 40, 16, "fp32"),
+    "columns of products of 2, gradients": MatmulAllGatherGradients(2, 50, 40, 16, "bf16", True),
 }
 
 

@@ -152,7 +152,9 @@ class _Function(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, prepared: Prepared, call: Any, deadline_s: float | None, timeline: Timeline | None, *_: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        results, op = prepared(call, deadline_s, timeline), prepared.op
+        op = prepared.op
+        prepared.require_room(call, deadline_s)  # the library's calls need none, but backward may go another way
+        results = prepared(call, deadline_s, timeline)
         ctx.prepared, ctx.deadline_s = prepared, deadline_s
         saved = op.saved(call, results, ctx.needs_input_grad[4:])
         ctx.beside = op.beside(saved)

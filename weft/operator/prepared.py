@@ -120,9 +120,6 @@ class Prepared:
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
         op, capturing = self.op, self.capturing()
-        if self.domain is not None and (trouble := op.does_not_fit(self.p, call)):
-            # On GPUs hosts do not meet, and peers would wait for this rank's part until their deadline.
-            refuse(self.domain, trouble, deadline_s=deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         results = (
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
@@ -152,6 +149,7 @@ class Prepared:
         self, call: Any, inputs: dict[str, Any], capturing: bool, deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor] | None:
         """None: no schedule is as fast as the library's calls."""
+        self.require_room(call, deadline_s)
         outputs = self.op.outputs(call, self.p.world_size)
         tensors = {**inputs, **outputs}
         executor = self.executor(call, tensors, capturing, deadline_s)
@@ -169,6 +167,12 @@ class Prepared:
                 self._ran.add(layout)
         found = outputs | made
         return [found[name] for name in self._results]
+
+    def require_room(self, call: Any, deadline_s: float | None) -> None:
+        """Refuse a call that was not prepared for: on GPUs hosts do not meet, and peers would wait for this rank's part until their
+        deadline."""
+        if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
+            refuse(self.domain, trouble, deadline_s=deadline_s)
 
     @property
     def group(self) -> dist.ProcessGroup:

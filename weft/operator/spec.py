@@ -101,8 +101,8 @@ class Operator(ABC, Generic[C]):
         return list(self.outputs(call, world).values())
 
     def does_not_fit(self, p: Any, call: C) -> str:
-        """Why this call cannot be made with what `p` leaves room for; empty if it can. Asked whatever the schedule: another machine
-        takes another one, and backward need not take forward's."""
+        """Why this call cannot be made with what `p` leaves room for; empty if it can. Not asked where nothing overlaps and no
+        gradients are wanted."""
         return ""
 
     def to_choose_with(self, p: Any, rank: int, call: C) -> C:
