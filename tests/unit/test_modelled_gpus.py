@@ -4,6 +4,11 @@ the caller's writes before it and reads behind it; tokens come to the run that w
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import combine
+import dispatch
 import pytest
 import torch
 
@@ -19,9 +24,11 @@ from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
+    AllToAllMatmul,
     MatmulAllGather,
     MatmulAllGatherGradients,
     MatmulAllReduce,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NotApplicableError,
     Problem,
@@ -113,3 +120,79 @@ def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPat
                 raise AssertionError(f"{candidate.name}, order {seed}: {error}") from error
         overlapping += 1
     assert overlapping
+
+
+EXPERTS: dict[str, AllToAllMatmul | MatmulAllToAll] = {
+    f"{what} {'all that come' if exact else 'at most so many'}": problem(world, experts, rows, 8, 16, "fp32", 40, exact)
+    for what, problem, world, experts, rows in (
+        ("dispatched by 2,", AllToAllMatmul, 2, 3, (24, 17)),
+        ("dispatched by 3, and wanted,", partial(AllToAllMatmul, return_x=True), 3, 2, (13, 0, 29)),
+        ("combined by 2,", MatmulAllToAll, 2, 3, (24, 17)),
+        ("combined by 3,", MatmulAllToAll, 3, 2, (13, 0, 29)),
+    )
+    for exact in (True, False)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seeds"), [*((name, 1) for name in EXPERTS), *(slow(name, 8) for name in EXPERTS)])
+def test_rows_of_experts_go_where_they_belong(monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> None:
+    """In each run others are sent than in the one before; the schedule was made for even ones."""
+    model(monkeypatch)
+    p = EXPERTS[name]
+    world, ranks = p.world_size, range(p.world_size)
+    of_runs = [dispatch.random_splits(world, p.experts, p.rows, run) for run in range(RUNS)]
+    back = isinstance(p, MatmulAllToAll)
+    if back:
+        drawn = [combine.inputs(splits, p.k, p.n, p.dtype, run) for run, splits in enumerate(of_runs)]
+    else:
+        drawn = [dispatch.inputs(p, run) for run in range(RUNS)]
+
+    def given(rank: int, run: int) -> dict[str, Any]:
+        splits, (rows, weights) = of_runs[run - 1], drawn[run - 1]
+        w = weights.split(p.experts)[rank].flatten(0, 1)
+        mine = torch.tensor(splits[rank])
+        if back:
+            y = poison(torch.empty(p.rows[rank], p.n))
+            received = combine.received_of(rank, splits)
+            return {"h": rows[rank], "received": received, "splits": mine.view(world, -1), "w": w, "y": y}
+
+        def room(cols: int) -> Any:
+            return (
+                (lambda count: poison(torch.empty(count, cols))) if p.exact else poison(torch.empty(sum(p.rows), cols))
+            )
+
+        tensors = {"tokens": rows[rank], "splits": mine.view(1, -1), "w": w, "y": room(p.n)}
+        tensors["received"] = poison(torch.empty(world, p.experts, dtype=torch.int64))
+        return tensors | ({"x": room(p.k)} if p.return_x else {})
+
+    def check(played: Played, what: str) -> None:
+        for run, (splits, (rows, weights)) in enumerate(zip(of_runs, drawn, strict=True), start=1):
+            for rank in ranks:
+                found, at = played.results[rank, run], f"{what}, run {run}"
+                if back:
+                    combine.assert_rows(found["y"], rank, splits, rows, weights, at)
+                    continue
+                _, received = dispatch.expected(rank, splits, rows, weights)
+                came = int(received.sum())
+                dispatch.assert_rows(found["y"][:came], rank, splits, rows, weights, at)
+                assert torch.equal(found["received"], received), at
+                assert p.exact or found["y"][came:].isnan().all(), at
+                if p.return_x:
+                    parts = [part.split(list(of_rank)) for part, of_rank in zip(rows, splits, strict=True)]
+                    mine = slice(rank * p.experts, (rank + 1) * p.experts)
+                    assert torch.equal(found["x"][:came], torch.cat([one for part in parts for one in part[mine]])), at
+
+    overlapping = 0
+    for number, candidate in enumerate(candidates(p)):
+        if candidate.name == "serial":
+            continue
+        try:
+            schedule = candidate.build()
+        except NotApplicableError:
+            continue
+        for seed in range(number, number + seeds):
+            played = Played(schedule, RUNS, given)
+            played.play(seed)
+            check(played, f"{candidate.name}, order {seed}")
+        overlapping += 1
+    assert overlapping >= 4

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from made_up import require_runnable_on_gpus
-from modelled_gpus import Recorded, Region, context_of
+from modelled_gpus import Recorded, SymmetricMemory, context_of
 
 from weft.errors import ScheduleError
 from weft.operator.dtypes import name_of_dtype
@@ -70,7 +70,7 @@ def test_a_tile_kernel_that_is_registered_is_run_on_gpus(monkeypatch: pytest.Mon
     )
     schedule = d.schedule()
     require_runnable_on_gpus(schedule, 0)
-    items = stream_compiler.compile_streams(context_of(schedule, 0, Region(1, 0)), False)
+    items = stream_compiler.compile_streams(context_of(schedule, 0, SymmetricMemory(1, 0)), False)
     ((lane, operation),) = items.calls
     out = torch.zeros(3, 2)
     operation.call({"y": out})
@@ -133,7 +133,7 @@ def test_each_lane_finds_the_sizes_of_its_own_copies(monkeypatch: pytest.MonkeyP
             continue
         copies.clear()
         Numbers.made.clear()
-        region = Region(schedule.world_size, layout_of(schedule).buffer_bytes)
+        region = SymmetricMemory(schedule.world_size, layout_of(schedule).buffer_bytes)
         stream_compiler.compile_streams(context_of(schedule, 1, region), False)
         late = [copy for copy in copies if "sizes" in copy]
         lanes = [lane for lane in schedule.lanes if lane.resource == "copy"]

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
-from modelled_gpus import Region, compiled, model
+from modelled_gpus import SymmetricMemory, compiled, model
 from slow import mostly
 
 from weft.errors import ScheduleError
@@ -56,7 +56,7 @@ def test_kernels_are_loaded_without_a_change_of_what_peers_read(monkeypatch: pyt
             continue
         if any(isinstance(step, Collective) for lane in schedule.lanes for step in lane.steps):
             continue  # there is no library here
-        region = Region(schedule.world_size, layout_of(schedule).buffer_bytes, fill=7)
+        region = SymmetricMemory(schedule.world_size, layout_of(schedule).buffer_bytes, fill=7)
         context, items = compiled(schedule, 1, region)
         items.warm_up({b.name: torch.ones(int(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype]) for b in context.given})
         assert all((block == 7).all() for block in region.blocks), candidate.name
