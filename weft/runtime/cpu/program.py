@@ -29,12 +29,13 @@ from weft.schedule.steps import put_in, variables_of
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """A step in numbers, and what does it. rows: of a collective, how many each rank has."""
+    """A step, and what does it. rows: of a collective, how many each rank has. late: only the run knows its numbers."""
 
     step: Step
     name: str
     sent_bytes: int
     rows: tuple[int, ...]
+    late: bool
     call: Callable[[], object]
 
 
@@ -59,7 +60,7 @@ class Program:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
                 late = isinstance(step, Tiles | Read) or bool(variables_of(step))
                 sent = 0 if late else self._sent_bytes(step)
-                bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, _not_bound)
+                bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, late, _not_bound)
                 mine = given.keys() & {a.region.buffer for inner in step.inner or (step,) for a in inner.accesses()}
                 for name in mine:
                     users[name].append(bound)
@@ -98,7 +99,7 @@ class Program:
             self.places.put(given.name, given.place(key))
             stale.update(dict.fromkeys(given.steps))
         for bound in stale:
-            if not isinstance(bound.step, Tiles | Read) and not variables_of(bound.step):
+            if not bound.late:
                 bound.call = self._call(bound)
         for given, key in moved:
             given.key = key

@@ -158,16 +158,25 @@ def _names_of(kind: Any) -> tuple[str, ...]:
 
 def variables_of(item: Any) -> Set[str]:
     """The names in all expressions of a step, region or index but its own loop's."""
-    if type(item) in (int, str):
-        return set()
+    found = set[str]()
+    _add_variables(item, found)
+    return found
+
+
+def _add_variables(item: Any, found: set[str]) -> None:
+    kind = type(item)
+    if kind is int or kind is str:  # most are
+        return
     if isinstance(item, Expr):
-        return item.variables()
-    if isinstance(item, tuple):
-        return set[str]().union(*map(variables_of, item))
-    if isinstance(item, (Step, *_PLAIN)):
-        own = item.own_variables if isinstance(item, Step) else frozenset()
-        return set[str]().union(*(variables_of(getattr(item, name)) for name in _names_of(type(item)))) - own
-    return set()
+        found |= item.variables()
+    elif isinstance(item, tuple):
+        for part in item:
+            _add_variables(part, found)
+    elif isinstance(item, Step) and item.own_variables:
+        found |= variables_of(item.values()) - item.own_variables
+    elif isinstance(item, (Step, *_PLAIN)):
+        for name in _names_of(kind):
+            _add_variables(getattr(item, name), found)
 
 
 def totals_of(item: Any) -> list[Total]:
