@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -257,8 +257,10 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
             return -_over(operand, values)
         case ast.BinOp(left=left, op=sign, right=right):
             return _OPERATORS[type(sign)](_over(left, values), _over(right, values))
-        case ast.Subscript(value=ast.Tuple(elts=entries), slice=index):
-            return np.array([_over(entry, values) for entry in entries])[_over(index, values)]
+        case ast.Subscript(value=ast.Tuple(elts=entries) as table, slice=index):
+            numbers = _numbers_of(table)
+            found: np.ndarray = np.array([_over(entry, values) for entry in entries]) if numbers is None else numbers
+            return found[_over(index, values)]
         case ast.Call(args=[ast.Subscript(value=held, slice=ast.Slice(lower=lower, upper=upper, step=step))]):
             known: Any = values if isinstance(held, ast.Name) else {}
             contents = [_over(e, values) for e in held.elts] if isinstance(held, ast.Tuple) else known[_name(held)]
@@ -268,6 +270,14 @@ def _over(node: ast.expr, values: Mapping[str, int | np.ndarray]) -> Any:
         case ast.Constant(value=value):
             return value
     raise AssertionError(f"_check lets no {ast.unparse(node)} in")
+
+
+@lru_cache(maxsize=64)  # tables of thousands of numbers, which many expressions have in common
+def _numbers_of(table: ast.Tuple) -> np.ndarray | None:
+    """Its entries, if all of them are numbers."""
+    if not all(isinstance(entry, ast.Constant) for entry in table.elts):
+        return None
+    return np.array([cast(ast.Constant, entry).value for entry in table.elts])
 
 
 def _sum(part: int | Sequence[int]) -> int:
@@ -315,6 +325,8 @@ def _period(node: ast.AST, name: str) -> int:
             return abs(modulus)
         case ast.Name(id=found) if found == name:
             return 0
+        case ast.Subscript(value=ast.Tuple() as table, slice=index) if _numbers_of(table) is not None:
+            return _period(index, name)
     return math.lcm(*(_period(part, name) for part in ast.iter_child_nodes(node)))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 from weft.errors import ScheduleError
 from weft.schedule import Schedule
@@ -142,13 +142,9 @@ class _Part:
         return self.at_us + max(0.0, min([(lane.rest - lane.mark) / speed[lane.load] for lane in self.working]))
 
 
-class _Timed(NamedTuple):
-    at_us: float
-    order: int  # of two events at one time, the one planned first comes first
-    lane: _Lane | None  # goes on: with its work, if that is what it waited for
-    works: bool
-    counter: int  # is raised, where there is no lane
-    times: int
+_Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
+"""(when, order, lane, works, counter, times). Of two events at one time, the one planned first comes first. A lane goes on, with
+its work if that is what it waited for; where there is none the counter is raised so many times."""
 
 
 class _Engine:
@@ -189,32 +185,33 @@ class _Engine:
 
     def _step(self) -> None:
         """To the next moment at which something begins or ends."""
-        while self.ends and self.ends[0][3] != self.ends[0][2].ends:
-            heapq.heappop(self.ends)  # the part's speeds are others by now
-        if not self.ends and not self.timed:
+        ends, timed = self.ends, self.timed
+        while ends and ends[0][3] != ends[0][2].ends:
+            heapq.heappop(ends)  # the part's speeds are others by now
+        if not ends and not timed:
             return
-        self.now = min(at[0][0] for at in (self.ends, self.timed) if at)
-        while self.ends and self.ends[0][0] <= self.now:
-            _, _, part, number = heapq.heappop(self.ends)
+        self.now = now = min([heap[0][0] for heap in (ends, timed) if heap])
+        while ends and ends[0][0] <= now:
+            _, _, part, number = heapq.heappop(ends)
             if number != part.ends:
                 continue
             self._change(part)
-            self._go_on(*part.to(self.now))
-        while self.timed and self.timed[0].at_us <= self.now:
-            event = heapq.heappop(self.timed)
-            if event.lane is None:
-                self._raise(event.counter, event.times)
-            elif event.works:
-                self._work(event.lane)
+            self._go_on(*part.to(now))
+        while timed and timed[0][0] <= now:
+            _, _, lane, works, counter, times = heapq.heappop(timed)
+            if lane is None:
+                self._raise(counter, times)
+            elif works:
+                self._work(lane)
             else:
-                self._advance(event.lane)
+                self._advance(lane)
         for part in self.changed:
             part.changed = False
             part.ends += 1
             if part.working:
                 part.speed = self._speeds(part.working)
                 self.planned += 1
-                heapq.heappush(self.ends, (part.next_us(), self.planned, part, part.ends))
+                heapq.heappush(ends, (part.next_us(), self.planned, part, part.ends))
         self.changed.clear()
 
     def _change(self, part: _Part) -> None:
@@ -223,7 +220,7 @@ class _Engine:
             self.changed.append(part)
 
     def _speeds(self, working: list[_Lane]) -> dict[int, float]:
-        key = tuple(sorted([lane.load for lane in working]))
+        key = (working[0].load,) if len(working) == 1 else tuple(sorted([lane.load for lane in working]))
         found = self.known_speeds.get(key)
         if found is None:
             if len(self.known_speeds) >= _KNOWN_SPEEDS:
@@ -235,7 +232,7 @@ class _Engine:
         self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1, times: int = 0
     ) -> None:
         self.planned += 1
-        heapq.heappush(self.timed, _Timed(at_us, self.planned, lane, works, counter, times))
+        heapq.heappush(self.timed, (at_us, self.planned, lane, works, counter, times))
 
     # -- lanes
 
@@ -290,10 +287,12 @@ class _Engine:
 
     def _work(self, lane: _Lane) -> None:
         if lane.rest > _DONE_US:
-            marked, done = lane.part.to(self.now) if lane.part.at_us < self.now else ([], [])
-            lane.part.working.append(lane)
-            self._change(lane.part)
-            self._go_on(marked, done)
+            part = lane.part
+            due = part.to(self.now) if part.at_us < self.now else None
+            part.working.append(lane)
+            self._change(part)
+            if due:
+                self._go_on(*due)
         else:
             self._finish(lane)
 
@@ -320,7 +319,7 @@ class _Engine:
         self._advance(lane)
 
     def _note(self, lane: _Lane) -> None:
-        self.events.append(Event(lane.program, lane.next, lane.rank.run, lane.since, self.now))
+        self.events.append((lane.program, lane.next, lane.rank.run, lane.since, self.now))
         lane.next += 1
 
     def _raise_after(self, delay_us: float, counter: int, times: int) -> None:

@@ -25,7 +25,7 @@ LEAST = 1e-3
 _ROUNDS = 8
 _NONE = 1e-12
 
-_Uses: TypeAlias = dict[int, tuple[tuple[int, float], ...]]
+_Uses: TypeAlias = dict[int, list[tuple[int, float]]]
 """What steps take at full speed, by step: of a resource, and of the units of resource r that are held as ~r."""
 
 
@@ -44,31 +44,39 @@ def speeds(loads: Mapping[int, Load], counts: Mapping[int, int]) -> dict[int, fl
     for key, n in counts.items():
         for resource, amount in loads[key].hold:
             held[resource] = held.get(resource, 0.0) + n * amount
-    uses = {key: loads[key].share + tuple((~r, a) for r, a in loads[key].hold if held[r] > 1) for key in counts}
-    uses = {
-        key: tuple((resource, amount) for resource, amount in of_key if amount > _NONE) for key, of_key in uses.items()
-    }
-    capacity = {r: max(LEAST, 1.0 - held.get(r, 0.0)) for of_key in uses.values() for r, _ in of_key}
+    capacity = {resource: max(LEAST, 1.0 - amount) for resource, amount in held.items()}  # of others it is 1
+    uses: _Uses = {}
+    for key in counts:
+        share, hold, _ = loads[key]
+        waits = [(~r, a) for r, a in hold if held[r] > 1] if hold else []
+        uses[key] = [use for use in (*share, *waits) if use[1] > _NONE]
     result = _fair(uses, counts, capacity)
-    _disturb(loads, counts, capacity, result)
+    if any(loads[key].disturb for key in counts):
+        _disturb(loads, counts, capacity, result)
     return result
 
 
 def _fair(uses: _Uses, counts: Mapping[int, int], capacity: Mapping[int, float]) -> dict[int, float]:
     takers: dict[int, list[tuple[float, int]]] = {}
     for key, of_key in uses.items():
+        n = counts[key]
         for resource, amount in of_key:
-            takers.setdefault(resource, []).append((amount, counts[key]))
-    short = {r for r, some in takers.items() if sum(amount * n for amount, n in some) > capacity[r]}
-    if not short:
+            takers.setdefault(resource, []).append((amount, n))
+    room = {
+        r: capacity.get(r, 1.0)
+        for r, some in takers.items()
+        if sum([amount * n for amount, n in some]) > capacity.get(r, 1.0)
+    }
+    if not room:
         return dict.fromkeys(counts, 1.0)
-    level = {r: _level(takers[r], capacity[r]) for r in short}
-    weights = {}
-    for key, of_key in uses.items():
-        stops = [(level[r] / amount, amount) for r, amount in of_key if r in short]
-        weights[key] = min(stops, default=(1.0, 1.0))[1]
+    level = {r: _level(takers[r], left) for r, left in room.items()}
+    uses = {key: [use for use in of_key if use[0] in room] for key, of_key in uses.items()}  # no other one stops a step
+    weights = {
+        key: min([(level[r] / amount, amount) for r, amount in of_key], default=(1.0, 1.0))[1]
+        for key, of_key in uses.items()
+    }
     for _ in range(_ROUNDS):
-        result, stopped = _fill(uses, counts, capacity, short, weights)
+        result, stopped = _fill(uses, counts, room, weights)
         if stopped.items() <= weights.items():
             break
         weights |= stopped
@@ -77,7 +85,7 @@ def _fair(uses: _Uses, counts: Mapping[int, int], capacity: Mapping[int, float])
 
 def _level(takers: list[tuple[float, int]], left: float) -> float:
     """The amount that each gets of `left`, or less if it asks for less, if none is stopped elsewhere."""
-    waiting = sum(n for _, n in takers)
+    waiting = sum([n for _, n in takers])
     for amount, n in sorted(takers):
         if amount * waiting > left:
             break
@@ -86,20 +94,21 @@ def _level(takers: list[tuple[float, int]], left: float) -> float:
 
 
 def _fill(
-    uses: _Uses, counts: Mapping[int, int], capacity: Mapping[int, float], short: set[int], weights: Mapping[int, float]
+    uses: _Uses, counts: Mapping[int, int], room: Mapping[int, float], weights: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """(speeds, what those that were stopped take of what stopped them) if steps grow in inverse proportion to their weights."""
-    left = {r: capacity[r] for r in short}
+    """(speeds, what those that were stopped take of what stopped them) if steps grow in inverse proportion to their weights.
+    uses: of what has too little `room`."""
+    left = dict(room)
     result: dict[int, float] = {}
     stopped: dict[int, float] = {}
     growing = set(counts)
+    slope_of = {key: [(r, counts[key] * amount / weights[key]) for r, amount in uses[key]] for key in counts}
     while growing:
-        level = min(weights[key] for key in growing)  # where the next one is at full speed
+        level = min([weights[key] for key in growing])  # where the next one is at full speed
         slopes: dict[int, float] = {}
         for key in growing:
-            for resource, amount in uses[key]:
-                if resource in short:
-                    slopes[resource] = slopes.get(resource, 0.0) + counts[key] * amount / weights[key]
+            for resource, slope in slope_of[key]:
+                slopes[resource] = slopes.get(resource, 0.0) + slope
         full_at = [(left[resource] / slope, resource) for resource, slope in slopes.items()]
         first = min(full_at, default=(level, 0))
         if first[0] < level:
@@ -111,10 +120,9 @@ def _fill(
         else:
             ended = {key for key in growing if weights[key] <= level}
         for key in ended:
-            result[key] = min(1.0, level / weights[key])
+            result[key] = speed = min(1.0, level / weights[key])
             for resource, amount in uses[key]:
-                if resource in short:
-                    left[resource] = max(0.0, left[resource] - counts[key] * amount * result[key])
+                left[resource] = max(0.0, left[resource] - counts[key] * amount * speed)
         growing -= ended
     return result, stopped
 

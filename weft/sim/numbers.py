@@ -204,17 +204,39 @@ class Numbers:
             if at_rank(there, rank) and at_rank(extent, rank):
                 alike.setdefault((at_rank(extent, rank), *self._holds[rank]), []).append(rank)
         found = [_NO_TILES] * self.world
+        equal: dict[Tiled, Tiled] = {}  # ranks that do the same share one: nobody compares them again
+        uneven = _is_uneven(step)
         for (count, *_), ranks in alike.items():
-            some = max(1, _AT_ONCE // count)
+            some = max(1, _AT_ONCE // count) if uneven else len(ranks)
             for i in range(0, len(ranks), some):
-                tables = _Tables(step, count, {**dict(turn), **self._values[ranks[0]]}, ranks[i : i + some], self.world)
-                for rank, tiled in zip(ranks[i : i + some], tables.tiled(self._item_bytes), strict=True):
-                    found[rank] = tiled
+                here = ranks[i : i + some]
+                tables = _Tables(step, count, {**dict(turn), **self._values[ranks[0]]}, here, self.world)
+                made = [equal.setdefault(one, one) for one in tables.tiled(self._item_bytes)]
+                for rank, one in zip(here, made if len(made) > 1 else made * len(here), strict=True):
+                    found[rank] = one
         return tuple(found)
 
 
+def _is_uneven(step: Tiles) -> bool:
+    """Whether some number of a tile depends both on the tile and on the rank, as the distance to another rank does anyway."""
+
+    def depends(number: Index, name: str) -> bool:
+        return isinstance(number, Expr) and number.period(name) != 1
+
+    regions = [region for inner in step.body for region in regions_of(inner)]
+    sets = [inner for inner in step.body if isinstance(inner, Set)]
+    numbers = [n for region in regions for n in (region.row, region.rows, region.col, region.cols)]
+    numbers += [one.index for one in sets]
+    of_ranks = [one.at for one in regions] + [one.at for one in sets]
+    return any(depends(at, step.index) for at in of_ranks) or any(
+        depends(number, step.index) and depends(number, "rank") for number in numbers
+    )
+
+
 class _Tables:
-    """What occurs in a step's tiles at some ranks, which have as many tiles and hold the same."""
+    """What occurs in a step's tiles at some ranks, which have as many tiles and hold the same.
+
+    Most numbers are the same in the tiles of all ranks: what is counted, and sorted, is then looked at for one of them."""
 
     def __init__(self, tiles: Tiles, extent: int, values: Values, ranks: list[int], world: int) -> None:
         self._tiles, self._extent, self._world = tiles, extent, world
@@ -222,77 +244,88 @@ class _Tables:
         self._values = {**values, "rank": self._ranks}
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
-        """Of each rank."""
-        count = len(self._ranks)
-        parts: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(count)]
-        sets: list[list[SetBy]] = [[] for _ in range(count)]
+        """Of each rank, or of one for all."""
+        parts: list[list[list[tuple[int, tuple[int, ...], int]]]] = []  # of each step: of one rank for all, or of each
+        sets: list[list[list[SetBy]]] = []
         for place, inner in enumerate(self._tiles.body):
             if isinstance(inner, Set):
-                for of_rank, found in zip(sets, self._sets(inner), strict=True):
-                    of_rank += found
+                sets.append(self._sets(inner))
                 continue
             extents = [n for region in regions_of(inner) for n in (region.rows, region.cols, region.at)]
-            for of_part, counted in zip(parts, self._counted(*extents), strict=True):
-                of_part += [(place, numbers, n) for numbers, n in counted]
+            parts.append([[(place, *one) for one in of_rank] for of_rank in self._counted(*extents)])
         read = self._read_bytes(item_bytes)
-        made = [Tiled(tuple(p), tuple(sorted(s)), n) for p, s, n in zip(parts, sets, read, strict=True)]
-        return made[:1] * count if made.count(made[0]) == count else made
+        differing = max([len(read), *map(len, parts), *map(len, sets)])
+        return [
+            Tiled(tuple(_joined(parts, i)), tuple(sorted(_joined(sets, i))), read[i if len(read) > 1 else 0])
+            for i in range(differing)
+        ]
 
     def _counted(self, *numbers: Index) -> list[list[tuple[tuple[int, ...], int]]]:
-        """By rank, (values of `numbers`, in how many tiles they have them), by rising values. Every third number is a rank, and its
-        distance is counted."""
-        table, times = self._table(numbers)
-        table[2::3] = (table[2::3] - self._ranks) % self._world
-        if (table == table[:, :1]).all():
-            return [_occurring(table[:, 0], times)] * len(self._ranks)
-        return [_occurring(table[:, i], times) for i in range(len(self._ranks))]
+        """By rank, or of one for all, (values of `numbers`, in how many tiles they have them), by rising values. Every third
+        number is a rank, and its distance is counted."""
+        table, times = self._table(numbers, ranks=slice(2, None, 3))
+        return [_occurring(of_rank, times) for of_rank in np.moveaxis(table, 1, 0)]
 
     def _sets(self, step: Set) -> list[list[SetBy]]:
-        """By rank. Tiles are done in their order, and what none but the first of them set is there when these are done."""
-        table, times = self._table((step.index, step.at))
-        table[1] = (table[1] - self._ranks) % self._world
-        seen = table.shape[2]
+        """By rank, or of one for all. Tiles are done in their order, and what none but the first of them set is there when these
+        are done."""
+        (places, distances), times = self._table((step.index, step.at), ranks=slice(1, 2))
+        seen = len(times)
         found = []
-        for of_rank in np.moveaxis(table, 1, 0):
-            values, first, which = np.unique(of_rank, axis=1, return_index=True, return_inverse=True)
-            last = seen - 1 - np.unique(of_rank[:, ::-1], axis=1, return_index=True)[1]
-            count = np.bincount(which.reshape(-1), weights=times).astype(int)
+        for of_rank in places * self._world + distances:  # one number sorts faster than two
+            values, first, which = np.unique(of_rank, return_index=True, return_inverse=True)
+            last = seen - 1 - np.unique(of_rank[::-1], return_index=True)[1]
+            count = np.bincount(which, weights=times).astype(int)
             # Where a few tiles tell for all, they come again and again.
             end = (last + 1) / seen if seen == self._extent else np.ones(len(first))
-            columns = zip(*values.tolist(), count.tolist(), (first / self._extent).tolist(), end.tolist(), strict=True)
-            found.append([SetBy(step.signal, distance, place, *rest) for place, distance, *rest in columns])
+            where = (values % self._world, values // self._world, count, first / self._extent, end)
+            found.append([SetBy(step.signal, *one) for one in zip(*(w.tolist() for w in where), strict=True)])
         return found
 
-    def _table(self, numbers: Sequence[Index]) -> tuple[np.ndarray, np.ndarray]:
-        """([numbers, ranks, some tiles], how often each of these occurs)."""
+    def _table(self, numbers: Sequence[Index], ranks: slice) -> tuple[np.ndarray, np.ndarray]:
+        """([numbers, ranks, some tiles], how often each of these occurs). One rank is there for all where all have the same. In
+        place of `ranks` among the numbers, their distances."""
         index = self._tiles.index
         # Mostly they depend on a tile's place within its sample, and one sample tells for all.
         period = math.lcm(*(n.period(index) for n in numbers if isinstance(n, Expr)))
         at = np.arange(min(period, self._extent) or self._extent)
         values = {**self._values, index: at}
-        shape = (len(self._ranks), len(at))
-        table = np.empty((len(numbers), *shape), np.int64)
-        for column, number in zip(table, numbers, strict=True):
-            column[...] = number.over(values) if isinstance(number, Expr) else number
+        columns = [np.asarray(n.over(values) if isinstance(n, Expr) else n, np.int64) for n in numbers]
+        columns[ranks] = [(column - self._ranks) % self._world for column in columns[ranks]]
+        columns = [column[:1] if column.ndim > 1 and (column == column[:1]).all() else column for column in columns]
+        rows = max(len(column) if column.ndim > 1 else 1 for column in columns)
+        table = np.empty((len(columns), rows, len(at)), np.int64)
+        for column, found in zip(table, columns, strict=True):
+            column[...] = found
         return table, self._extent // len(at) + (at < self._extent % len(at))
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
-        """By rank, of what matmuls read in its own memory."""
-        read: list[dict[tuple[str, int, int], int]] = [{} for _ in self._ranks]
+        """By rank, or of one for all, of what matmuls read in its own memory."""
+        found: dict[str, list[np.ndarray]] = {}  # of each buffer, what tiles read of it
         for matmul in self._tiles.body:
             if not isinstance(matmul, Compute) or matmul.op != "matmul":
                 continue
             for region in matmul.inputs:
                 numbers = (matmul.out.rows, region.at, region.row, region.col, region.rows, region.cols)
-                table, _ = self._table(numbers)
-                here = (table[0] != 0) & (table[1] == self._ranks)
-                rank, tile = here.nonzero()
-                row, col, rows, cols = table[2:, rank, tile]
-                count = rows * cols * item_bytes[region.buffer]
-                for r, *place, n in zip(*(column.tolist() for column in (rank, row, col, count)), strict=True):
-                    key = (region.buffer, *place)
-                    read[r][key] = max(n, read[r].get(key, 0))
-        return [sum(of_rank.values()) for of_rank in read]
+                found.setdefault(region.buffer, []).append(self._table(numbers, ranks=slice(1, 2))[0])
+        ranks = max((table.shape[1] for tables in found.values() for table in tables), default=1)
+        total = np.zeros(ranks, np.int64)
+        for buffer, tables in found.items():
+            table = np.concatenate([np.broadcast_to(t, (len(t), ranks, t.shape[2])) for t in tables], axis=2)
+            rank, tile = ((table[0] != 0) & (table[1] == 0)).nonzero()
+            row, col, rows, cols = table[2:, rank, tile]
+            count = rows * cols
+            order = np.lexsort((count, col, row, rank))  # those of one place together, the largest last
+            place = np.stack([rank, row, col])[:, order]
+            last = np.flatnonzero(np.diff(place, append=-1).any(0))
+            np.add.at(total, place[0, last], count[order[last]] * item_bytes[buffer])
+        found_bytes: list[int] = total.tolist()
+        return found_bytes
+
+
+def _joined(of_steps: list[list[list[Any]]], number: int) -> list[Any]:
+    """Of the rank of that number among these; a step with one list has it for all."""
+    return [one for of_ranks in of_steps for one in of_ranks[number if len(of_ranks) > 1 else 0]]
 
 
 _NO_TILES = Tiled()
@@ -331,20 +364,21 @@ def _at_all_ranks(index: Expr, turn: Turn, world: int) -> ByRank:
 
 def key_of(step: Step) -> tuple:
     """The same for steps that have the same numbers, and cost the same where these are, whatever their turn is."""
-    return step.kind, *map(_key_of, step.values())
+    return step.kind, *[_key_of(value) for value in step.values()]
 
 
 def _key_of(value: Any) -> Any:
-    if isinstance(value, Region):
+    kind = value.__class__
+    if kind is Region:
         return value.buffer, _text(value.rows), _text(value.cols), _text(value.at)
-    if isinstance(value, tuple):
-        return tuple(map(_key_of, value))
-    return _text(value) if isinstance(value, Expr) else value
+    if kind is tuple:
+        return tuple([_key_of(part) for part in value])
+    return value.text if kind is Expr else value
 
 
 def _text(index: Index) -> int | str:
     """Stands for it in a key: an expression's own hash is slower than its text's."""
-    return index if index.__class__ is int else str(index)  # type: ignore[return-value]
+    return index.text if isinstance(index, Expr) else index
 
 
 def at_rank(number: ByRank, rank: int) -> int:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TypeAlias
 
 from weft.sim.costs import What
 from weft.sim.lower import LaneProgram, Program, Work
 from weft.timeline import Span, Timeline
 
-
-class Event(NamedTuple):
-    """A task of a lane, done once."""
-
-    lane: LaneProgram
-    task: int
-    run: int
-    start_us: float
-    end_us: float
+Event: TypeAlias = tuple[LaneProgram, int, int, float, float]
+"""(lane, task, run, start, end) of a task of a lane, done once; a plain tuple, as there are very many."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +60,11 @@ class Simulated:
     def timeline(self) -> Timeline:
         """All steps of all ranks but sets, by their beginnings."""
         spans: list[Span] = []
-        for event in sorted(self.events, key=lambda e: (e.start_us, e.end_us)):
-            task = event.lane.tasks[event.task]
+        for lane, number, _, start, end in sorted(self.events, key=lambda event: event[3:]):
+            task = lane.tasks[number]
             sent = task.sent_bytes if isinstance(task, Work) else 0
-            for rank in range(event.lane.rank, self.program.schedule.world_size, len(self.program.ranks)):
-                name = self.program.name_of(event.lane, event.task, rank)
-                spans.append(Span(rank, event.lane.name, name, event.start_us, event.end_us, sent))
+            for rank in range(lane.rank, self.program.schedule.world_size, len(self.program.ranks)):
+                spans.append(Span(rank, lane.name, self.program.name_of(lane, number, rank), start, end, sent))
         return Timeline(spans)
 
     def intervals_us(self, *what: What) -> dict[int, list[tuple[float, float]]]:

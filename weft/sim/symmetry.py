@@ -41,9 +41,8 @@ def _is_alike(item: Item) -> bool:
     numbers = item.numbers[:1] if isinstance(step, Set) else item.numbers[isinstance(step, Wait) :]
     if not isinstance(item.present, int) or not all(isinstance(number, int) for number in numbers):
         return False
-    if all(one is item.tiled[0] for one in item.tiled):
-        return True
-    return len({(one.parts, one.read_bytes, tuple(s._replace(place=0) for s in one.sets)) for one in item.tiled}) == 1
+    different = {id(one): one for one in item.tiled}.values()
+    return len({(one.parts, one.read_bytes, tuple(s._replace(place=0) for s in one.sets)) for one in different}) <= 1
 
 
 def _sets(item: Item) -> Iterator[tuple[str, int, ByRank]]:

@@ -108,7 +108,7 @@ class Step:
 
     def values(self) -> tuple[Any, ...]:
         """Of its fields, in order."""
-        return tuple(getattr(self, name) for name in _names_of(type(self)))
+        return tuple([getattr(self, name) for name in _names_of(type(self))])
 
     def with_fields(self, change: Callable[[Any], Any]) -> Self:
         """With each field as `change` makes it."""
