@@ -137,7 +137,12 @@ def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
 
 
 def _put_in(expression: Expr, given: tuple[tuple[str, Any], ...]) -> Index:
-    rest = Expr(_partly(expression._node, dict(given))) if given else expression
+    if not given:
+        return expression if expression.variables() else int(expression)
+    node = _partly(expression._node, dict(given))
+    if isinstance(node, ast.Constant):
+        return int(cast(int, node.value))
+    rest = Expr(node)
     return rest if rest.variables() else int(rest)
 
 
@@ -356,7 +361,15 @@ def _partly(node: ast.expr, values: Values) -> ast.expr:
             known = isinstance(held, ast.Tuple) and isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
         case _:
             return node
-    return ast.Constant(int(Expr(whole))) if known else whole
+    return ast.Constant(_folded(whole)) if known else whole
+
+
+def _folded(node: ast.expr) -> int:
+    """Of numbers: most are a sum or a product of two, which needs no compiler."""
+    match node:
+        case ast.BinOp(left=ast.Constant(value=int(left)), op=sign, right=ast.Constant(value=int(right))) if right:
+            return int(_OPERATORS[type(sign)](left, right))
+    return int(Expr(node))
 
 
 def _check(node: ast.expr) -> None:

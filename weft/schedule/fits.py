@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from weft.schedule.order import Event, Lanes, meeting
+from weft.schedule.order import Event, Lanes
 from weft.schedule.printing import describe
 from weft.schedule.regions import Access, Buffer, Declared, box_of, overlap
 from weft.schedule.schedule import Schedule
@@ -56,25 +56,27 @@ def unread(schedule: Schedule, rank: int) -> Iterator[str]:
                     yield f"{where}: a copy engine's size comes from the host, which has not read {name}"
 
 
-def wrong_step(schedule: Schedule, buffers: Buffers, rank: int, step: Step) -> Iterator[str]:
-    """The faults of a step of `rank`, in numbers; of tiles, one tile at a time (`weft.schedule.tiles.forked`)."""
-    misplaced = [fault for access in step.accesses() for fault in _misplaced(buffers, rank, access)]
+def declared(schedule: Schedule, buffers: Buffers) -> list[Declared]:
+    """What steps may refer to, by rank."""
+    signals, held = {s.name: s.count for s in schedule.signals}, {c.buffer for c in schedule.contents}
+    return [Declared(rank, buffers, signals, held) for rank in range(schedule.world_size)]
+
+
+def wrong_step(where: Declared, step: Step) -> Iterator[str]:
+    """The faults of a step in numbers; of tiles, one tile at a time (`weft.schedule.tiles.forked`)."""
+    accesses = step.accesses()
+    misplaced = [fault for access in accesses for fault in _misplaced(where, access)]
     if misplaced:
         yield from misplaced
         return
-    where = Declared(rank, buffers, {s.name: s.count for s in schedule.signals}, {c.buffer for c in schedule.contents})
     yield from step.faults(where)
-    yield from _written_while_read(rank, step)
-
-
-def _written_while_read(rank: int, step: Step) -> Iterator[str]:
-    written = [access.region for access in step.accesses() if access.writes]
-    for region in (access.region for access in step.accesses() if not access.writes):
+    written = [access.region for access in accesses if access.writes]
+    for region in [access.region for access in accesses if not access.writes]:
         for out in written:
-            same_place = (region.buffer, region.at) == (out.buffer, out.at)
+            same_place = region.buffer == out.buffer and region.at == out.at
             in_place = step.in_place and region == out
             if same_place and not in_place and overlap(box_of(region), box_of(out)):
-                yield f"{describe(out, rank)} is written while {describe(region, rank)} is read"
+                yield f"{describe(out, where.rank)} is written while {describe(region, where.rank)} is read"
 
 
 def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tuple[str, Event]]:
@@ -82,10 +84,11 @@ def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tu
     meetings: dict[tuple, dict[int, Event]] = {}
     for rank, lanes in enumerate(ranks):
         for i, lane in enumerate(lanes):
+            nth = 0
             for number, step in enumerate(lane.steps):
                 if isinstance(step, Collective):
-                    event = Event(1, rank, i, number)
-                    meetings.setdefault(meeting(ranks, event), {})[rank] = event
+                    meetings.setdefault((i, nth), {})[rank] = Event(1, rank, i, number)
+                nth += step.meets
     for events in meetings.values():
         first = next(iter(events.values()))
         if len(events) < schedule.world_size:
@@ -94,19 +97,19 @@ def wrong_collectives(schedule: Schedule, ranks: Sequence[Lanes]) -> Iterator[tu
             yield fault, first
 
 
-def _misplaced(buffers: Buffers, rank: int, access: Access) -> Iterator[str]:
-    region, text = access.region, describe(access.region, rank)
+def _misplaced(where: Declared, access: Access) -> Iterator[str]:
+    region, buffers = access.region, where.buffers
     at = cast(int, region.at)
     if not 0 <= at < len(buffers):
-        yield f"{text}: there is no rank {at}"
+        yield f"{describe(region, where.rank)}: there is no rank {at}"
     elif region.buffer not in buffers[at]:
         yield f"there is no buffer {region.buffer!r}"
     else:
         buffer = buffers[at][region.buffer]
         row, end_row, col, end_col = box_of(region)
         if not (0 <= row <= end_row <= cast(int, buffer.rows) and 0 <= col <= end_col <= buffer.cols):
-            yield f"{text} is outside its buffer of {buffer.rows} x {buffer.cols}"
-        if at != rank and buffer.role != "symmetric":
-            yield f"{text} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
+            yield f"{describe(region, where.rank)} is outside its buffer of {buffer.rows} x {buffer.cols}"
+        if at != where.rank and buffer.role != "symmetric":
+            yield f"{describe(region, where.rank)} is a peer's, and {region.buffer} is not symmetric but {buffer.role}"
         if access.writes and buffer.role == "input":
-            yield f"{text} is written, and {region.buffer} is an input"
+            yield f"{describe(region, where.rank)} is written, and {region.buffer} is an input"

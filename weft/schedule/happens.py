@@ -21,25 +21,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property, reduce
+from operator import and_
 
-from weft.schedule.expr import Index
-from weft.schedule.order import Event, Lanes, meeting, needed, play, sets_per_run
-from weft.schedule.steps import Awaited, Step
+import numpy as np
+
+from weft.schedule.order import Counted, Event, Lanes, Move, Moves, needed, play
+from weft.schedule.steps import Step
 
 
 class Happened:
     """All steps of so many runs, in a possible order, and which are certain to be before which."""
 
-    def __init__(self, ranks: Sequence[Lanes], runs: int) -> None:
+    def __init__(self, ranks: Sequence[Lanes], runs: int, moves: Moves | None = None) -> None:
+        """moves: those of these ranks, where they are known already."""
         self.ranks = ranks
-        self.events, stuck = play(ranks, runs)
+        moves = moves or Moves(ranks)
+        self.events, stuck = play(ranks, runs, moves)
         if stuck:
             raise ValueError("only for schedules that end: see weft.schedule.order.issue_order")
-        self._sets: dict[tuple[Index, str, Index], list[int]] = defaultdict(list)
-        for number, event in enumerate(self.events):
-            for counter, times in self.step(event).sets().items():
+        self._moves = [moves.of_ranks[event.rank][event.lane][event.step] for event in self.events]
+        self._per_run = moves.per_run
+        self._sets: dict[Counted, list[int]] = defaultdict(list)
+        for number, move in enumerate(self._moves):
+            for counter, times in move.sets:
                 self._sets[counter] += [number] * times
-        self._per_run = sets_per_run(ranks)
         self._past = [(1 << len(self.events)) - 1] * len(self.events)
         while self._narrow():
             pass
@@ -55,6 +61,18 @@ class Happened:
         """Whether event number `first` is certain to be before event number `second`."""
         return first != second and bool(self._past[second] >> first & 1)
 
+    def each_before(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """`before` of many pairs of numbers at once."""
+        found: np.ndarray = (first != second) & (self._bits[second, first >> 3] >> (first & 7) & 1).astype(bool)
+        return found
+
+    @cached_property
+    def _bits(self) -> np.ndarray:
+        """[events, bytes]: all pasts, for numpy."""
+        width = -(-len(self.events) // 8)
+        whole = b"".join([past.to_bytes(width, "little") for past in self._past])
+        return np.frombuffer(whole, np.uint8).reshape(len(self.events), width)
+
     def _narrow(self) -> bool:
         """Apply the equation to all events once; whether that changed anything."""
         changed = False
@@ -67,14 +85,13 @@ class Happened:
                 now[rank] = [_union(now[rank])] * len(now[rank])
                 run[rank] = in_run
 
-        for number, event in enumerate(self.events):
+        for number, (event, move) in enumerate(zip(self.events, self._moves, strict=True)):
             begin(event.rank, event.run)
             past = now[event.rank][event.lane] | 1 << number
-            step = self.step(event)
-            if wait := step.awaits:
-                past |= self._past_of_wait(event, wait)
-            elif step.meets:
-                here = meeting(self.ranks, event)
+            if move.counter:
+                past |= self._past_of_wait(event, move)
+            elif move.nth is not None:
+                here = (event.run, event.lane, move.nth)
                 if here not in met:  # all have come, and nobody has gone on
                     for rank in range(len(self.ranks)):
                         begin(rank, event.run)
@@ -84,10 +101,17 @@ class Happened:
             self._past[number] = now[event.rank][event.lane] = past
         return changed
 
-    def _past_of_wait(self, event: Event, wait: Awaited) -> int:
-        counter = (event.rank, wait.signal, wait.index)
-        sets = self._sets[counter]
-        count = len(sets) - needed(event.run, wait, self._per_run[counter]) + 1
+    def _past_of_wait(self, event: Event, move: Move) -> int:
+        assert move.counter
+        assert move.wait
+        sets = self._sets[move.counter]
+        count = len(sets) - needed(event.run, move.wait, self._per_run[move.counter]) + 1
+        if count > len(sets):
+            return 0  # it waits for nothing
+        if count == len(sets):
+            return reduce(and_, [self._past[number] for number in sets])
+        if count == 1:
+            return _union([self._past[number] for number in sets])
         # in_some[k]: what is in at least k of the pasts seen so far
         in_some = [(1 << len(self.events)) - 1] + [0] * count
         for number in sets:

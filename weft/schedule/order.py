@@ -21,13 +21,17 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from weft.errors import ScheduleError
+from weft.schedule.expr import Index
 from weft.schedule.printing import describe
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import Awaited, Counters, Lane, Set, Step
 from weft.schedule.tiles import step_number
 
 Lanes: TypeAlias = tuple[Lane, ...]
+Counted: TypeAlias = tuple[Index, str, Index]
+"""A counter: the rank that owns it, its signals' name, and which of them."""
 Meeting: TypeAlias = tuple[int, int, int]
+"""Which collective it is, on all ranks: run, lane, the n-th one there."""
 
 
 class Event(NamedTuple):
@@ -57,24 +61,56 @@ def issue_order(schedule: Schedule) -> dict[int, list[tuple[str, Step]]]:
     return order
 
 
-def play(ranks: Sequence[Lanes], runs: int = 1) -> tuple[list[Event], dict[Event, int]]:
-    """(all that can happen in so many runs, in a possible order; {where a lane then stands: sets of its counter})."""
-    game = _Play(ranks, runs)
+class Move(NamedTuple):
+    """What order depends on of a step, looked up once for all that ask again and again."""
+
+    wait: Awaited | None
+    counter: Counted | None
+    """That it waits for."""
+    sets: tuple[tuple[Counted, int], ...]
+    """(counter, how often)"""
+    nth: int | None
+    """Of a collective, which one of its lane it is."""
+    occupies: bool
+    is_set: bool
+
+
+class Moves:
+    """Of all ranks, by rank, lane and step; and how often a run sets each counter."""
+
+    def __init__(self, ranks: Sequence[Lanes]) -> None:
+        self.of_ranks = [[_moves(rank, lane) for lane in lanes] for rank, lanes in enumerate(ranks)]
+        self.per_run: Counters = Counter()
+        for move in (move for lanes in self.of_ranks for lane in lanes for move in lane):
+            for counter, times in move.sets:
+                self.per_run[counter] += times
+
+
+def _moves(rank: int, lane: Lane) -> list[Move]:
+    found, met = [], 0
+    for step in lane.steps:
+        wait = step.awaits
+        counter = (rank, wait.signal, wait.index) if wait else None
+        nth = met if step.meets else None
+        met += step.meets
+        found.append(Move(wait, counter, tuple(step.sets().items()), nth, step.occupies, isinstance(step, Set)))
+    return found
+
+
+def play(ranks: Sequence[Lanes], runs: int = 1, moves: Moves | None = None) -> tuple[list[Event], dict[Event, int]]:
+    """(all that can happen in so many runs, in a possible order; {where a lane then stands: sets of its counter}). moves: those of
+    these ranks, where they are known already."""
+    game = _Play(ranks, moves or Moves(ranks), runs)
     while game.round():
         pass
     return game.events, game.stuck()
 
 
-def meeting(ranks: Sequence[Lanes], event: Event) -> Meeting:
-    """Which collective it is, on all ranks: in its run and lane, the n-th one."""
-    steps = ranks[event.rank][event.lane].steps[: event.step]
-    return event.run, event.lane, sum(step.meets for step in steps)
-
-
 def sets_per_run(ranks: Sequence[Lanes]) -> Counters:
     total: Counters = Counter()
     for step in (step for lanes in ranks for lane in lanes for step in lane.steps):
-        total.update(step.sets())
+        for counter, times in step.sets().items():
+            total[counter] += times
     return total
 
 
@@ -97,10 +133,10 @@ def explain(ranks: Sequence[Lanes], stuck: dict[Event, int]) -> list[str]:
 
 
 class _Play:
-    def __init__(self, ranks: Sequence[Lanes], runs: int) -> None:
-        self.ranks, self.runs = ranks, runs
+    def __init__(self, ranks: Sequence[Lanes], moves: Moves, runs: int) -> None:
+        self.runs = runs
         self.events: list[Event] = []
-        self._per_run = sets_per_run(ranks)
+        self._moves, self._per_run = moves.of_ranks, moves.per_run
         self._turns = [sorted(range(len(lanes)), key=lambda i: lanes[i].resource != "copy") for lanes in ranks]
         self._at = [[0] * len(lanes) for lanes in ranks]
         self._run = [1] * len(ranks)
@@ -113,8 +149,8 @@ class _Play:
     def round(self) -> bool:
         """One round; whether anything happened."""
         before = len(self.events)
-        for rank in range(len(self.ranks)):
-            while sum(self._turn(rank, lane) for lane in self._turns[rank]) or self._next_run(rank):
+        for rank, turns in enumerate(self._turns):
+            while sum([self._turn(rank, lane) for lane in turns]) or self._next_run(rank):
                 pass
         moved = len(self.events) > before or bool(self._new_come)
         self._sets.update(self._new_sets)
@@ -126,53 +162,52 @@ class _Play:
 
     def stuck(self) -> dict[Event, int]:
         found = {}
-        for rank, lanes in enumerate(self.ranks):
-            for i, lane in enumerate(lanes):
+        for rank, lanes in enumerate(self._moves):
+            for i, moves in enumerate(lanes):
                 event = Event(self._run[rank], rank, i, self._at[rank][i])
-                if event.step == len(lane.steps):
+                if event.step == len(moves):
                     continue
-                step = lane.steps[event.step]
-                if wait := step.awaits:
-                    found[event] = self._sets[rank, wait.signal, wait.index]
+                move = moves[event.step]
+                if move.counter:
+                    found[event] = self._sets[move.counter]
                 else:
-                    found[event] = len(self._come[meeting(self.ranks, event)])
+                    found[event] = len(self._come[event.run, i, cast(int, move.nth)])
         return found
 
     def _turn(self, rank: int, i: int) -> bool:
         """Issue the lane's waits, then one copy, GEMM or wait of the host, then sets, as far as they go."""
-        steps = self.ranks[rank][i].steps
-        worked = moved = False
-        while self._at[rank][i] < len(steps):
-            event = Event(self._run[rank], rank, i, self._at[rank][i])
-            step = steps[event.step]
-            if (worked and not isinstance(step, Set)) or not self._may(event, step):
+        moves, run = self._moves[rank][i], self._run[rank]
+        first = at = self._at[rank][i]
+        worked = False
+        while at < len(moves):
+            move = moves[at]
+            if (worked and not move.is_set) or not self._may(run, rank, i, move):
                 break
-            for counter, times in step.sets().items():
+            for counter, times in move.sets:
                 (self._sets if counter[0] == rank else self._new_sets)[counter] += times
-            worked = worked or step.occupies
-            self.events.append(event)
-            self._at[rank][i] += 1
-            moved = True
-        return moved
+            worked = worked or move.occupies
+            self.events.append(Event(run, rank, i, at))
+            at += 1
+        self._at[rank][i] = at
+        return at > first
 
-    def _may(self, event: Event, step: Step) -> bool:
-        if wait := step.awaits:
-            counter = (event.rank, wait.signal, wait.index)
-            return self._sets[counter] >= needed(event.run, wait, self._per_run[counter])
-        if step.meets:
-            here = meeting(self.ranks, event)
+    def _may(self, run: int, rank: int, lane: int, move: Move) -> bool:
+        if move.wait and move.counter:
+            return self._sets[move.counter] >= needed(run, move.wait, self._per_run[move.counter])
+        if move.nth is not None:
+            here = (run, lane, move.nth)
             come = self._come.get(here, set())
-            if event.rank not in come and (here, event.rank) not in self._new_come:
-                self._new_come.append((here, event.rank))
-            return len(come) == len(self.ranks)
+            if rank not in come and (here, rank) not in self._new_come:
+                self._new_come.append((here, rank))
+            return len(come) == len(self._moves)
         return True
 
     def _next_run(self, rank: int) -> bool:
-        done = all(at == len(lane.steps) for at, lane in zip(self._at[rank], self.ranks[rank], strict=True))
+        done = all(at == len(moves) for at, moves in zip(self._at[rank], self._moves[rank], strict=True))
         if not done or self._run[rank] == self.runs:
             return False
         self._run[rank] += 1
-        self._at[rank] = [0] * len(self.ranks[rank])
+        self._at[rank] = [0] * len(self._moves[rank])
         return True
 
 

@@ -43,14 +43,16 @@ class _Launch(NamedTuple):
 
 def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
     """By number of event, steps that may never get a compute unit, and the lanes of their rank that then hold all."""
-    polling = _launches(happened)
+    polling = _launches(happened, compute_units)
+    if not polling:
+        return {}
     standing = {n: list[int]() for n, event in enumerate(happened.events) if happened.step(event).needs_unit}
     while True:
         left: dict[int, list[int]] = {}
         mask = sum(1 << n for n in standing)
         for n in standing:
             event, units = happened.events[n], defaultdict[int, int](int)
-            for one in polling[event.run, event.rank]:
+            for one in polling.get((event.run, event.rank), ()):
                 may_be_open = not (one.begun >> n & 1 or happened.past(n) >> one.last & 1)
                 if one.lane != event.lane and may_be_open and one.wanted & mask:
                     units[one.lane] = max(units[one.lane], one.units)
@@ -61,15 +63,21 @@ def held_up(happened: Happened, compute_units: int) -> dict[int, list[int]]:
         standing = left
 
 
-def _launches(happened: Happened) -> dict[tuple[int, int], list[_Launch]]:
-    """By run and rank, the launches that poll."""
-    numbers = {event: n for n, event in enumerate(happened.events)}
+def _launches(happened: Happened, compute_units: int) -> dict[tuple[int, int], list[_Launch]]:
+    """By run and rank, the launches that poll; of ranks where all lanes together can hold so many units."""
     found: dict[tuple[int, int], list[_Launch]] = defaultdict(list)
     crossing = _crossing(happened.ranks)
+    polled = [
+        [list(_polled(lane.steps, crossing[rank])) for lane in lanes] for rank, lanes in enumerate(happened.ranks)
+    ]
+    most = [sum(max([units for units, _, _ in of_lane], default=0) for of_lane in lanes) for lanes in polled]
+    if max(most) < compute_units:
+        return found
+    numbers = {event: n for n, event in enumerate(happened.events)}
     for run in {event.run for event in happened.events}:
-        for rank, lanes in enumerate(happened.ranks):
-            for i, lane in enumerate(lanes):
-                for units, first, last in _polled(lane.steps, crossing[rank]):
+        for rank in (rank for rank, units in enumerate(most) if units >= compute_units):
+            for i, of_lane in enumerate(polled[rank]):
+                for units, first, last in of_lane:
                     begun = happened.past(numbers[Event(run, rank, i, first - 1)]) if first else 0
                     end = numbers[Event(run, rank, i, last)]
                     found[run, rank].append(_Launch(i, units, begun, happened.past(end) & ~(begun | 1 << end), end))

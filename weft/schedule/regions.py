@@ -108,8 +108,8 @@ Box: TypeAlias = tuple[int, int, int, int]
 
 
 def box_of(region: Region) -> Box:
-    row, rows, col, cols = (cast(int, n) for n in (region.row, region.rows, region.col, region.cols))
-    return row, row + rows, col, col + cols
+    row, col = cast(int, region.row), cast(int, region.col)
+    return row, row + cast(int, region.rows), col, col + cast(int, region.cols)
 
 
 def overlap(a: Box, b: Box) -> bool:

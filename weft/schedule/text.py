@@ -14,6 +14,7 @@ import json
 import typing
 from collections.abc import Collection
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 from weft.schedule.expr import Expr, Index
@@ -78,7 +79,7 @@ def _read(kind: Any, found: Any, where: str) -> Any:
     if kind == Index:
         kind = Expr if isinstance(found, str) else int
     if kind is Expr:
-        return Expr(found)
+        return _expression(found)
     if typing.get_origin(kind) is typing.Literal:
         return _one_of(typing.get_args(kind), found, where)
     if typing.get_origin(kind) is tuple:
@@ -92,17 +93,29 @@ def _read(kind: Any, found: Any, where: str) -> Any:
 
 def _read_fields(kind: type, found: Any, where: str) -> Any:
     _expect(dict, found, where)
-    known = {f.name: f for f in fields(kind)}
+    hints, needed = _fields_of(kind)
     for name in found:
-        _one_of(known, name, f"{where}, a field of {kind.__name__}")
-    missing = [name for name, f in known.items() if name not in found and f.default is MISSING]
+        _one_of(hints, name, f"{where}, a field of {kind.__name__}")
+    missing = [name for name in needed if name not in found]
     if missing:
         raise ValueError(f"{where}: {kind.__name__} lacks {', '.join(missing)}; found {', '.join(found) or 'nothing'}")
-    hints = typing.get_type_hints(kind)
     for name in found:
         if (kind, name) in _KNOWN:
             _one_of(_KNOWN[kind, name], found[name], f"{where}.{name}")
     return kind(**{name: _read(hints[name], part, f"{where}.{name}") for name, part in found.items()})
+
+
+@lru_cache(maxsize=64)  # as many as there are kinds, or more
+def _fields_of(kind: type) -> tuple[dict[str, Any], list[str]]:
+    """({field: its type}, those that have no default)"""
+    hints = typing.get_type_hints(kind)
+    known = fields(kind)
+    return {f.name: hints[f.name] for f in known}, [f.name for f in known if f.default is MISSING]
+
+
+@lru_cache(maxsize=1 << 13)  # a schedule has the same few many times
+def _expression(text: str) -> Expr:
+    return Expr(text)
 
 
 def _one_of(known: Collection[str], found: Any, where: str) -> str:

@@ -24,24 +24,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from weft.errors import ScheduleError
 from weft.schedule.fits import (
     Buffers,
+    declared,
     unread,
     wrong_collectives,
     wrong_declarations,
     wrong_step,
 )
 from weft.schedule.happens import Happened
-from weft.schedule.order import Event, Lanes, explain, play, sets_per_run
+from weft.schedule.order import Event, Lanes, Moves, explain, play
 from weft.schedule.polling import held_up
 from weft.schedule.printing import describe
 from weft.schedule.regions import Box, box_of
 from weft.schedule.schedule import Schedule
+from weft.schedule.steps import Step
 from weft.schedule.tiles import forked, step_number
 
 RUNS = 3
@@ -69,12 +71,13 @@ def verify(schedule: Schedule, *, compute_units: int = 132) -> None:
         for fault in unread(original, rank):
             faults.add(fault, fault)
     faults.raise_any()
-    _check_steps(faults, schedule, buffers)
+    moves = Moves(ranks)
+    _check_steps(faults, schedule, buffers, moves)
     faults.raise_any()
-    _, stuck = play(ranks)
+    _, stuck = play(ranks, moves=moves)
     if stuck:
         raise ScheduleError("\n  ".join([f"schedule {schedule.name} hangs:", *explain(ranks, stuck)[:SHOWN]]))
-    happened = Happened(ranks, RUNS)
+    happened = Happened(ranks, RUNS, moves)
     _check_polling(faults, happened, compute_units)
     _check_memory(faults, happened, buffers, sampled)
     faults.raise_any()
@@ -111,30 +114,46 @@ class _Faults:
         raise ScheduleError("\n  ".join([f"schedule {self.name} has {count}:", *lines[:SHOWN]]))
 
 
-def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers) -> None:
-    per_run = sets_per_run(faults.ranks)
-    for rank, lanes in enumerate(faults.ranks):
+def _check_steps(faults: _Faults, schedule: Schedule, buffers: Buffers, moves: Moves) -> None:
+    for where, lanes, of_rank in zip(declared(schedule, buffers), faults.ranks, moves.of_ranks, strict=True):
         for i, lane in enumerate(lanes):
-            for number, step in enumerate(lane.steps):
-                event = Event(1, rank, i, number)
-                for nth, fault in enumerate(wrong_step(schedule, buffers, rank, step)):
-                    faults.add(f"misfit {nth}", fault, event)
-                wait = step.awaits
-                if wait and cast(int, wait.count) > (sets := per_run[rank, wait.signal, wait.index]):
-                    faults.add("missing set", f"{wait.count} sets are waited for, and a run makes {sets}", event)
+            for number, (step, move) in enumerate(zip(lane.steps, of_rank[i], strict=True)):
+                for nth, fault in enumerate(wrong_step(where, step)):
+                    faults.add(f"misfit {nth}", fault, Event(1, where.rank, i, number))
+                if move.wait and move.counter and cast(int, move.wait.count) > (sets := moves.per_run[move.counter]):
+                    text = f"{move.wait.count} sets are waited for, and a run makes {sets}"
+                    faults.add("missing set", text, Event(1, where.rank, i, number))
     for fault, event in wrong_collectives(schedule, faults.ranks):
         faults.add("collective", fault, event)
 
 
+class _Access(NamedTuple):
+    at: int
+    buffer: str
+    box: Box
+    how: tuple[bool, bool, bool]
+    """Whether it reads, writes and updates."""
+
+
 @dataclass(slots=True)
 class _Accesses:
-    """Of one buffer of one rank: event numbers (rising), boxes, and who reads, writes and updates."""
+    """Of one buffer of one rank: event numbers (rising) and their runs, boxes, and who reads, writes and updates."""
 
     events: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
-    reads: list[bool] = field(default_factory=list)
-    writes: list[bool] = field(default_factory=list)
-    updates: list[bool] = field(default_factory=list)
+    how: list[tuple[bool, bool, bool]] = field(default_factory=list)
+
+
+class _Table(NamedTuple):
+    """The same as arrays."""
+
+    events: np.ndarray
+    runs: np.ndarray
+    boxes: np.ndarray
+    reads: np.ndarray
+    writes: np.ndarray
+    updates: np.ndarray
 
 
 def _check_polling(faults: _Faults, happened: Happened, compute_units: int) -> None:
@@ -149,74 +168,95 @@ def _check_memory(faults: _Faults, happened: Happened, buffers: Buffers, sampled
     """sampled: buffers that are written by more tiles than are here."""
     # The caller's tensors are new in every run: an instance is (rank, buffer, run), with run 0 for what persists.
     instances: dict[tuple[int, str, int], _Accesses] = defaultdict(_Accesses)
-    for number, event in enumerate(happened.events):
-        for region, reads, writes, updates in happened.step(event).accesses():
-            box = box_of(region)
-            if box[0] < box[1] and box[2] < box[3]:
-                at = cast(int, region.at)
-                mine = buffers[at][region.buffer].role in ("symmetric", "scratch")
-                found = instances[at, region.buffer, 0 if mine else event.run]
-                found.events.append(number)
-                found.boxes.append(box)
-                found.reads.append(reads)
-                found.writes.append(writes)
-                found.updates.append(updates)
+    of_ranks = [[[_accesses(step) for step in lane.steps] for lane in lanes] for lanes in happened.ranks]
+    for number, (run, rank, lane, step) in enumerate(happened.events):
+        for at, name, box, how in of_ranks[rank][lane][step]:
+            mine = buffers[at][name].role in ("symmetric", "scratch")
+            found = instances[at, name, 0 if mine else run]
+            found.events.append(number)
+            found.runs.append(run)
+            found.boxes.append(box)
+            found.how.append(how)
     for (rank, name, _), found in instances.items():
         where = f"{name}@{rank}"
-        common = _overlaps(found.boxes)
-        _check_races(faults, happened, where, found, common)
+        table = _Table(*map(np.array, (found.events, found.runs, found.boxes)), *np.array(found.how).T)
+        if not table.writes.any() and buffers[rank][name].role == "input":
+            continue  # the caller's, which all may read
+        common = _overlaps(table.boxes)
+        _check_races(faults, happened, where, table, common)
         if buffers[rank][name].role != "input" and name not in sampled:
-            _check_reads(faults, happened, where, found, common)
+            _check_reads(faults, happened, where, table, common)
     for rank, of_rank in enumerate(buffers):
         for buffer in of_rank.values():
             if buffer.role == "output" and buffer.name not in sampled:
                 found = instances[rank, buffer.name, 1]
-                written = [box for box, writes in zip(found.boxes, found.writes, strict=True) if writes]
+                written = [box for box, (_, writes, _) in zip(found.boxes, found.how, strict=True) if writes]
                 if hole := _hole((0, cast(int, buffer.rows), 0, buffer.cols), written):
                     faults.add(
                         f"hole in {buffer.name}", f"output {_text(f'{buffer.name}@{rank}', hole)} is never written"
                     )
 
 
-def _check_races(faults: _Faults, happened: Happened, where: str, found: _Accesses, common: np.ndarray) -> None:
-    writes, updates = np.array(found.writes), np.array(found.updates)
+def _accesses(step: Step) -> list[_Access]:
+    """Of a step in numbers, without those of nothing."""
+    every = [
+        _Access(cast(int, region.at), region.buffer, box_of(region), (reads, writes, updates))
+        for region, reads, writes, updates in step.accesses()
+    ]
+    return [one for one in every if one.box[0] < one.box[1] and one.box[2] < one.box[3]]
+
+
+def _check_races(faults: _Faults, happened: Happened, where: str, found: _Table, common: np.ndarray) -> None:
+    writes, updates = found.writes, found.updates
     conflict = (writes[:, None] | writes) & ~(updates[:, None] & updates)  # updates may come in any order
-    for i, j in np.argwhere(np.triu(common & conflict, 1)).tolist():
-        first, second = found.events[i], found.events[j]
-        if first == second or happened.before(first, second):
-            continue
-        a, b = happened.events[first], happened.events[second]
-        does = ["writes" if found.writes[n] else "reads" for n in (i, j)]
+    i, j = np.triu(common & conflict, 1).nonzero()
+    first, second = found.events[i], found.events[j]
+    unordered = (first != second) & ~happened.each_before(first, second)
+    for pair in np.stack([i, j], 1)[unordered].tolist():
+        a, b = (happened.events[found.events[n]] for n in pair)
+        does = ["writes" if writes[n] else "reads" for n in pair]
         early = ", a run early" if a.run != b.run else ""
         text = f"race on {where}: the first {does[0]} and the second {does[1]} there{early}, and nothing orders them"
         faults.add("race", text, a, b)
 
 
-def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Accesses, common: np.ndarray) -> None:
+def _check_reads(faults: _Faults, happened: Happened, where: str, found: _Table, common: np.ndarray) -> None:
     """Steps that are not ordered have been found already: what may be written before a read counts as written. Updates are not
     ordered, and something must have been written before the first of them: to an update only those count that surely were."""
-    for i, number in enumerate(found.events):
-        if not found.reads[i]:
-            continue
-        event = happened.events[number]
-        written = [
-            found.boxes[j]
-            for j in np.flatnonzero(common[i]).tolist()
-            if found.writes[j]
-            and found.events[j] != number
-            and happened.events[found.events[j]].run == event.run
-            and not happened.before(number, found.events[j])
-            and (not (found.updates[i] and found.updates[j]) or happened.before(found.events[j], number))
-        ]
-        if hole := _hole(found.boxes[i], written):
-            faults.add("nothing", f"it reads {_text(where, hole)}, which nothing has written in this run", event)
+    i, j = (common & found.reads[:, None] & found.writes).nonzero()  # the j-th may write what the i-th reads
+    number, other = found.events[i], found.events[j]
+    counts = (
+        (other != number)
+        & (found.runs[j] == found.runs[i])
+        & ~happened.each_before(number, other)
+        & (~(found.updates[i] & found.updates[j]) | happened.each_before(other, number))
+    )
+    i, j = i[counts], j[counts]
+    covered = np.zeros(len(found.reads), bool)
+    covered[i[_inside(found.boxes[i], found.boxes[j])]] = True  # most are, by one step
+    for read in np.flatnonzero(found.reads & ~covered).tolist():
+        written = [_box(found.boxes[n]) for n in j[i == read]]
+        if hole := _hole(_box(found.boxes[read]), written):
+            text = f"it reads {_text(where, hole)}, which nothing has written in this run"
+            faults.add("nothing", text, happened.events[found.events[read]])
 
 
-def _overlaps(boxes: list[Box]) -> np.ndarray:
+def _overlaps(boxes: np.ndarray) -> np.ndarray:
     """[n, n] bool: which boxes have an element in common."""
-    row, end_row, col, end_col = np.array(boxes).T
+    row, end_row, col, end_col = boxes.T
     rows = (row[:, None] < end_row) & (row < end_row[:, None])
     return rows & (col[:, None] < end_col) & (col < end_col[:, None])
+
+
+def _inside(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
+    """Of each pair of boxes, whether the first one lies in the second."""
+    begins, ends = [0, 2], [1, 3]
+    return np.logical_and((outer[:, begins] <= inner[:, begins]).all(1), (inner[:, ends] <= outer[:, ends]).all(1))
+
+
+def _box(row: np.ndarray) -> Box:
+    first, end, col, end_col = row.tolist()
+    return first, end, col, end_col
 
 
 def _hole(whole: Box, boxes: list[Box]) -> Box | None:

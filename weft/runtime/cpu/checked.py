@@ -12,7 +12,7 @@ from dataclasses import replace
 from weft.errors import ScheduleError
 from weft.runtime.cpu.steps import bind, has_own_kernel, is_bound
 from weft.schedule import Collective, Compute, For, Lane, Read, Schedule, Set, Step, Tiles, value
-from weft.schedule.fits import unread, wrong_collectives, wrong_declarations, wrong_step
+from weft.schedule.fits import declared, unread, wrong_collectives, wrong_declarations, wrong_step
 from weft.schedule.order import sets_per_run
 from weft.schedule.steps import variables_of
 from weft.schedule.text import describe
@@ -86,11 +86,11 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     faults += unread(schedule, rank)
     if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
         faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
-    sets = sets_per_run(ranks)
+    sets, where = sets_per_run(ranks), declared(schedule, buffers)[rank]
     for lane in ranks[rank]:
         for step in lane.steps:
             fixed = not isinstance(step, Tiles) and not variables_of(step)
-            wrong = list(wrong_step(schedule, buffers, rank, step)) if fixed else []
+            wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
                 wrong.append(f"{wait.count} sets are waited for, and a run makes {n}")
             if not isinstance(step, Tiles | Read) and not is_bound(step):

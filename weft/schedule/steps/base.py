@@ -8,6 +8,7 @@ moves, unless it has an entry in `weft.sim.costs`.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
@@ -116,7 +117,7 @@ class Step:
 
     def put_in(self, values: Values, partly: bool) -> Step:
         """With numbers for its variables; with `partly`, others are left."""
-        return self.with_fields(lambda field: put_in(field, values, partly=partly))
+        return _fields_put_in(self, values, partly)
 
     def faults(self, where: Declared) -> Iterator[str]:
         """What is wrong with a step in numbers whose regions are all inside their buffers."""
@@ -141,9 +142,15 @@ def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
         return tuple(put_in(part, values, partly=partly) for part in item)
     if isinstance(item, Step):
         return item.put_in(values, partly)
-    if isinstance(item, _PLAIN):
-        return type(item)(*[put_in(getattr(item, name), values, partly=partly) for name in _names_of(type(item))])
-    return item
+    return _fields_put_in(item, values, partly) if isinstance(item, _PLAIN) else item
+
+
+def _fields_put_in(item: Any, values: Values, partly: bool) -> Any:
+    """Itself, if that changes nothing."""
+    kind = type(item)
+    old = [getattr(item, name) for name in _names_of(kind)]
+    new = [one if type(one) in (int, str, bool) else put_in(one, values, partly=partly) for one in old]
+    return item if all(map(operator.is_, old, new)) else kind(*new)
 
 
 _NAMES: dict[type, tuple[str, ...]] = {}
