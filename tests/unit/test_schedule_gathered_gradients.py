@@ -3,20 +3,18 @@ gives the gradients in random legal orders over several runs. Small whole number
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import schedule_checks
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up import require_runnable_on_gpus
-from schedule_interpreter import Tensors, edited, interpret
+from schedule_checks import Small, applicable, small_numbers
+from schedule_interpreter import Tensors, edited
 from sim_toys import gpu
 from slow import mostly
-from test_schedule_candidates import check_order, same
 
 from weft import plan
 from weft.errors import ScheduleError
@@ -36,12 +34,10 @@ from weft.schedule import (
     candidates,
     named,
 )
-from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 
 Problem = AllGatherMatmulGradients | MatmulAllGatherGradients
-Small = Callable[[int, int], np.ndarray]
 OPERATORS = {one.name: one for one in (all_gather_matmul_gradients.OPERATOR, matmul_all_gather_gradients.OPERATOR)}
 GATHERED: list[Problem] = [
     AllGatherMatmulGradients(1, 5, (3,), 4, "fp32"),
@@ -88,35 +84,16 @@ def of_joined(p: MatmulAllGatherGradients, small: Small) -> tuple[list[Tensors],
 
 def calls(p: Problem, runs: int) -> tuple[list[list[Tensors]], list[list[Tensors]]]:
     """(inputs, results) of each run and rank."""
-    rng = np.random.default_rng(p.world_size)
-
-    def small(rows: int, cols: int) -> np.ndarray:
-        return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
-
+    small = small_numbers(p.world_size)
     made = [
         of_joined(p, small) if isinstance(p, MatmulAllGatherGradients) else of_gathered(p, small) for _ in range(runs)
     ]
     return [inputs for inputs, _ in made], [expected for _, expected in made]
 
 
-def applicable(p: Problem) -> dict[str, Schedule]:
-    found = {}
-    for candidate in candidates(p):
-        with contextlib.suppress(NotApplicableError):
-            found[candidate.name] = candidate.build()
-    return found
-
-
 def check(p: Problem, name: str, schedule: Schedule, runs: int, seeds: int) -> None:
-    verify(schedule)
-    assert from_json(to_json(schedule)) == schedule
-    check_order(schedule)
     packs = name == "serial" and any(isinstance(step, Tiles) for lane in schedule.lanes for step in lane.steps)
-    for rank in {0, p.world_size - 1} if not packs else ():  # which streams do not run
-        require_runnable_on_gpus(schedule, rank)
-    inputs, expected = calls(p, runs)
-    for seed in range(seeds):
-        assert same(interpret(schedule, inputs, seed), expected), (p, name, seed)
+    schedule_checks.check(schedule, *calls(p, runs), seeds=seeds, on_gpus=not packs)
 
 
 @pytest.mark.parametrize("p", [*GATHERED, *JOINED], ids=str)

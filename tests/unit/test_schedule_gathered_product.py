@@ -11,18 +11,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import schedule_checks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up import require_runnable_on_gpus
+from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
 from slow import mostly
-from test_schedule_candidates import check_order, same
 
 from weft import plan
 from weft.plan.gemms import ladder
 from weft.schedule import (
-    Candidate,
     Compute,
     MatmulAllGather,
     NotApplicableError,
@@ -33,7 +32,6 @@ from weft.schedule import (
     candidates,
     named,
 )
-from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
 
@@ -42,21 +40,8 @@ SIZES = ((1, 5, 3, 4, "fp32"), (2, 14, 3, 4, "bf16"), (2, 601, 270, 2, "fp16"), 
 PROBLEMS = tuple(MatmulAllGather(*sizes, columns) for sizes in SIZES for columns in (False, True))
 
 
-def applicable(problem: MatmulAllGather) -> list[tuple[Candidate, Schedule]]:
-    found = []
-    for candidate in candidates(problem):
-        try:
-            found.append((candidate, candidate.build()))
-        except NotApplicableError:
-            continue
-    return found
-
-
 def inputs_of(p: MatmulAllGather, runs: int, seed: int) -> list[list[Tensors]]:
-    rng = np.random.default_rng(seed)
-
-    def small(rows: int, cols: int) -> np.ndarray:
-        return rng.integers(-4, 5, (rows, cols)).astype(np.float64)
+    small = small_numbers(seed)
 
     return [[{"x": small(p.m, p.k), "w": small(p.k, p.n)} for _ in range(p.world_size)] for _ in range(runs)]
 
@@ -67,24 +52,18 @@ def expected(p: MatmulAllGather, inputs: list[list[Tensors]]) -> list[list[Tenso
 
 
 def check(p: MatmulAllGather, schedule: Schedule, name: str, runs: int = 3) -> None:
-    verify(schedule)
-    assert from_json(to_json(schedule)) == schedule
-    check_order(schedule)
-    for rank in {0, p.world_size - 1} if name != "serial" else ():  # which streams do not run
-        require_runnable_on_gpus(schedule, rank)
     inputs = inputs_of(p, runs, seed=len(name))
-    for seed in range(2):
-        assert same(interpret(schedule, inputs, seed), expected(p, inputs)), (p, name, seed)
+    schedule_checks.check(
+        schedule, inputs, expected(p, inputs), on_gpus=name != "serial"
+    )  # serial unpacks, which streams do not
 
 
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:10]), ids=str)
 def test_every_candidate_verifies_and_gathers_the_products(p: MatmulAllGather) -> None:
     found = applicable(p)
-    assert {candidate.builder for candidate, _ in found} == {"serial"} | (
-        {"direct", "tracked"} if p.world_size > 1 else set()
-    )
-    for candidate, schedule in found:
-        check(p, schedule, candidate.name, runs=2 if p.world_size == 8 else 3)
+    assert builders(found) == {"serial"} | ({"direct", "tracked"} if p.world_size > 1 else set())
+    for name, schedule in found.items():
+        check(p, schedule, name, runs=2 if p.world_size == 8 else 3)
         assert simulate(schedule, NULL).end_us >= 0
 
 
@@ -93,7 +72,7 @@ def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     for columns in (False, True):
         found = applicable(MatmulAllGather(world, 1030, 300, 4, "bf16", columns))
         assert len(found) == 1 + 8 + 4
-        for _, schedule in found:
+        for schedule in found.values():
             verify(schedule)
 
 
@@ -103,8 +82,8 @@ def test_some_small_shapes(data: st.DataObject) -> None:
     world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 40), label="m")
     n, k = data.draw(st.integers(0, 40), label="n"), data.draw(st.integers(0, 3), label="k")
     p = MatmulAllGather(world, m, n, k, "fp32", data.draw(st.booleans(), label="columns"))
-    candidate, schedule = data.draw(st.sampled_from(applicable(p)), label="candidate")
-    check(p, schedule, candidate.name, runs=2)
+    name, schedule = data.draw(st.sampled_from(list(applicable(p).items())), label="candidate")
+    check(p, schedule, name, runs=2)
 
 
 @pytest.mark.parametrize("name", ["direct[chunks=2,by=dma]", "tracked[chunks=1]"])

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_up import require_runnable_on_gpus
+from schedule_checks import check_order, same
 from schedule_interpreter import Tensors, edited, interpret
 from sim_toys import gpu
 from slow import mostly
-from test_schedule_candidates import check_order, same
 
 import weft
 from weft.schedule import (

@@ -1,0 +1,87 @@
+"""What must hold of every schedule, whatever it does: for the tests of each operator's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from made_up import require_runnable_on_gpus
+from schedule_interpreter import Tensors, interpret
+
+from weft.schedule import NotApplicableError, Problem, Schedule, Wait, candidates
+from weft.schedule.order import issue_order
+from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
+
+Small: TypeAlias = Callable[[int, int], np.ndarray]
+OfRuns: TypeAlias = list[list[Tensors]]
+"""By run and rank."""
+
+
+def applicable(p: Problem) -> dict[str, Schedule]:
+    """Of all candidates that can do it, by name."""
+    found = {}
+    for candidate in candidates(p):
+        with contextlib.suppress(NotApplicableError):
+            found[candidate.name] = candidate.build()
+    return found
+
+
+def builders(found: dict[str, Schedule]) -> set[str]:
+    return {name.split("[")[0] for name in found}
+
+
+def small_numbers(seed: int) -> Small:
+    """Draws matrices of small whole numbers: sums of them are exact in any order, and results are compared for equality."""
+    rng = np.random.default_rng(seed)
+    return lambda rows, cols: rng.integers(-4, 5, (rows, cols)).astype(np.float64)
+
+
+def check(schedule: Schedule, inputs: OfRuns, wanted: OfRuns, *, seeds: int = 2, on_gpus: bool = True) -> None:
+    """It verifies, keeps its value in JSON, can be issued from one thread, is taken by GPUs, and gives what is wanted in random
+    legal orders."""
+    check_value(schedule)
+    for rank in {0, schedule.world_size - 1} if on_gpus else ():
+        require_runnable_on_gpus(schedule, rank)
+    for seed in range(seeds):
+        assert same(interpret(schedule, inputs, seed), wanted), (schedule.name, seed)
+
+
+def check_value(schedule: Schedule) -> None:
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    check_order(schedule)
+
+
+def same(found: OfRuns, wanted: OfRuns) -> bool:
+    return all(
+        f.keys() == w.keys() and all(np.array_equal(f[name], w[name]) for name in w)
+        for found_run, wanted_run in zip(found, wanted, strict=True)
+        for f, w in zip(found_run, wanted_run, strict=True)
+    )
+
+
+def check_order(schedule: Schedule) -> None:
+    """Each rank's order is its lanes, interleaved, and queues that stop at a wait get to their end in that order."""
+    order = issue_order(schedule)
+    for rank, issued in order.items():
+        for lane in schedule.of_rank(rank, expected=False):
+            assert tuple(step for name, step in issued if name == lane.name) == lane.steps
+    counters: Counter[tuple] = Counter()
+    at = dict.fromkeys(order, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, issued in order.items():
+            while at[rank] < len(issued):
+                step = issued[at[rank]][1]
+                waits = isinstance(step, Wait) and not step.previous
+                if waits and counters[rank, step.signal, step.index] < step.count:
+                    break
+                counters.update(step.sets())
+                at[rank] += 1
+                moved = True
+    assert at == {rank: len(issued) for rank, issued in order.items()}
