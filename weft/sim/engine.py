@@ -123,10 +123,17 @@ class _Part:
     def to(self, at_us: float) -> tuple[list[_Lane], list[_Lane]]:
         """Work until then: (lanes that are due to raise signals, lanes that are done)."""
         passed, self.at_us = at_us - self.at_us, at_us
+        nearly = max(_DONE_US, 1e-12 * at_us)  # late in a long run the clock itself is no finer
+        if len(self.working) == 1:  # mostly
+            (lane,) = self.working
+            lane.rest -= passed * self.speed[lane.load]
+            if lane.rest <= nearly:
+                self.working = []
+                return ([lane] if lane.mark else []), [lane]
+            return ([lane] if lane.mark and lane.rest - lane.mark <= nearly else []), []
         still: list[_Lane] = []
         done: list[_Lane] = []
         marked: list[_Lane] = []
-        nearly = max(_DONE_US, 1e-12 * at_us)  # late in a long run the clock itself is no finer
         speed = self.speed
         for lane in self.working:
             lane.rest -= passed * speed[lane.load]
@@ -139,7 +146,8 @@ class _Part:
     def next_us(self) -> float:
         """When a lane is next done or due."""
         speed = self.speed
-        return self.at_us + max(0.0, min([(lane.rest - lane.mark) / speed[lane.load] for lane in self.working]))
+        left = [(lane.rest - lane.mark) / speed[lane.load] for lane in self.working]
+        return self.at_us + max(0.0, left[0] if len(left) == 1 else min(left))
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
@@ -288,7 +296,8 @@ class _Engine:
     def _work(self, lane: _Lane) -> None:
         if lane.rest > _DONE_US:
             part = lane.part
-            due = part.to(self.now) if part.at_us < self.now else None
+            due = part.to(self.now) if part.working and part.at_us < self.now else None
+            part.at_us = self.now
             part.working.append(lane)
             self._change(part)
             if due:
