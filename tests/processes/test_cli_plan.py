@@ -8,7 +8,9 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from weft.bench.core import console
 from weft.cli.app import app, main
 from weft.cli.plan import print_explanation
 from weft.plan import explanation
+from weft.schedule import MatmulAllReduce, all_reduce, builder, unregister
+from weft.schedule.problem import PROBLEMS
 
 plan = importlib.import_module("weft.cli.plan")  # the name in its package is the command
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
@@ -85,6 +89,43 @@ def test_embeddings(tmp_path: Path) -> None:
         assert words in done.output
     assert "DIL" not in done.output
     assert "--tables 128" in runner.invoke(app, ["plan", "embedding_all_to_all", "--help"]).output
+
+
+@dataclass(frozen=True, slots=True)
+class SumOnOne(MatmulAllReduce):
+    """y = the sum of all ranks' x @ w, on one rank."""
+
+    name: ClassVar[str] = "sum_on_one"
+    dst: int = 0
+
+    @classmethod
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *, dst: Annotated[int, "The rank that gets it."] = 1
+    ) -> SumOnOne:
+        """M rows of K columns on each rank."""
+        return cls(ranks, m, n, k, dtype, dst=dst)
+
+
+def test_a_new_problem_is_a_command_with_its_own_words_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert PROBLEMS["sum_on_one"] is SumOnOne
+    builder(SumOnOne)(all_reduce.serial)
+    try:
+        assert "y = the sum of all ranks' x @ w, on one rank." in runner.invoke(app, ["plan", "--help"]).output
+        text = runner.invoke(app, ["plan", "sum_on_one", "--help"]).output
+        for words in ("M rows of K columns on each rank.", "--dst", "The rank that gets it.", "[default: 1]"):
+            assert words in text
+        for given, dst in (([], 1), (["--dst", "0"], 0)):
+            file = tmp_path / "plan.json"
+            done = runner.invoke(
+                app, ["plan", "sum_on_one", "--shape", "64,64,64", "--hw", "h200", "--json", str(file), *given]
+            )
+            assert done.exit_code == 0, done.output
+            assert json.loads(file.read_text())["problem"]["dst"] == dst
+    finally:
+        unregister(SumOnOne, "serial")
+        monkeypatch.delitem(PROBLEMS, "sum_on_one")
 
 
 def test_a_shape_on_gpus_that_are_linked_in_another_way(tmp_path: Path) -> None:
@@ -197,8 +238,8 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
         (["--experts", "9"], "experts=9 must be a positive multiple of ranks=2"),
         (
             ["--experts", "960", "--ranks", "96"],
-            "M=8192 tokens are not as many for each of 960 experts, and more than 72 ranks that differ take too long to "
-            "simulate; use M=8640",
+            "M=8192 tokens are not as many for each of 960 experts (M=8640 is), and more than 72 ranks that differ "
+            "take too long to simulate",
         ),
         (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
         (

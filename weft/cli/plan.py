@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
+import inspect
 import json as json_text
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from weft.bench.table_1 import SYNTHETIC, TABLE_1
 from weft.cli.paths import check_writable
 
 if TYPE_CHECKING:
     from weft.plan import Explanation
-
-plan = typer.Typer(
-    no_args_is_help=True,
-    help="What would be chosen for a shape, on this machine or another one, and why: candidates, predicted times, losses.",
-)
+    from weft.schedule import Problem
 
 
 class PlanMode(enum.StrEnum):
@@ -36,183 +35,139 @@ class PlanMode(enum.StrEnum):
 # candidate is built and simulated. Towards this number that takes minutes, and beyond it gigabytes too.
 _MOST_RANKS = 256
 _SAYS_EVERY_S = 2.0  # what it does, where there is no terminal for a bar
+_ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
 _MANY = "A plan's time grows with their square: for hundreds it may be minutes."
 _MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
-_EMBEDDING = "embedding_all_to_all"
-_LOSSES = """DIL and CIL are factors: what decomposition and contention cost; `comm` is communication; exposed is time in which a
-rank has nothing to compute."""
-_OPERATORS = {
-    "all_gather_matmul": f"""Plan y = all_gather(x_shard) @ w: [M / ranks, K] on each rank, and [K, N].
-
-{_LOSSES}
-
-    weft plan all_gather_matmul --shape 16384,8192,4096
-
-    weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
-
-    weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --topology ring
-
-    weft plan all_gather_matmul --shape g5 --hw mi300x --ranks 8
-
-    weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json""",
-    "matmul_reduce_scatter": f"""Plan y = reduce_scatter(x @ w): M rows of K columns and [K, N] on each rank, and of the sum
-M / ranks rows to each.
-
-{_LOSSES}
-
-    weft plan matmul_reduce_scatter --shape 8192,8192,4096
-
-    weft plan matmul_reduce_scatter --shape 16384,8192,4096 --ranks 8 --all""",
-    "scaled_matmul_reduce_scatter": f"""Plan the same with x and w in fp8, one scale for each: products are added up in --dtype
-(fp8: bf16).
-
-{_LOSSES}
-
-    weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all""",
-    "matmul_all_gather": f"""Plan y = all_gather(x @ w): M rows of K columns and [K, N] on each rank, and all ranks' products on
-each: below each other, or with --gather-dim -1 side by side.
-
-{_LOSSES}
-
-    weft plan matmul_all_gather --shape 4096,8192,4096
-
-    weft plan matmul_all_gather --shape 8192,2048,8192 --gather-dim -1 --ranks 4 --all""",
-    "matmul_all_reduce": f"""Plan y = all_reduce(x @ w): M rows of K columns and [K, N] on each rank, and the whole sum on each.
-
-{_LOSSES}
-
-    weft plan matmul_all_reduce --shape 8192,8192,4096
-
-    weft plan matmul_all_reduce --shape 16,8192,4096 --ranks 8 --mode graph --all""",
-    "all_to_all_matmul": f"""Plan y = tokens, at the ranks of their experts, @ their experts' weights: mixture of experts. M:
-tokens that a rank sends, each once for each of its experts. As many are taken to be for each expert.
-
-{_LOSSES} A graph can only capture what the host reads no sizes for: give --bounded with --mode graph.
-
-    weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
-
-    weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph""",
-    "matmul_all_to_all": f"""Plan y = rows, at the ranks of their experts, @ their experts' weights, and back to their tokens'
-ranks: what follows all_to_all_matmul. M: tokens of a rank, each once for each of its experts. As many are taken to be for each.
-
-{_LOSSES} A graph can only capture what the host reads no sizes for: give --bounded with --mode graph.
-
-    weft plan matmul_all_to_all --shape 8192,4096,14336 --experts 8
-
-    weft plan matmul_all_to_all --shape 32768,7168,2048 --experts 256 --ranks 8 --bounded --mode graph""",
-    _EMBEDDING: """Plan pooled embeddings and their all-to-all: what transport="auto" takes. M: samples of all ranks. N: columns
-of each table. K: rows that a bag of it reads.
-
-serial pools, calls the library's all-to-all, and puts the columns in order.
-
-    weft plan embedding_all_to_all --shape 16384,64,64 --tables 128
-
-    weft plan embedding_all_to_all --shape 65536,128,20 --tables 856 --ranks 8 --dtype fp16""",
-}
+_LOSSES = """Where there are GEMMs, DIL and CIL are factors: what decomposition and contention cost; `comm` is communication;
+exposed is time in which a rank has nothing to compute."""
 
 
-def _add(op: str, about: str) -> None:
-    @plan.command(op, help=about)
-    def command(
-        shape: Annotated[
-            str,
-            typer.Option(
-                metavar="M,N,K",
-                help="M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
-                "of a table. K: what is summed over. all_gather_matmul: also g1 to g16 and s1 to s16, FiCCO's GEMMs with N "
-                "over the ranks.",
-            ),
-        ],
-        ranks: Annotated[
-            int,
-            typer.Option(
-                min=1,
-                max=_MOST_RANKS,
-                help=f"GPUs; gathered or scattered rows must be divisible by them. {_MANY} It grows with experts too.",
-            ),
-        ] = 2,
-        experts: Annotated[
-            int | None,
-            typer.Option(min=1, help="Operators of experts, which need it: of all ranks together; as many on each."),
-        ] = None,
-        bounded: Annotated[
-            bool,
-            typer.Option(
-                "--bounded",
-                help="all_to_all_matmul with max_rows, matmul_all_to_all with rows: the host waits for no number of rows.",
-            ),
-        ] = False,
-        tables: Annotated[
-            int | None,
-            typer.Option(
-                min=1, help=f"{_EMBEDDING}, which needs it: of all ranks together; as many on each, if that goes."
-            ),
-        ] = None,
-        gather_dim: Annotated[
-            int, typer.Option(help="matmul_all_gather: 0 joins rows, -1 columns.", show_default=False)
-        ] = 0,
-        hw: Annotated[
-            str | None,
-            typer.Option(
-                metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
-            ),
-        ] = None,
-        topology: Annotated[
-            str | None,
-            typer.Option(
-                metavar="NAME|FILE",
-                help="How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file like those in weft/hw/topology. "
-                "Default: as the machine file says.",
-            ),
-        ] = None,
-        dtype: Annotated[
-            str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")
-        ] = "fp32" if op == _EMBEDDING else "bf16",
-        mode: Annotated[
-            PlanMode,
-            typer.Option(
-                help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
-            ),
-        ] = PlanMode.queued,
-        everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
-        json: Annotated[
-            Path | None,
-            typer.Option(dir_okay=False, writable=True, help="Write everything to this file, as one JSON object."),
-        ] = None,
-    ) -> None:
-        from weft.bench.core.console import progress
-        from weft.plan import explanation
+class _Operators(TyperGroup):
+    """With a command for each problem. They are imported when a plan is asked for: other commands need no numpy."""
 
-        m, n, k = _shape(shape, ranks if op == "all_gather_matmul" else None)
-        if op == _EMBEDDING and ranks > _MOST_UNEVEN_RANKS:
-            raise ValueError(
-                f"--ranks {ranks}: ranks have tables of their own, and more than {_MOST_UNEVEN_RANKS} take too long"
-            )
-        if experts is not None and m % experts and ranks > _MOST_UNEVEN_RANKS:
-            above = m + experts - m % experts
-            raise ValueError(
-                f"--shape {shape}: M={m} tokens are not as many for each of {experts} experts, and more than {_MOST_UNEVEN_RANKS} "
-                f"ranks that differ take too long to simulate; use M={above}"
-            )
-        if json is not None:
-            check_writable("--json", json)
-        shown = None if everything or op == _EMBEDDING else 10
-        # Hundreds of ranks take minutes.
-        with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
-            found = explanation(
-                op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, experts=experts,
-                bounded=bounded, tables=tables, gather_dim=gather_dim, progress=step,
-            )  # fmt: skip
-            step("simulating what is lost", 0.0)
-            found.cells(shown)
-        print_explanation(found, shown)
-        if json is not None:
-            json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
+    def list_commands(self, ctx: Any) -> list[str]:
+        from weft.schedule.problem import PROBLEMS
+
+        return [*sorted(PROBLEMS), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        from weft.schedule.problem import PROBLEMS
+
+        return _command(PROBLEMS[cmd_name]) if cmd_name in PROBLEMS else super().get_command(ctx, cmd_name)
 
 
-for _op, _about in _OPERATORS.items():
-    _add(_op, _about)
+plan = typer.Typer(
+    cls=_Operators,
+    no_args_is_help=True,
+    help="What would be chosen for a shape, on this machine or another one, and why: candidates, predicted times, losses.",
+)
+
+
+def _command(problem: type[Problem]) -> Any:
+    """Its help is the problem's first paragraph and what `sized` says of M, N, K and examples, where it has words of its own;
+    its options are those of all, and the keywords of `sized` behind the dtype, with their types, texts and defaults."""
+    from weft.schedule.problem import Problem
+
+    def command(**given: Any) -> None:
+        _run(problem.name, **given)
+
+    sized = inspect.signature(problem.sized, eval_str=True).parameters
+    own = [_option(one) for name, one in sized.items() if name not in _ALL_HAVE]
+    common = [
+        one for one in inspect.signature(_run, eval_str=True).parameters.values() if one.name not in ("op", "options")
+    ]
+    if (dtype := sized["dtype"].default) is not inspect.Parameter.empty:
+        common = [one.replace(default=dtype) if one.name == "dtype" else one for one in common]
+    taken = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*common[:2], *own, *common[2:])]
+    command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    first, _, rest = (inspect.getdoc(problem) or "").partition("\n\n")
+    sizes = inspect.getdoc(problem.sized)
+    if not sizes or sizes == inspect.getdoc(Problem.sized):  # M, N and K are what its docstring calls so
+        sizes = f"{rest}\n\n    weft plan {problem.name} --shape 8192,8192,4096 --ranks 8 --all"
+    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    alone.command(problem.name, help=f"{first}\n\n{sizes}", epilog=_LOSSES)(command)
+    return get_command(alone)
+
+
+def _option(keyword: inspect.Parameter) -> inspect.Parameter:
+    """Of `sized`. Its text is what the keyword is annotated with."""
+    kind, *text = get_args(keyword.annotation) if get_origin(keyword.annotation) is Annotated else [keyword.annotation]
+    return keyword.replace(
+        annotation=Annotated[kind, typer.Option(f"--{keyword.name.replace('_', '-')}", help="".join(text))]
+    )
+
+
+def _run(
+    op: str,
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K",
+            help="M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
+            "of a table. K: what is summed over. all_gather_matmul: also g1 to g16 and s1 to s16, FiCCO's GEMMs with N "
+            "over the ranks.",
+        ),
+    ],
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=_MOST_RANKS,
+            help=f"GPUs; gathered or scattered rows must be divisible by them. {_MANY} It grows with experts too.",
+        ),
+    ] = 2,
+    hw: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="How GPUs are linked: switch, mesh, ring, torus, hosts, or a TOML file like those in weft/hw/topology. "
+            "Default: as the machine file says.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="bf16, fp16, fp32 or fp8, if the machine file has a rate for it.")
+    ] = "bf16",
+    mode: Annotated[
+        PlanMode,
+        typer.Option(
+            help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
+        ),
+    ] = PlanMode.queued,
+    everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Write everything to this file, as one JSON object."),
+    ] = None,
+    **options: Any,
+) -> None:
+    from weft.bench.core.console import progress
+    from weft.plan import explanation
+    from weft.schedule import described
+
+    m, n, k = _shape(shape, ranks if op == "all_gather_matmul" else None)
+    p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > _MOST_UNEVEN_RANKS else None
+    if p is not None and p.uneven:
+        raise ValueError(f"{p.uneven}, and more than {_MOST_UNEVEN_RANKS} ranks that differ take too long to simulate")
+    if json is not None:
+        check_writable("--json", json)
+    shown = None if everything else 10
+    # Hundreds of ranks take minutes.
+    with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
+        found = explanation(
+            op, M=m, N=n, K=k, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode.value, progress=step, **options
+        )  # fmt: skip
+        step("simulating what is lost", 0.0)
+        found.cells(shown)
+    print_explanation(found, shown)
+    if json is not None:
+        json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
 
 
 @contextlib.contextmanager

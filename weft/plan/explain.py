@@ -170,36 +170,20 @@ def explain(
     topology: str | Path | None = None,
     dtype: str = "bf16",
     mode: Mode = "queued",
-    experts: int | None = None,
-    bounded: bool = False,
-    tables: int | None = None,
-    gather_dim: int = 0,
+    **options: Any,
 ) -> str:
     """What would be chosen for `op`, what else there is, and why; as text.
 
-    op: all_gather_matmul: M rows gathered, M / ranks from each, of K columns, times [K, N] on each rank.
-        matmul_reduce_scatter: M rows of K columns on each rank, times [K, N] on each, added up, M / ranks rows to each.
-        scaled_matmul_reduce_scatter: the same with fp8 operands, one scale for each; products are added up in `dtype`.
-        matmul_all_gather: M rows of K columns on each rank, times [K, N] on each; gather_dim: 0 joins the products' rows, -1
-        their columns.
-        matmul_all_reduce: M rows of K columns on each rank, times [K, N] on each, added up, all of it to each.
-        all_to_all_matmul: M tokens of each rank, each counted once for each of its experts, of K columns, as many for each of
-        `experts`, which are those of all ranks, times [K, N] of their expert. bounded: with max_rows.
-        matmul_all_to_all: M tokens of each rank, counted likewise, whose rows of K columns are at the ranks of their experts, times
-        [K, N] of their expert, and back. bounded: with rows.
-        embedding_all_to_all: M samples of all ranks; of each of `tables`, which are those of all ranks, N columns and K rows in
-        each bag.
+    op, M, N, K, options: an operator, its sizes, and what its problem's `sized` takes beside them (`weft.schedule.Problem`);
+    `weft plan OP --help` says what these are.
     hw: a machine file's name or path; by default this machine's, or h200 if it has none.
     topology: how its GPUs are linked, a topology file's name or path; by default as the machine file says.
 
     `ValueError` for an operator, machine, topology, dtype or mode that is not known, an M or `experts` that `ranks` do not
-    divide, a size below 1, or mode "graph" for experts that are not bounded, which no graph can capture.
+    divide, an option that the operator does not have, a size below 1, or mode "graph" for experts that are not bounded, which no
+    graph can capture.
     """
-    found = explanation(
-        op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, experts=experts, bounded=bounded,
-        tables=tables, gather_dim=gather_dim,
-    )  # fmt: skip
-    return str(found)
+    return str(explanation(op, M=M, N=N, K=K, ranks=ranks, hw=hw, topology=topology, dtype=dtype, mode=mode, **options))
 
 
 def explanation(
@@ -213,28 +197,14 @@ def explanation(
     dtype: str,
     topology: str | Path | None = None,
     mode: Mode,
-    experts: int | None = None,
-    bounded: bool = False,
-    tables: int | None = None,
-    gather_dim: int = 0,
     progress: Progress = lambda what, share: None,
+    **options: Any,
 ) -> Explanation:
     """As `explain`, in parts. progress: told what is done next, and which part of everything was done before."""
     machine, model, notes = machine_and_model(hw, ranks, topology)
     if dtype not in model.matmul_flops_per_us:
         raise ValueError(f"dtype={dtype!r}: {machine.name} has a rate for {', '.join(model.matmul_flops_per_us)} only")
-    problem = described(
-        op,
-        m=M,
-        n=N,
-        k=K,
-        ranks=ranks,
-        dtype=dtype,
-        experts=experts,
-        bounded=bounded,
-        tables=tables,
-        gather_dim=gather_dim,
-    )
+    problem = described(op, m=M, n=N, k=K, ranks=ranks, dtype=dtype, **options)
     if not problem.has_work:
         raise ValueError(f"M={M}, N={N}, K={K}: there is nothing to compute; each must be at least 1")
     if mode == "graph" and problem.not_captured:

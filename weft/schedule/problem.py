@@ -34,7 +34,9 @@ class Problem:
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> Problem:
-        """With even sizes, as plans and benchmarks name them; options of an operator's own follow as keywords."""
+        """With even sizes, as plans and benchmarks name them. Options of an operator's own follow as keywords: `weft plan`
+        and `weft bench` have them too. `weft plan NAME --help` is this docstring of an operator's own (what M, N and K are, and
+        examples), and for an option the text that its type is `Annotated` with."""
         given: dict[str, Any] = {"world_size": ranks, "m": m, "n": n, "k": k, "dtype": dtype}
         if {field.name for field in fields(cls)} != given.keys():
             raise ValueError(f"{cls.name} cannot be planned by sizes M, N and K")
@@ -66,6 +68,11 @@ class Problem:
         """Why no CUDA graph can capture it, whatever the schedule; empty if one may."""
         return ""
 
+    @property
+    def uneven(self) -> str:
+        """How ranks differ, so that each has to be simulated; empty if all do alike."""
+        return ""
+
     def takes(self, candidate: Candidate) -> bool:
         """Whether a call may take it that pins none."""
         return True
@@ -95,14 +102,13 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
     """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go. options:
-    of its `Problem.sized`; one that is None or False is as not given."""
+    of its `Problem.sized`."""
     if op not in PROBLEMS:
         raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(PROBLEMS)}")
-    given = {name: value for name, value in options.items() if value not in (None, False)}
-    if unknown := given.keys() - inspect.signature(PROBLEMS[op].sized).parameters.keys():
-        said = ", ".join(f"{name}={given[name]!r}" for name in sorted(unknown))
+    if unknown := options.keys() - inspect.signature(PROBLEMS[op].sized).parameters.keys():
+        said = ", ".join(f"{name}={options[name]!r}" for name in sorted(unknown))
         having = ", ".join(
             name for name, one in PROBLEMS.items() if unknown <= inspect.signature(one.sized).parameters.keys()
         )
         raise ValueError(f"{said}: {op} has none of it{having and f', {having} has'}")
-    return PROBLEMS[op].sized(m, n, k, ranks, dtype, **given)
+    return PROBLEMS[op].sized(m, n, k, ranks, dtype, **options)

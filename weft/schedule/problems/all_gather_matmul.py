@@ -97,6 +97,18 @@ class AllGatherMatmul(Problem):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmul:
+        """y = all_gather(x_shard) @ w: [M / ranks, K] and [K, N] on each rank.
+
+        weft plan all_gather_matmul --shape 16384,8192,4096
+
+        weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --all
+
+        weft plan all_gather_matmul --shape 131072,2048,16384 --hw mi300x --ranks 8 --topology ring
+
+        weft plan all_gather_matmul --shape g5 --hw mi300x --ranks 8
+
+        weft plan all_gather_matmul --shape 512,4096,8192 --mode single --json plan.json
+        """
         p = cls.even(m, n, k, ranks, dtype)
         return replace(p, scaled=Scaled("tensor", ("bf16",), (False,), (False,))) if dtype == "fp8" else p
 

@@ -33,6 +33,10 @@ class AllGatherMatmulGradients(Problem):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> AllGatherMatmulGradients:
+        """M, N, K: of x_shard [M / ranks, K] and of w [K, N] on each rank.
+
+        weft plan all_gather_matmul_gradients --shape 16384,8192,4096 --ranks 8
+        """
         return cls(ranks, m, (n,), k, dtype)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from weft.schedule.candidate import Candidate
 from weft.schedule.problem import Problem
@@ -62,8 +62,18 @@ class EmbeddingAllToAll(Problem):
         return sum(dim for of_rank in self.slots for _, dim in of_rank)
 
     @classmethod
-    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str, *, tables: int | None = None) -> EmbeddingAllToAll:
-        """m: samples of all ranks. n: columns of each table. k: rows that a bag of it reads. tables: of all ranks."""
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str = "fp32", *,
+        tables: Annotated[int | None, "Needed: of all ranks together; as many on each, if that goes."] = None,
+    ) -> EmbeddingAllToAll:  # fmt: skip
+        """What transport="auto" takes. M: samples of all ranks. N: columns of each table. K: rows that a bag of it reads.
+
+        serial pools, calls the library's all-to-all, and puts the columns in order.
+
+            weft plan embedding_all_to_all --shape 16384,64,64 --tables 128
+
+            weft plan embedding_all_to_all --shape 65536,128,20 --tables 856 --ranks 8 --dtype fp16
+        """
         if tables is None or tables < 1:
             raise ValueError(
                 f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--tables)"
@@ -82,6 +92,10 @@ class EmbeddingAllToAll(Problem):
             f"{counted(sum(self.batch_sizes), 'sample')}, {counted(tables, 'feature')} with {self.columns} columns and "
             f"{sum(bags) / len(bags):.3g} rows a bag, {self.dtype}, {counted(self.world_size, 'rank')}"
         )
+
+    @property
+    def uneven(self) -> str:
+        return "ranks have tables of their own"
 
     @property
     def has_work(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Annotated, Self
 
 from weft.schedule.problem import Problem
 from weft.schedule.regions import SUMMED
@@ -72,9 +72,19 @@ class ExpertsProblem(Problem):
 
     @classmethod
     def sized(
-        cls, m: int, n: int, k: int, ranks: int, dtype: str, *, experts: int | None = None, bounded: bool = False
-    ) -> Self:
-        """m: tokens of each rank. experts: of all ranks. bounded: the host waits for no number of rows."""
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
+        experts: Annotated[int | None, "Needed: of all ranks together; as many on each."] = None,
+        bounded: Annotated[bool, "The host waits for no number of rows: all_to_all_matmul with max_rows, "
+                           "matmul_all_to_all with rows. Only so a graph can capture it (--mode graph)."] = False,
+    ) -> Self:  # fmt: skip
+        """M: tokens of a rank, each once for each of its experts; as many are taken to be for each. [K, N]: an expert's weights.
+
+        weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
+
+        weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph
+
+        weft plan matmul_all_to_all --shape 32768,7168,2048 --experts 256 --ranks 8 --bounded --mode graph
+        """
         if experts is None or experts < 1 or ranks < 1 or experts % ranks:
             above = max(1, -(-(experts or 1) // max(1, ranks))) * ranks
             raise ValueError(
@@ -82,6 +92,14 @@ class ExpertsProblem(Problem):
                 f"together; use {above}"
             )
         return replace(cls.even(m, n, k, experts // ranks, ranks, dtype), exact=not bounded)
+
+    @property
+    def uneven(self) -> str:
+        if len({count for of_rank in self.splits for count in of_rank}) <= 1:
+            return ""
+        everywhere = self.world_size * self.experts
+        above = -(-max(self.rows) // everywhere) * everywhere
+        return f"M={max(self.rows)} tokens are not as many for each of {everywhere} experts (M={above} is)"
 
     @property
     def has_work(self) -> bool:

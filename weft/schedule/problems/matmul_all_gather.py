@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from weft.schedule.candidate import Candidate
 from weft.schedule.problem import Problem, require_sizes
@@ -34,8 +34,16 @@ class MatmulAllGather(Problem):
         require_sizes(self.m, self.n, self.k, self.world_size)
 
     @classmethod
-    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str, gather_dim: int = 0) -> MatmulAllGather:
-        """gather_dim: 0 or -1, of two dimensions."""
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
+        gather_dim: Annotated[int, "0 joins the products' rows, -1 their columns."] = 0,
+    ) -> MatmulAllGather:  # fmt: skip
+        """M, N, K: M rows of K columns, times [K, N], on each rank, and all ranks' products to each.
+
+        weft plan matmul_all_gather --shape 4096,8192,4096
+
+        weft plan matmul_all_gather --shape 8192,2048,8192 --gather-dim -1 --ranks 4 --all
+        """
         if gather_dim not in (0, -1):
             raise ValueError(f"gather_dim={gather_dim}: 0 joins rows, -1 columns")
         return cls(ranks, m, n, k, dtype, columns=gather_dim == -1)

@@ -38,6 +38,12 @@ class MatmulAllReduce(Problem):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> MatmulAllReduce:
+        """M rows of K columns, times [K, N], on each rank, and the whole sum on each.
+
+        weft plan matmul_all_reduce --shape 8192,8192,4096
+
+        weft plan matmul_all_reduce --shape 16,8192,4096 --ranks 8 --mode graph --all
+        """
         return cls(ranks, m, n, k, dtype)
 
     @property

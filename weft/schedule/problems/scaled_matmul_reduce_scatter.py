@@ -38,7 +38,11 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     @classmethod
     def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> ScaledMatmulReduceScatter:
-        """dtype: of the result; fp8, which that of the operands always is, stands for bf16."""
+        """As matmul_reduce_scatter, with one scale for x and one for w. dtype: of the result; fp8, which is that of the
+        operands, stands for bf16.
+
+            weft plan scaled_matmul_reduce_scatter --shape 8192,8192,4096 --all
+        """
         return cls(ranks, m, n, k, "bf16" if dtype == "fp8" else dtype, "tensor", False, False)
 
     @property
