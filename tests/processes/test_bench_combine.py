@@ -42,7 +42,8 @@ def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -
 def test_its_layers_are_the_way_back_of_those_that_all_to_all_matmul_has() -> None:
     there, back = shapes_file("all_to_all_matmul"), shapes_file("matmul_all_to_all")
     for group in ("mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b"):
-        first, last = find_shapes(MoeShape, there, group, "cuda"), find_shapes(MoeShape, back, group, "cuda")
+        options = BenchOptions(OPERATOR.name, preset=group, device="cuda", modes=("queued",))
+        first, last = find_shapes(MoeShape, there, options), find_shapes(MoeShape, back, options)
         assert {(2 * s.k, s.n, s.m, s.experts, s.top_k, s.skew) for s in last} == {
             (s.n, s.k, s.m, s.experts, s.top_k, s.skew) for s in first if s.sources == (f"{group} gate_up",)
         }

@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft
 from weft import symm
 from weft.bench.__main__ import options_of
 from weft.bench.core import measure
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_arms
+from weft.bench.core.operators import names, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants, roundings
@@ -34,6 +36,7 @@ from weft.launch import Pool
 from weft.operator import choosing
 from weft.plan import choose
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates, described
+from weft.schedule.problem import PROBLEMS
 from weft.sim import model_of
 
 SHAPE = Shape(24, 10, 16, ("by hand",))
@@ -45,6 +48,27 @@ TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=4,by=dma]"
 
 def _options(**given) -> BenchOptions:
     return BenchOptions(OPERATOR.name, **({"preset": "24x10x16", "quick": True, "seconds": 0.01} | given))
+
+
+def test_an_operators_own_options_are_measured_and_named() -> None:
+    given = ["--preset", "24x10x16", "--ranks", "2", "--device", "cpu", "--option", "gather_dim=-1"]
+    options = options_of(["matmul_all_gather", *given])
+    (shape,) = operator("matmul_all_gather").presets(options)
+    ((p, _),) = shape.problems("matmul_all_gather", 2, "fp32")
+    assert (p.columns, shape.name) == (True, "24x10x16 gather_dim=-1")
+    with pytest.raises(ValueError, match="gather_dim=-1: matmul_all_reduce has none of it, matmul_all_gather"):
+        options_of(["matmul_all_reduce", *given])
+    with pytest.raises(ValueError, match=r"option=.*gather_dim.*: tensor_parallel has none, leave it out"):
+        options_of(["tensor_parallel", *given[2:]])
+    with pytest.raises(ValueError, match="option 'gather_dim' has no name: write it as gather_dim=-1"):
+        options_of(["matmul_all_gather", "--option", "gather_dim"])
+
+
+def test_every_operator_that_users_call_is_measured() -> None:
+    called = {name for name in weft.__all__ if name in PROBLEMS}
+    assert {"matmul_all_gather", "embedding_all_to_all"} < called < set(names())
+    for name in names():
+        assert operator(name).name == name
 
 
 def _typed(variants: str) -> tuple[str, ...]:

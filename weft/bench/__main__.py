@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.bench.core.operators import OPERATORS, operator
+from weft.bench.core.operators import names, operator
 
 if TYPE_CHECKING:
     from weft.bench.core.options import BenchOptions
@@ -62,7 +62,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("op", metavar="OP", help=f"what to measure: {', '.join(OPERATORS)}")
+    add("op", metavar="OP", help=f"what to measure: {', '.join(names())}")
     add("--preset", help=_PRESET)
     add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
@@ -71,6 +71,8 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         help="single: one call, one synchronisation. queued: many. graph: captured and replayed. Default: all that the operator "
         "has here")  # fmt: skip
     add("--scale", help=_SCALE)
+    add("--option", action="append", metavar="NAME=VALUE", default=[],
+        help="of the operator's own, as `weft plan OP --help` lists them: gather_dim=-1. May be repeated")  # fmt: skip
     add("--dtype", help="of inputs and outputs: fp32, fp16, bf16; fp8: all_gather_matmul's scaled sibling, and what "
         "scaled_matmul_reduce_scatter has. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
     add("--json", type=Path, help="append one JSON object per variant and mode to this file")
@@ -82,13 +84,14 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     import torch
 
     from weft import env
-    from weft.bench.core.options import BenchOptions, parse_scale
+    from weft.bench.core.options import BenchOptions, parse_option, parse_scale
 
     op = operator(given.op)
     given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given.modes = tuple(mode for mode in _MODES if mode in (given.modes or op.modes(given.device)))
     given.dtype = given.dtype or op.default_dtype(given.device)
     given.scale = None if given.scale is None else parse_scale(given.scale)
+    given.option = tuple(map(parse_option, given.option))
     # A comma before `parameter=` belongs to a schedule's name: "weft, shard[chunks=2,send=in_turn,put" are three.
     given.variants = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants) if (name := part.strip()))
     if env.under_torchrun():

@@ -359,6 +359,7 @@ def _records(fitted: Fitted, found: Found, ranks: int, ceilings: list[Ceilings],
 class _Inefficiency(Operator[Gemm]):
     name = "inefficiency"
     refuses = {  # noqa: RUF012
+        "option": Operator.refuses["option"],
         "variants": "measures all of them, to compare them; give none",
         "seconds": f"repeats each of its lanes {_REPETITIONS} times; give none, or --quick",
     }

@@ -1,8 +1,8 @@
 """What a benchmark needs to know about an operator (`Operator`: presets, tables) and of each preset (`Variants`: inputs, variants
 and baselines, bytes), and the records that it makes of these.
 
-One with baselines of its own has a file in `weft.bench.ops` named like it, with an `Operator` called `OPERATOR`, and a line in
-`weft.bench.core.operators`. Timing, checks, records, command line and documents are shared.
+One with baselines of its own has a file in `weft.bench.ops` named like it, with an `Operator` called `OPERATOR`. Timing, checks,
+records, command line and documents are shared.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Operator(ABC, Generic[P]):
     name: str
     matmul: bool = False  # whether the roofline needs the rate of a GEMM
     fp8: bool = False  # whether it can be measured with fp8 operands
-    refuses: Mapping[str, str] = {"pictures": "draws none, leave it out"}
+    refuses: Mapping[str, str] = {"pictures": "draws none, leave it out", "option": "has none, leave it out"}
     baselines: tuple[str, ...] = ()
     columns: ClassVar[tuple[Column, ...]] = ()
     """Of a variant in the table of a configuration, beside those of all operators."""

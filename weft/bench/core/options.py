@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +22,8 @@ class BenchOptions:
     """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default.
     `scale` (embedding_all_to_all), None: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second or so per
     variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest arm of a mode. `quick`:
-    small inputs and few repetitions, to try things out. `pictures`: a folder for them, where the operator draws any."""
+    small inputs and few repetitions, to try things out. `pictures`: a folder for them, where the operator draws any. `option`:
+    names and values of options of the operator's own (`weft.schedule.Problem.sized`)."""
 
     op: str
     preset: str | None = None
@@ -33,6 +37,7 @@ class BenchOptions:
     quick: bool = False
     seconds: float | None = None
     pictures: Path | None = None
+    option: tuple[tuple[str, Any], ...] = ()
     read_mib: int = 512
 
     def __post_init__(self) -> None:
@@ -71,6 +76,16 @@ class BenchOptions:
     def repetitions(self) -> tuple[int, int]:
         """(least, most)"""
         return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """ "dst=2" as a name and a number; what is no number, True or False is a text. Raises ValueError if there is no name."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
+    with contextlib.suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
 
 
 def parse_scale(text: str) -> float:

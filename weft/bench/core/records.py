@@ -17,7 +17,7 @@ import weft
 from weft import env
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import HARNESS
-from weft.bench.core.operators import OPERATORS, operator
+from weft.bench.core.operators import names, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
@@ -103,7 +103,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
             try:
                 operator(str(record["op"]))
             except ValueError:
-                known = f"remove the line, or correct it to one of {', '.join(OPERATORS)}"
+                known = f"remove the line, or correct it to one of {', '.join(names())}"
                 raise ValueError(f"{where}: op {record['op']!r} is no operator: {known}") from None
             found.append(record)
     return found

@@ -182,7 +182,7 @@ class _AllGatherMatmul(TorchOperator):
     variants, shape = GatherVariants, GatherShape
 
     def presets(self, options: BenchOptions) -> Sequence[Shape]:
-        shapes = find_shapes(GatherShape, shapes_file(self.name), options.preset, options.device)
+        shapes = find_shapes(GatherShape, shapes_file(self.name), options)
         return [shape.on(options.ranks) for shape in shapes]
 
     def workload(self, preset: Shape, ranks: Ranks, options: BenchOptions) -> GemmVariants:

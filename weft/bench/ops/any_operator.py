@@ -263,7 +263,7 @@ class GemmOperator(Operator[S]):
         return variant not in self.fixed
 
     def presets(self, options: BenchOptions) -> Sequence[S]:
-        return find_shapes(self.shape, shapes_file(self.name), options.preset, options.device)
+        return find_shapes(self.shape, shapes_file(self.name), options)
 
     def check_options(self, options: BenchOptions) -> None:
         shapes = self.presets(options)
@@ -362,6 +362,7 @@ class AnyOperator(GemmOperator[Shape]):
     """Of [m, k] @ [k, n] in some way. What it says of many shapes is what all such operators say."""
 
     variants, shape = MatmulVariants, Shape
+    refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
     columns = (
         Column("over\nideal", "ideal_ratio", 2), Column("calibrated\nms", _PREDICTED[0], 4),
         Column("blind\nms", _PREDICTED[1], 4), *GemmOperator.columns,

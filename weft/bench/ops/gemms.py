@@ -8,7 +8,7 @@ import contextlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 
 import weft
 from weft.bench.core.harness import Ranks
+from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates, described, named
 
@@ -36,13 +37,14 @@ MEMORY_SHARE = 0.5
 @dataclass(frozen=True)
 class Shape:
     """What is measured; of one name all are alike. [m, k] @ [k, n], n on each rank. symmetric: peers can read the input where it
-    lies. written: how one is typed. example: one that is small."""
+    lies. own: options of the operator's own. written: how one is typed. example: one that is small."""
 
     m: int
     n: int
     k: int
     sources: tuple[str, ...] = ()
     symmetric: bool = False
+    own: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
 
     written: ClassVar[str] = (
         f"MxNxK such as 8192x4096x8192; with {_SYMMETRIC} behind it, inputs lie in symmetric memory"
@@ -51,7 +53,8 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}{_SYMMETRIC * self.symmetric}"
+        own = "".join(f" {name}={value}" for name, value in self.own)
+        return f"{self.m}x{self.n}x{self.k}{_SYMMETRIC * self.symmetric}{own}"
 
     @property
     def about(self) -> str:
@@ -72,7 +75,7 @@ class Shape:
         ]
 
     def problems(self, op: str, ranks: int, dtype: str) -> Problems:
-        return [(described(op, m=self.m, n=self.n, k=self.k, ranks=ranks, dtype=dtype), "")]
+        return [(described(op, m=self.m, n=self.n, k=self.k, ranks=ranks, dtype=dtype, **dict(self.own)), "")]
 
     def bytes(self, ranks: int, item_bytes: int) -> float:
         """Of a rank's inputs, and of its output in float64."""
@@ -88,20 +91,22 @@ def shapes_file(op: str) -> Path:
     return shapes / f"{op if (shapes / f'{op}.toml').exists() else 'all_gather_matmul'}.toml"
 
 
-def find_shapes(kind: type[S], file: Path, preset: str | None, device: str) -> tuple[S, ...]:
-    """Those of all groups that suit the device, or of the groups and shapes that `preset` names, with commas between; each once,
-    with all its sources. Raises ValueError for a name that is neither."""
+def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
+    """Those of all groups that suit the device, or of the groups and shapes that the preset names, with commas between; each once,
+    with all its sources, and with the operator's own options. Raises ValueError for a name that is neither."""
     groups = tomllib.loads(file.read_text()) if file.exists() else {}
-    suiting = [group for group in groups if (group == CPU_GROUP) == (device == "cpu")]
+    suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
     found: dict[str, Any] = {}
-    for name in suiting if preset is None else map(str.strip, preset.split(",")):
+    for name in suiting if options.preset is None else map(str.strip, options.preset.split(",")):
         shapes = kind.named(name, groups)
         if not shapes:
             known = ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"
             raise ValueError(f"no preset {name!r}: give one of {known}, or a shape {kind.written}")
         for shape in shapes:
             same = found.get(shape.name, shape)
-            found[shape.name] = replace(same, sources=tuple(dict.fromkeys((*same.sources, *shape.sources))))
+            found[shape.name] = replace(
+                same, own=options.option, sources=tuple(dict.fromkeys((*same.sources, *shape.sources)))
+            )
     return tuple(found.values())
 
 

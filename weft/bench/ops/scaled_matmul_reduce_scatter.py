@@ -49,7 +49,7 @@ class _ScaledMatmulReduceScatter(TorchOperator):
         return "fp8"
 
     def presets(self, options: BenchOptions) -> Sequence[Shape]:
-        return find_shapes(self.shape, shapes_file("matmul_reduce_scatter"), options.preset, options.device)
+        return find_shapes(self.shape, shapes_file("matmul_reduce_scatter"), options)
 
     def check_options(self, options: BenchOptions) -> None:
         if options.dtype != "fp8":
