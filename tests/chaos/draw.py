@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from .operators import OPERATORS
+
 Phase = Literal["set-up", "first call", "steady", "backward"]
 STEPS, TURN = 36, 14  # steps of a rank; from step TURN on another shape is called
 SET_UP, FIRST, STEADY, BACKWARD = "set-up", "first call", "steady", "backward"
@@ -73,43 +75,6 @@ KINDS: dict[str, Kind] = {
 }
 SIGNALS = ("kill", "short stop", "long stop", "interrupt", "terminate")
 
-OPERATORS = (
-    "all_gather_matmul", "all_gather_scaled_matmul", "all_to_all_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
-    "matmul_all_reduce", "matmul_all_gather", "matmul_all_to_all", "embedding_all_to_all", "module, local batch",
-    "module, global batch",
-)  # fmt: skip
-SCALED = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")
-
-
-def _schedules(operator: str, world: int, options: dict[str, Any]) -> list[str]:
-    """Pinned ones that overlap, and can do these calls."""
-    several = world > 2
-    if operator == "all_to_all_matmul":
-        by = "kernel" if options["max_rows"] else "dma"  # copy engines take sizes from the host
-        dispatch = [f"dispatch[by={by},rest=each]", f"dispatch_by_expert[by={by},chunks=2]"]
-        return [*dispatch, *["dispatch[by=kernel,rest=together]"] * several]
-    if operator == "matmul_all_to_all":
-        by = "kernel" if options["rows"] else "dma"
-        return [f"combine[chunks=2,by={by}]", "combine[chunks=1,by=store]", f"combine_by_expert[chunks=2,by={by}]"]
-    if operator == "scaled_matmul_reduce_scatter":
-        ways = ("chunks=1,by=dma", "chunks=2,by=kernel", "chunks=2,by=store")
-        return ["scatter", *(f"direct[{way},add=reduce]" for way in ways)]
-    if operator == "matmul_reduce_scatter":
-        direct = [
-            "direct[chunks=1,by=dma,add=reduce]",
-            "direct[chunks=2,by=kernel,add=gemm]",
-            "direct[chunks=2,by=store,add=reduce]",
-        ]
-        return ["scatter", *direct, *["ring[chunks=2,by=dma]"] * several]
-    if operator == "matmul_all_reduce":
-        two_shot = ["two_shot[chunks=1,by=dma,add=reduce]", "two_shot[chunks=2,by=kernel,add=gemm]"]
-        return ["one_shot[by=kernel]", "one_shot[by=load]", *two_shot, "chunked[chunks=2,by=dma]"]
-    if operator == "matmul_all_gather":
-        return ["direct[chunks=1,by=kernel]", "direct[chunks=2,by=dma]"]
-    shard = ["shard[chunks=1,send=in_turn,by=dma]", "shard[chunks=2,send=in_turn,by=kernel]"]
-    ficco = [] if options["return_A"] else ["ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"]
-    return [*shard, "gather[by=kernel]", *ficco, *["shard[chunks=2,send=at_once,by=dma]"] * several]
-
 
 @dataclass(frozen=True)
 class Injection:
@@ -151,7 +116,7 @@ class Injection:
 
 def draw(seed: int, index: int, device: str = "cpu") -> Injection:
     kind = _dealt(seed, index, [name for name, kind in KINDS.items() if device in kind.devices], device)
-    operators = [name for name in OPERATORS if device == "cpu" or name != "module, local batch"]
+    operators = [name for name, work in OPERATORS.items() if device in work.devices]
     deal, place = divmod(index, len(operators))
     operator = _shuffled(f"{seed}:{device}:operators:{deal}", operators)[place]
     rng = random.Random(f"{seed}:{device}:{index}")
@@ -167,7 +132,7 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
         second = _second(kind, operator, options, rng, deadline_s, device, world)
         warm = of_kind.second != "cold"
     if phase == BACKWARD:  # of which not all operators have one: then between two calls
-        if _has_backward(operator) and device == "cpu":
+        if OPERATORS[operator].differentiable and device == "cpu":
             options["backward"], second = True, None
         elif second is None:
             phase = STEADY
@@ -177,7 +142,9 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
     place = "between" if phase == BACKWARD or kind == "exception between calls" else "before"
     if kind == "exception after calls":
         place = "after"
-    if step < 0 and ((kind not in SIGNALS and not _is_module(operator)) or kind not in (*SIGNALS, *_WHILE_MAKING)):
+    if step < 0 and (
+        (kind not in SIGNALS and not OPERATORS[operator].is_module) or kind not in (*SIGNALS, *_WHILE_MAKING)
+    ):
         step = 0
     most_s = {SET_UP: 0.3, FIRST: 0.05}.get(phase, 0.004) if device == "cpu" else {SET_UP: 3.0}.get(phase, 0.05)
     steps, pace_s = (_LONG_RUN if kind == "short stop" else STEPS), 0.0
@@ -193,18 +160,6 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
 
 _LONG_RUN = 250  # steps, where several pauses are to meet calls
 _WHILE_MAKING = ("exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads")
-
-
-def _is_pooled(operator: str) -> bool:
-    return operator.startswith(("embedding", "module"))
-
-
-def _has_backward(operator: str) -> bool:
-    return not _is_pooled(operator) and operator not in SCALED
-
-
-def _is_module(operator: str) -> bool:
-    return operator.startswith("module")
 
 
 def _shuffled(seed: str, cards: Sequence[str]) -> list[str]:
@@ -239,37 +194,12 @@ def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ..
 
 def _options(operator: str, rng: random.Random, deadline_s: float, device: str, world: int) -> dict[str, Any]:
     """Of a call; backward is drawn too."""
-    options: dict[str, Any] = {"deadline_s": deadline_s}
-    if operator.startswith("all_gather"):
-        options["return_A"] = rng.random() < 0.5
-    if operator in SCALED:
-        options["by_row"] = rng.random() < 0.5
-    if operator == "scaled_matmul_reduce_scatter":
-        options |= {"bias": rng.random() < 0.5, "dtype": "bfloat16"}
-    if operator == "all_to_all_matmul":
-        options["max_rows"] = device == "cuda" or rng.random() < 0.3
-    if operator == "matmul_all_to_all":
-        options["rows"] = device == "cuda" or rng.random() < 0.3
-    if operator == "matmul_all_reduce":
-        options |= {"bias": rng.random() < 0.5, "residual": rng.random() < 0.5}
-    if operator == "matmul_all_gather":
-        options["columns"] = rng.random() < 0.5
-    if not _is_pooled(operator):
+    work = OPERATORS[operator]
+    options: dict[str, Any] = {"deadline_s": deadline_s, **work.drawn(rng, device)}
+    if pinned := work.schedules(world, options):
         plain = ["serial", "serial", None] if device == "cpu" else []
-        options["schedule"] = rng.choice([*plain, *_schedules(operator, world, options)])
-        options["backward"] = _has_backward(operator) and device == "cpu" and rng.random() < 0.4
-    if _is_pooled(operator):
-        options |= {
-            "transport": rng.choice(["direct", "put"]),
-            "order": rng.choice(["remote_first", "natural"]),
-            "bounds_check": rng.choice(["warning", "fatal"]),
-            "outputs": rng.choice([2, 3]),
-        }
-    if _is_module(operator):
-        options |= {
-            "input": "local_batch" if operator == "module, local batch" else "global_batch",
-            "is_weighted": rng.random() < 0.5,
-        }
+        options["schedule"] = rng.choice([*plain, *pinned])
+        options["backward"] = work.differentiable and device == "cpu" and rng.random() < 0.4
     return options
 
 
@@ -279,10 +209,10 @@ def _second(
     """What else is called: another operator, or the same one in another shape or dtype."""
     other = kind.startswith("other operator") or (not kind.startswith("other ") and rng.random() < 0.5)
     if other:
-        others = [name for name in OPERATORS if name != operator and (device == "cpu" or name != "module, local batch")]
+        others = [name for name, work in OPERATORS.items() if name != operator and device in work.devices]
         name = rng.choice(others)
         return name, _options(name, rng, deadline_s, device, world) | {"backward": False}
     changed = {**options, "backward": False}
-    if kind == "other dtype" and operator != "all_gather_scaled_matmul":
-        return operator, changed | {"dtype": "float16" if operator in SCALED else "bfloat16"}
+    if kind == "other dtype" and (dtype := OPERATORS[operator].other_dtype) is not None:
+        return operator, changed | {"dtype": dtype}
     return operator, changed | {"other_size": True}

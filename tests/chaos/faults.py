@@ -23,6 +23,7 @@ from weft.errors import WeftError
 
 from . import bad
 from .draw import SIGNALS, Injection
+from .operators import OPERATORS
 from .traces import Board, Trace
 from .work import Given, Work
 
@@ -113,7 +114,7 @@ class Sabotage:
         injection = self.injection
         kind = injection.kind if injection.kind in bad.FORMED else bad.FORMED[injection.choice % len(bad.FORMED)]
         options = injection.options
-        forms = bad.forms(kind, injection.operator, options)
+        forms = bad.forms(kind, OPERATORS[injection.operator], options)
         name, form = forms[injection.choice % len(forms)]
         try:
             changed = form(given)

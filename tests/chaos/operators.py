@@ -1,9 +1,10 @@
-"""Every operator under test, by the name that injections are drawn with."""
+"""Every operator under test, by the name that injections are drawn with. An entry and its class are all that a new one needs."""
 
 from __future__ import annotations
 
+from .pooled import Embedding, GlobalBatch, LocalBatch
 from .products import MatmulAllGather, MatmulAllReduce, MatmulAllToAll, MatmulReduceScatter, ScaledMatmulReduceScatter
-from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Collection, Embedding, Work
+from .work import AllGatherMatmul, AllGatherScaledMatmul, AllToAllMatmul, Work
 
 OPERATORS: dict[str, type[Work]] = {
     "all_gather_matmul": AllGatherMatmul,
@@ -15,6 +16,6 @@ OPERATORS: dict[str, type[Work]] = {
     "matmul_all_gather": MatmulAllGather,
     "matmul_all_to_all": MatmulAllToAll,
     "embedding_all_to_all": Embedding,
-    "module, local batch": Collection,
-    "module, global batch": Collection,
+    "module, local batch": LocalBatch,
+    "module, global batch": GlobalBatch,
 }

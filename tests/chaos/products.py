@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import ClassVar
+
 import torch
 
 import weft
@@ -11,6 +14,7 @@ import weft.ops.matmul_all_to_all
 import weft.ops.matmul_reduce_scatter
 import weft.ops.scaled_matmul_reduce_scatter  # now, and not in a call that is interrupted
 
+from .bad import DEADLINES, Form, each, put
 from .work import FP8, AllToAllMatmul, Given, Results, Work
 
 
@@ -18,7 +22,40 @@ class Products(Work):
     """x @ w of every rank, of one shape."""
 
     K, MOST = 16, 3  # numbers are whole, from -MOST to MOST
-    names = ("x", "w")  # of the arguments
+    arguments = ("x", "w")  # x and w first
+    bad_settings: ClassVar[list[Form]]
+    """Wrong values of what only this operator has."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors of its calls."""
+        return self.arguments
+
+    @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        return [
+            *cls.bad_settings,
+            put(cls.arguments[1], None),
+            put("schedule", "dierct"),
+            put("schedule", 5),
+            *DEADLINES,
+        ]
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        x, w, *_ = cls.arguments
+        return [
+            each(x, lambda x: x[0]), each(x, lambda x: x[:, :-1]), each(x, lambda x: x.flatten()[0]), each(w, lambda w: w[:-1]),
+            each(w, lambda w: w[None]),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        x, w, *_ = cls.arguments
+        return [
+            each(x, lambda x: x.to(torch.float64)), each(x, lambda x: x.to(torch.int32)), each(w, lambda w: w.double()),
+            each(w, lambda w: w.bool()),
+        ]  # fmt: skip
 
     def _m(self, n: int) -> int:
         return self.world * ((4, 24)[self.size] + 4 * (n >= self.turn))
@@ -70,7 +107,17 @@ class Products(Work):
 
 
 class MatmulReduceScatter(Products):
-    names = ("A", "B")
+    arguments = ("A", "B")
+    bad_settings: ClassVar[list[Form]] = [put("scatter_dim", "0"), put("scatter_dim", 7), put("reduce_op", "mean")]
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        ways = ("chunks=1,by=dma,add=reduce", "chunks=2,by=kernel,add=gemm", "chunks=2,by=store,add=reduce")
+        return ["scatter", *(f"direct[{way}]" for way in ways), *["ring[chunks=2,by=dma]"] * (world > 2)]
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        return [each(cls.arguments[0], lambda x: x[:-1]), *super().bad_sizes(options)]
 
     def settings(self) -> Given:
         return {"reduce_op": "sum", "scatter_dim": 0}
@@ -93,6 +140,34 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     each row has a scale. bias: whether each rank adds one."""
 
     MOST = 1
+    differentiable, other_dtype = False, "float16"
+    arguments = ("A", "B", "A_scale", "B_scale", "bias")
+    bad_settings: ClassVar[list[Form]] = [
+        put("orig_scatter_dim", "0"), put("orig_scatter_dim", 1), put("scatter_dim_after_maybe_reshape", 7),
+        put("reduce_op", "max"), put("A_scale", 0.5), put("B_scale", None), put("bias", 1), put("result_scale", torch.ones(1)),
+        put("out_dtype", None), put("out_dtype", FP8), put("use_fast_accum", 1), put("output_shape", [3, 5]),
+        put("output_shape", "x"), each("A_scale", lambda s: s.clone().requires_grad_()),
+    ]  # fmt: skip
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {"by_row": rng.random() < 0.5, "bias": rng.random() < 0.5, "dtype": "bfloat16"}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        ways = ("chunks=1,by=dma", "chunks=2,by=kernel", "chunks=2,by=store")
+        return ["scatter", *(f"direct[{way},add=reduce]" for way in ways)]
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        return [
+            each("A_scale", lambda s: s.new_ones(3, 1)), each("B_scale", lambda s: s.new_ones(3, 1)),
+            each("B", lambda w: w[:, :8]), put("bias", torch.ones(3).bfloat16()), *super().bad_sizes(options),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        return [*super().bad_dtypes(options), *(each(scale, lambda s: s.half()) for scale in ("A_scale", "B_scale"))]
 
     def _n(self) -> int:
         return (16, 48)[self.size] + 16 * self.other
@@ -127,9 +202,21 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 class MatmulAllReduce(Products):
     """bias, residual: whether they follow the sum."""
 
+    arguments = ("x", "w", "bias", "residual")
+    bad_settings: ClassVar[list[Form]] = [put("op", "mean"), put("op", 5), put("bias", 1), put("residual", "x")]
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {"bias": rng.random() < 0.5, "residual": rng.random() < 0.5}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        two_shot = ["two_shot[chunks=1,by=dma,add=reduce]", "two_shot[chunks=2,by=kernel,add=gemm]"]
+        return ["one_shot[by=kernel]", "one_shot[by=load]", *two_shot, "chunked[chunks=2,by=dma]"]
+
     @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("x", "w", *(name for name in ("bias", "residual") if self.options[name]))
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in self.arguments if self.options.get(name, True))
 
     def _following(self, n: int) -> dict[str, torch.Tensor]:
         """The same on all ranks."""
@@ -162,6 +249,16 @@ class MatmulAllReduce(Products):
 class MatmulAllGather(Products):
     """columns: whether they are joined, and not rows."""
 
+    bad_settings: ClassVar[list[Form]] = [put("gather_dim", "0"), put("gather_dim", 7)]
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {"columns": rng.random() < 0.5}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        return ["direct[chunks=1,by=kernel]", "direct[chunks=2,by=dma]"]
+
     @property
     def _dim(self) -> int:
         return int(self.options["columns"])
@@ -188,6 +285,39 @@ class MatmulAllToAll(AllToAllMatmul):
     """With the traffic of `AllToAllMatmul`. rows: whether the host is told how many tokens there are."""
 
     padded = False
+    arguments = ("h", "w_experts", "received", "splits")
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {"rows": device == "cuda" or rng.random() < 0.3}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        by = "kernel" if options["rows"] else "dma"
+        return [f"combine[chunks=2,by={by}]", "combine[chunks=1,by=store]", f"combine_by_expert[chunks=2,by={by}]"]
+
+    @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        return [
+            each("splits", lambda s: s + 1), each("splits", lambda s: s - 100), each("received", lambda r: r + 1),
+            each("received", lambda r: r - 100), put("rows", -1), put("rows", "all"), put("capacity", 0),
+            put("schedule", "combin"), *DEADLINES,
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        return [
+            each("splits", lambda s: s[:-1]), each("received", lambda r: r[:-1]), each("received", lambda r: r.flatten()),
+            each("w_experts", lambda w: w[:, :-1]), each("w_experts", lambda w: w[0]), each("h", lambda h: h.flatten()),
+            each("h", lambda h: h[:, :-1]), each("h", lambda h: h[None]),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        return [
+            each("splits", lambda s: s.float()), each("received", lambda r: r.bool()), each("w_experts", lambda w: w.double()),
+            each("h", lambda h: h.to(torch.complex64)), each("h", lambda h: h.long()),
+        ]  # fmt: skip
 
     def _received(self, rank: int, n: int) -> torch.Tensor:
         mine = slice(rank * self.EXPERTS, (rank + 1) * self.EXPERTS)

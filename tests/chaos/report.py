@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .draw import KINDS, OPERATORS
+from .draw import KINDS
+from .operators import OPERATORS
 from .record import Record, read
 from .verdict import COUNTED
 

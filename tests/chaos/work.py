@@ -1,4 +1,5 @@
-"""What ranks compute while faults are injected: every operator, on whole numbers that no other step has.
+"""What ranks compute while faults are injected: every operator, on whole numbers that no other step has; and all else that is to
+be known of an operator here: what is drawn of its calls, and what it cannot take. `operators` lists them.
 
 A fault may pair step n of one rank with step n + 1 of another, and such a result looks like any other one. So the data of a step
 are random whole numbers, a function of (seed, rank, step); sums of their products are exact in fp32; and a result is right if it
@@ -7,8 +8,8 @@ has the same bits as torch's operators on the data of all ranks for that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import random
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,51 @@ import torch.distributed as dist
 import weft
 import weft.ops.all_gather_matmul
 import weft.ops.all_gather_scaled_matmul
-import weft.ops.all_to_all_matmul
-import weft.ops.embedding_all_to_all  # now, and not in a call that is interrupted
-from weft.nn import ShardedEmbeddingBagCollection
+import weft.ops.all_to_all_matmul  # now, and not in a call that is interrupted
+
+from .bad import DEADLINES, Form, each, put
 
 Given = dict[str, Any]
 Results = list[torch.Tensor]
 FP8 = torch.float8_e4m3fn
-UNUSED = 9  # a feature that no table has
 
 
 class Work:
-    """Calls of one operator. turn: from this step on another shape is called. options: of every call."""
+    """Calls of one operator. turn: from this step on another shape is called. options: of every call.
+
+    devices: where it is called. differentiable: whether some of its steps are. is_module: whether something is made first.
+    other_dtype: in which it may be called too. arguments: those that are tensors, or lists of them; one that is an option may be
+    None.
+    """
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    differentiable: ClassVar[bool] = True
+    is_module: ClassVar[bool] = False
+    other_dtype: ClassVar[str | None] = "bfloat16"
+    arguments: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        """Options of its own."""
+        return {}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        """Pinned ones that overlap, and can do these calls; none: it takes no schedule."""
+        return []
+
+    @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        """Right types and sizes, wrong numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        raise NotImplementedError
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        raise NotImplementedError
 
     backward = False  # whether steps differentiate
     padded = False  # whether results may have rows behind those that are expected
@@ -82,6 +116,38 @@ class Work:
 
 class AllGatherMatmul(Work):
     K = 16
+    arguments = ("A_shard", "Bs")
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {"return_A": rng.random() < 0.5}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        shard = ["shard[chunks=1,send=in_turn,by=dma]", "shard[chunks=2,send=in_turn,by=kernel]"]
+        ficco = [] if options["return_A"] else ["ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"]
+        return [*shard, "gather[by=kernel]", *ficco, *["shard[chunks=2,send=at_once,by=dma]"] * (world > 2)]
+
+    @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        return [
+            put("gather_dim", "0"), put("gather_dim", 7), put("rows", [3]), put("rows", "many"), put("schedule", "shrad"),
+            put("schedule", 5), *DEADLINES, put("Bs", None),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        return [
+            each("Bs", lambda B: B[:-1]), each("A_shard", lambda x: x[0]), each("A_shard", lambda x: x[:, :-1]),
+            put("Bs", []), each("Bs", lambda B: B[None]), each("A_shard", lambda x: x.flatten()[0]),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        return [
+            each("A_shard", lambda x: x.to(torch.float64)), each("A_shard", lambda x: x.to(torch.int32)),
+            each("Bs", lambda B: B.to(torch.float64)), each("Bs", lambda B: B.to(torch.bool)),
+        ]  # fmt: skip
 
     def _shape(self, n: int) -> tuple[int, int]:
         rows = (4, 24)[self.size] + 4 * (n >= self.turn)
@@ -138,6 +204,12 @@ class AllGatherScaledMatmul(AllGatherMatmul):
     """fp8: small whole numbers are exact in it, and so are scales that are powers of two."""
 
     K = 32
+    differentiable, other_dtype = False, None
+    arguments = ("A_shard", "Bs", "A_scale", "B_scales")
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {**super().drawn(rng, device), "by_row": rng.random() < 0.5}
 
     def _shape(self, n: int) -> tuple[int, int]:
         return (16, 32)[self.size] + 16 * (n >= self.turn), (16, 48)[self.size] + 16 * self.other
@@ -168,6 +240,38 @@ class AllGatherScaledMatmul(AllGatherMatmul):
 
 class AllToAllMatmul(Work):
     EXPERTS, K, N = 2, 8, 12
+    arguments = ("tokens", "w_experts", "splits")
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {"max_rows": device == "cuda" or rng.random() < 0.3}
+
+    @classmethod
+    def schedules(cls, world: int, options: Given) -> list[str]:
+        by = "kernel" if options["max_rows"] else "dma"  # copy engines take sizes from the host
+        dispatch = [f"dispatch[by={by},rest=each]", f"dispatch_by_expert[by={by},chunks=2]"]
+        return [*dispatch, *["dispatch[by=kernel,rest=together]"] * (world > 2)]
+
+    @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        return [
+            each("splits", lambda s: s + 1), each("splits", lambda s: s - 100), put("max_rows", -1), put("capacity", 0),
+            put("schedule", "dispach"), *DEADLINES, put("max_rows", "all"),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        return [
+            each("splits", lambda s: s[:-1]), each("w_experts", lambda w: w[:, :-1]), each("tokens", lambda t: t.flatten()),
+            each("tokens", lambda t: t[:, :-1]), each("w_experts", lambda w: w[0]), each("tokens", lambda t: t[None]),
+        ]  # fmt: skip
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        return [
+            each("splits", lambda s: s.float()), each("splits", lambda s: s.bool()), each("w_experts", lambda w: w.double()),
+            each("tokens", lambda t: t.to(torch.complex64)), each("tokens", lambda t: t.long()),
+        ]  # fmt: skip
 
     def _splits(self, rank: int, n: int) -> torch.Tensor:
         most = (3, 12)[self.size]
@@ -241,121 +345,3 @@ class AllToAllMatmul(Work):
         room = self._room()
         padded = g if room is None else torch.cat([g, g.new_zeros(room - len(g), self.N)])
         return [self.here(padded)], [of_tokens, of_w]
-
-
-class Embedding(Work):
-    """The function; the modules differ in what they are given. Bags of 0, 1, 2 or 4 ids, so that means are exact too."""
-
-    ROWS = 30
-    last_dim = (
-        5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
-    )
-    weighted = False
-
-    def make(self) -> None:
-        self.dims = (4, 3, 8, self.last_dim + self.other)
-        tables = [
-            weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", self.dtype)
-            for i, dim in enumerate(self.dims)
-        ]
-        self.tables = tables
-        self.sharding = weft.place_tables(tables, self.world, placement=[i % self.world for i in range(len(tables))])
-        self.local = [self.here(self._table(i)) for i in self.sharding.local_tables(self.rank)]
-
-    def _table(self, i: int) -> torch.Tensor:
-        return self.numbers(100 + i, 0, 0, (self.ROWS, self.dims[i]), 30)
-
-    def _batch(self, rank: int, n: int) -> int:
-        """Samples of `rank`; results of another shape grow the buffers."""
-        return (2, 9)[self.size] + 2 * (n >= self.turn) + rank % 2
-
-    def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(ids, lengths, weights) of the samples of `rank`."""
-        lengths = torch.tensor([0, 1, 2, 4])[self.counts(1000 + feature, rank, n, (self._batch(rank, n),), 3)]
-        count = int(lengths.sum())
-        ids = self.counts(2000 + feature, rank, n, (count,), self.ROWS - 1)
-        return ids, lengths, self.numbers(3000 + feature, rank, n, (count,))
-
-    def _joined(self, features: list[int], ranks: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        bags = [self._bags(f, r, n) for f in features for r in ranks]
-        ids, lengths, weights = (torch.cat(parts) for parts in zip(*bags, strict=True)) if bags else (
-            torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0),
-        )  # fmt: skip
-        return ids.to(self.device), lengths.to(self.device), weights.to(self.device)
-
-    def inputs(self, n: int) -> Given:
-        own = [slot.table for slot in self.sharding.local_slots(self.rank)]
-        values, lengths, _ = self._joined(own, list(range(self.world)), n)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        sizes = [self._batch(r, n) for r in range(self.world)]
-        return {"values": values, "offsets": offsets, "batch_sizes": sizes, "deadline_s": self.options["deadline_s"]}
-
-    def _settings(self) -> Given:
-        names = ("transport", "order", "bounds_check", "outputs")
-        return {name: self.options[name] for name in names}
-
-    @torch.no_grad()
-    def forward(self, given: Given) -> Results:
-        features = (given["values"], given["offsets"])
-        return [
-            weft.embedding_all_to_all(
-                self.local, features, self.sharding, group=self.group, batch_sizes=given["batch_sizes"],
-                deadline_s=given["deadline_s"], **self._settings(),
-            )
-        ]  # fmt: skip
-
-    def expected(self, n: int) -> Results:
-        columns = []
-        for i, table in enumerate(self.tables):
-            ids, lengths, weights = self._bags(i, self.rank, n)
-            rows = self._table(i)[ids] * (weights[:, None] if self.weighted else 1)
-            sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
-            columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
-        return [torch.cat(columns, dim=1)]
-
-
-class Features:
-    """The methods of a KeyedJaggedTensor that every object must have, with whatever tensors."""
-
-    def __init__(self, keys: list[str], values: Any, lengths: Any, offsets: Any, weights: Any, stride: int) -> None:
-        self.fields = {"keys": keys, "values": values, "lengths": lengths, "offsets": offsets}
-        self.fields |= {"weights_or_none": weights, "stride": stride}
-
-    def __getattr__(self, name: str) -> Callable[[], Any]:
-        if name == "fields" or name not in self.fields:
-            raise AttributeError(name)
-        return lambda: self.fields[name]
-
-
-class Collection(Embedding):
-    """The module. A local batch is distributed first; of a global batch every rank has its own features."""
-
-    def make(self) -> None:
-        self.local_batch = self.options["input"] == "local_batch"
-        self.last_dim = 7 if self.local_batch else 9
-        super().make()
-        self.weighted = self.options["is_weighted"]
-        module = ShardedEmbeddingBagCollection(
-            self.tables, group=self.group, device=self.device, placement=list(self.sharding.rank_of_table),
-            input=self.options["input"], is_weighted=self.weighted, deadline_s=self.options["deadline_s"],
-            **self._settings(),
-        )  # fmt: skip
-        module.load_full_weights({f"t{i}": self._table(i) for i in range(len(self.dims))})
-        self.module = module
-
-    def inputs(self, n: int) -> Given:
-        ranks = [self.rank] if self.local_batch else list(range(self.world))
-        order = [2, 0, 3, 1] if self.local_batch else sorted({s.table for s in self.sharding.local_slots(self.rank)})
-        order += [UNUSED] * self.size
-        values, lengths, weights = self._joined(order, ranks, n)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        given = {"keys": [f"f{i}" for i in order], "values": values, "lengths": lengths, "offsets": offsets}
-        sizes = None if self.local_batch else [self._batch(r, n) for r in range(self.world)]
-        stride = sum(self._batch(r, n) for r in ranks)
-        return {**given, "weights": weights if self.weighted else None, "stride": stride, "batch_sizes": sizes}
-
-    @torch.no_grad()
-    def forward(self, given: Given) -> Results:
-        fields = {name: given[name] for name in ("keys", "values", "lengths", "offsets", "weights", "stride")}
-        features = given.get("features", Features(**fields))
-        return [self.module(features, batch_sizes=given["batch_sizes"]).values()]

@@ -6,7 +6,9 @@ one rank alone passes them, at a shape that is known (where checks are few) and 
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -23,9 +25,22 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+import weft.ops
 from weft.launch import Pool
 from weft.nn import ShardedEmbeddingBagCollection
 from weft.nn.input_dist import InputDist
+from weft.operator import calls
+
+
+def test_every_operator_is_here() -> None:
+    for file in pkgutil.iter_modules(weft.ops.__path__):
+        importlib.import_module(f"weft.ops.{file.name}")
+    ours = calls.OPERATORS.keys() & set(weft.__all__)  # the others are parts of these, such as their backward
+    assert {"all_gather_matmul", "matmul_all_to_all"} < ours
+    assert (ours | {"embedding_all_to_all"}) - OPERATORS.keys() == set(), (
+        "without an entry in tests/processes/operators_called.py"
+    )
+
 
 # --- tensors ---
 

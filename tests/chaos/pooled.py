@@ -1,0 +1,206 @@
+"""What ranks compute while faults are injected, continued: pooled embeddings, by the function and by the modules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+import weft
+import weft.ops.embedding_all_to_all  # now, and not in a call that is interrupted
+from weft.nn import ShardedEmbeddingBagCollection
+
+from .bad import DEADLINES, Form, each, put
+from .work import Given, Results, Work
+
+UNUSED = 9  # a feature that no table has
+BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
+
+
+class Embedding(Work):
+    """The function; the modules differ in what they are given. Bags of 0, 1, 2 or 4 ids, so that means are exact too."""
+
+    differentiable = False
+    arguments = ("values", "offsets")
+    ROWS = 30
+    last_dim = (
+        5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
+    )
+    weighted = False
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {
+            "transport": rng.choice(["direct", "put"]),
+            "order": rng.choice(["remote_first", "natural"]),
+            "bounds_check": rng.choice(["warning", "fatal"]),
+            "outputs": rng.choice([2, 3]),
+        }
+
+    @classmethod
+    def bad_values(cls, options: Given) -> list[Form]:
+        forms = [each("offsets", lambda o: o + 1), each("offsets", lambda o: o.flip(0) + 1), *cls.bad_calls()]
+        if options.get("bounds_check") == "fatal":  # else they are read as rows of zeros, with a warning
+            forms += [each("values", lambda v: torch.full_like(v, 10**6)), each("values", lambda v: v - 10**6)]
+        return forms
+
+    @classmethod
+    def bad_calls(cls) -> list[Form]:
+        return [*BATCH_SIZES, *DEADLINES]
+
+    @classmethod
+    def bad_sizes(cls, options: Given) -> list[Form]:
+        forms = [
+            each("offsets", lambda o: o[:-1]),
+            each("offsets", lambda o: o[None]),
+            each("values", lambda v: v[None]),
+        ]
+        lengths = [each("lengths", lambda n: n[:-1]), each("lengths", lambda n: n[:0])]
+        return forms + lengths * ("lengths" in cls.arguments)
+
+    @classmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]:
+        forms = [each("values", lambda v: v.float() + 0.5), each("values", lambda v: v.bool())]
+        forms += [each("offsets", lambda o: o + 0.5), each("offsets", lambda o: o.bool())]
+        lengths = [each("lengths", lambda n: n + 0.25), each("lengths", lambda n: n.bool())]
+        return forms + lengths * ("lengths" in cls.arguments)
+
+    def make(self) -> None:
+        self.dims = (4, 3, 8, self.last_dim + self.other)
+        tables = [
+            weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", self.dtype)
+            for i, dim in enumerate(self.dims)
+        ]
+        self.tables = tables
+        self.sharding = weft.place_tables(tables, self.world, placement=[i % self.world for i in range(len(tables))])
+        self.local = [self.here(self._table(i)) for i in self.sharding.local_tables(self.rank)]
+
+    def _table(self, i: int) -> torch.Tensor:
+        return self.numbers(100 + i, 0, 0, (self.ROWS, self.dims[i]), 30)
+
+    def _batch(self, rank: int, n: int) -> int:
+        """Samples of `rank`; results of another shape grow the buffers."""
+        return (2, 9)[self.size] + 2 * (n >= self.turn) + rank % 2
+
+    def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(ids, lengths, weights) of the samples of `rank`."""
+        lengths = torch.tensor([0, 1, 2, 4])[self.counts(1000 + feature, rank, n, (self._batch(rank, n),), 3)]
+        count = int(lengths.sum())
+        ids = self.counts(2000 + feature, rank, n, (count,), self.ROWS - 1)
+        return ids, lengths, self.numbers(3000 + feature, rank, n, (count,))
+
+    def _joined(self, features: list[int], ranks: list[int], n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bags = [self._bags(f, r, n) for f in features for r in ranks]
+        ids, lengths, weights = (torch.cat(parts) for parts in zip(*bags, strict=True)) if bags else (
+            torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0),
+        )  # fmt: skip
+        return ids.to(self.device), lengths.to(self.device), weights.to(self.device)
+
+    def inputs(self, n: int) -> Given:
+        own = [slot.table for slot in self.sharding.local_slots(self.rank)]
+        values, lengths, _ = self._joined(own, list(range(self.world)), n)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        sizes = [self._batch(r, n) for r in range(self.world)]
+        return {"values": values, "offsets": offsets, "batch_sizes": sizes, "deadline_s": self.options["deadline_s"]}
+
+    def _settings(self) -> Given:
+        names = ("transport", "order", "bounds_check", "outputs")
+        return {name: self.options[name] for name in names}
+
+    @torch.no_grad()
+    def forward(self, given: Given) -> Results:
+        features = (given["values"], given["offsets"])
+        return [
+            weft.embedding_all_to_all(
+                self.local, features, self.sharding, group=self.group, batch_sizes=given["batch_sizes"],
+                deadline_s=given["deadline_s"], **self._settings(),
+            )
+        ]  # fmt: skip
+
+    def expected(self, n: int) -> Results:
+        columns = []
+        for i, table in enumerate(self.tables):
+            ids, lengths, weights = self._bags(i, self.rank, n)
+            rows = self._table(i)[ids] * (weights[:, None] if self.weighted else 1)
+            sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
+            columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
+        return [torch.cat(columns, dim=1)]
+
+
+class Features:
+    """The methods of a KeyedJaggedTensor that every object must have, with whatever tensors."""
+
+    def __init__(self, keys: list[str], values: Any, lengths: Any, offsets: Any, weights: Any, stride: int) -> None:
+        self.fields = {"keys": keys, "values": values, "lengths": lengths, "offsets": offsets}
+        self.fields |= {"weights_or_none": weights, "stride": stride}
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        if name == "fields" or name not in self.fields:
+            raise AttributeError(name)
+        return lambda: self.fields[name]
+
+
+class Collection(Embedding):
+    """The module. A local batch is distributed first; of a global batch every rank has its own features."""
+
+    is_module = True
+    local_batch: ClassVar[bool]
+
+    @classmethod
+    def drawn(cls, rng: random.Random, device: str) -> Given:
+        return {**super().drawn(rng, device), "is_weighted": rng.random() < 0.5}
+
+    @classmethod
+    def bad_calls(cls) -> list[Form]:
+        return [
+            *BATCH_SIZES,
+            put("keys", ["f0"]),
+            put("features", {"f0": 1}),
+            put("features", None),
+            put("stride", 10**9),
+        ]
+
+    def make(self) -> None:
+        super().make()
+        self.weighted = self.options["is_weighted"]
+        module = ShardedEmbeddingBagCollection(
+            self.tables, group=self.group, device=self.device, placement=list(self.sharding.rank_of_table),
+            input="local_batch" if self.local_batch else "global_batch", is_weighted=self.weighted,
+            deadline_s=self.options["deadline_s"], **self._settings(),
+        )  # fmt: skip
+        module.load_full_weights({f"t{i}": self._table(i) for i in range(len(self.dims))})
+        self.module = module
+
+    def inputs(self, n: int) -> Given:
+        ranks = [self.rank] if self.local_batch else list(range(self.world))
+        order = [2, 0, 3, 1] if self.local_batch else sorted({s.table for s in self.sharding.local_slots(self.rank)})
+        order += [UNUSED] * self.size
+        values, lengths, weights = self._joined(order, ranks, n)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        given = {"keys": [f"f{i}" for i in order], "values": values, "lengths": lengths, "offsets": offsets}
+        sizes = None if self.local_batch else [self._batch(r, n) for r in range(self.world)]
+        stride = sum(self._batch(r, n) for r in ranks)
+        return {**given, "weights": weights if self.weighted else None, "stride": stride, "batch_sizes": sizes}
+
+    @torch.no_grad()
+    def forward(self, given: Given) -> Results:
+        fields = {name: given[name] for name in ("keys", "values", "lengths", "offsets", "weights", "stride")}
+        features = given.get("features", Features(**fields))
+        return [self.module(features, batch_sizes=given["batch_sizes"]).values()]
+
+
+class LocalBatch(Collection):
+    devices = ("cpu",)
+    local_batch, last_dim = True, 7
+    arguments = ("values", "lengths", "offsets")
+
+    @classmethod
+    def bad_calls(cls) -> list[Form]:
+        lengths = [each("lengths", lambda n: n + 1), each("lengths", lambda n: n - 9), put("batch_sizes", [1, 1])]
+        return [*lengths, *super().bad_calls()[len(BATCH_SIZES) :]]
+
+
+class GlobalBatch(Collection):
+    local_batch, last_dim = False, 9
