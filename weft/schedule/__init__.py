@@ -1,35 +1,27 @@
-"""Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch."""
+"""Schedules: who computes, copies, signals and waits for what, on which lane of which rank. Values, without torch.
 
-from weft.schedule import (  # noqa: F401  (registers their builders)
-    all_reduce,
-    combine,
-    dispatch,
-    ficco,
-    ficco_dispatch,
-    gather,
-    gathered_gradients,
-    gathered_product,
-    gathered_product_gradients,
-    scatter,
-    serial,
-    shard,
-    slices,
-)
+A new operator has one line here, its problem's. Files with builders are in this folder, and need none.
+"""
+
+import importlib
+import pkgutil
+
 from weft.schedule.builders import NotApplicableError, builder, builders_of, candidates, named, unregister
 from weft.schedule.candidate import Candidate
 from weft.schedule.expr import RANK, Expr, Index, lookup, total, value
 from weft.schedule.output_map import MatmulInto, OutputMap, schedule_of
-from weft.schedule.problem import Problem, described
-from weft.schedule.problems.all_gather_matmul import AllGatherMatmul, Scaled
-from weft.schedule.problems.all_gather_matmul_gradients import AllGatherMatmulGradients
-from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul
-from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll
-from weft.schedule.problems.matmul_all_gather import MatmulAllGather
-from weft.schedule.problems.matmul_all_gather_gradients import MatmulAllGatherGradients
-from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
-from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
-from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
-from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
+from weft.schedule.problem import PROBLEMS, Problem, described
+from weft.schedule.problems.all_gather_matmul import AllGatherMatmul as AllGatherMatmul
+from weft.schedule.problems.all_gather_matmul import Scaled
+from weft.schedule.problems.all_gather_matmul_gradients import AllGatherMatmulGradients as AllGatherMatmulGradients
+from weft.schedule.problems.all_to_all_matmul import AllToAllMatmul as AllToAllMatmul
+from weft.schedule.problems.embedding_all_to_all import EmbeddingAllToAll as EmbeddingAllToAll
+from weft.schedule.problems.matmul_all_gather import MatmulAllGather as MatmulAllGather
+from weft.schedule.problems.matmul_all_gather_gradients import MatmulAllGatherGradients as MatmulAllGatherGradients
+from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce as MatmulAllReduce
+from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll as MatmulAllToAll
+from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter as MatmulReduceScatter
+from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter as ScaledMatmulReduceScatter
 from weft.schedule.schedule import Draft, Schedule
 from weft.schedule.steps import (
     ITEM_BYTES,
@@ -54,10 +46,12 @@ from weft.schedule.steps import (
 )
 
 __all__ = [
-    "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "AllGatherMatmul", "AllGatherMatmulGradients",
-    "AllToAllMatmul", "Buffer", "Candidate", "Collective", "Compute", "Contents", "Copy", "Draft", "EmbeddingAllToAll",
-    "Expr", "For", "Index", "Lane", "MatmulAllGather", "MatmulAllGatherGradients", "MatmulAllReduce", "MatmulAllToAll",
-    "MatmulInto", "MatmulReduceScatter", "NotApplicableError", "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled",
-    "ScaledMatmulReduceScatter", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
-    "candidates", "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
+    "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "Buffer", "Candidate", "Collective", "Compute", "Contents",
+    "Copy", "Draft", "Expr", "For", "Index", "Lane", "MatmulInto", "NotApplicableError", "OutputMap", "Problem", "Read",
+    "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates",
+    "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip
+__all__ += [problem.__name__ for problem in PROBLEMS.values()]
+
+for _file in pkgutil.iter_modules(__path__):  # which registers the builders that are in it
+    importlib.import_module(f"{__name__}.{_file.name}")
