@@ -68,6 +68,8 @@ class AllGatherMatmul(Problem):
     Buffers: x_shard [rows[rank], k], w0, w1, ... [k, n[i]] in; y0, y1, ... [sum(rows), n[i]] out, and with
     `return_gathered` also x [sum(rows), k]; with `scaled`, those that it names. Source: "Design Space Exploration of DMA
     based Finer-Grain Compute Communication Overlap", II-B.
+
+    Builders: `weft.schedule.serial`, `weft.schedule.ficco`, `weft.schedule.gather`, `weft.schedule.shard`.
     """
 
     name: ClassVar[str] = "all_gather_matmul"

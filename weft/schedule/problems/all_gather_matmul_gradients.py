@@ -16,6 +16,8 @@ class AllGatherMatmulGradients(Problem):
 
     Buffers: x_shard [m / ranks, k], g0, g1, ... [m, n[i]], the same transposed gt0, gt1, ... [n[i], m], and the weights
     transposed wt0, wt1, ... [n[i], k] in; grad_x [m / ranks, k], grad_wt0, grad_wt1, ... [n[i], k] out.
+
+    Builders: `weft.schedule.gathered_gradients`.
     """
 
     name: ClassVar[str] = "all_gather_matmul_gradients"

@@ -21,6 +21,8 @@ class AllToAllMatmul(ExpertsProblem):
     the other, in; y [rows that arrive, n] by expert and then by the rank that they come from, received [ranks, experts] int64,
     how many these are, and with return_x x [rows that arrive, k] by that rank and then by expert, out. Source: "Design Space
     Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2.
+
+    Builders: `weft.schedule.dispatch`, `weft.schedule.ficco_dispatch`.
     """
 
     name: ClassVar[str] = "all_to_all_matmul"

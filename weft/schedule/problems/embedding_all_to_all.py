@@ -26,6 +26,8 @@ class EmbeddingAllToAll(Problem):
     has as many rows as a bag of it reads, on the average, whichever these are. out [max(batch_sizes), columns] is symmetric,
     and its first batch_sizes[rank] rows are the result. Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style
     Communication for Deep Learning Recommendation Systems", III.
+
+    Builders: `weft.schedule.slices`.
     """
 
     name: ClassVar[str] = "embedding_all_to_all"

@@ -18,6 +18,8 @@ class MatmulAllGather(Problem):
 
     Buffers: x [m, k] and w [k, n] in; y [ranks * m, n], or [m, ranks * n], out. Source: "T3: Transparent Tracking & Triggering for
     Fine-grained Overlap of Compute & Collectives", 7.1 (all-gather behind its producer).
+
+    Builders: `weft.schedule.gathered_product`.
     """
 
     name: ClassVar[str] = "matmul_all_gather"

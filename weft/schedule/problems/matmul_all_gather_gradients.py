@@ -16,6 +16,8 @@ class MatmulAllGatherGradients(MatmulAllGather):
 
     Buffers: g [ranks * m, n], with `columns` [m, ranks * n], the transposed x and w, xt [k, m] and wt [n, k], in; grad_x [m, k] and
     grad_w [k, n] out.
+
+    Builders: `weft.schedule.gathered_product_gradients`.
     """
 
     name: ClassVar[str] = "matmul_all_gather_gradients"

@@ -19,6 +19,8 @@ class MatmulAllReduce(Problem):
     Buffers: x [m, k], w [k, n], bias [1, n] and residual [m, n] in; y [m, n] out. Source: "T3: Transparent Tracking & Triggering
     for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and all-gather), 7.3 (small M:
     generative inference), 7.6 (following operators).
+
+    Builders: `weft.schedule.all_reduce`.
     """
 
     name: ClassVar[str] = "matmul_all_reduce"

@@ -20,6 +20,8 @@ class MatmulAllToAll(ExpertsProblem):
     many these are, splits [1, experts of all] int64, this rank's tokens for each expert, w [experts * k, n], one expert below the
     other, in; y [rows[rank], n] in the order of this rank's tokens, by expert of all, out. Source: "T3: Transparent Tracking &
     Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2.
+
+    Builders: `weft.schedule.combine`.
     """
 
     name: ClassVar[str] = "matmul_all_to_all"

@@ -18,6 +18,8 @@ class MatmulReduceScatter(Problem):
 
     Buffers: x [m, k] and w [k, n] in; y [m / ranks, n] out. Source: "T3: Transparent Tracking & Triggering for Fine-grained
     Overlap of Compute & Collectives", 4.
+
+    Builders: `weft.schedule.scatter`.
     """
 
     name: ClassVar[str] = "matmul_reduce_scatter"

@@ -21,6 +21,8 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
     Buffers: x [m, k], w [k, n], x_scale [1, 1] or [m, 1], w_scale [1, 1] or [1, n], in fp32, and with `biased` bias [1, n] in
     `dtype`, in; y [m / ranks, n] out. Source: that of `MatmulReduceScatter`, for data that is not scaled.
+
+    Builders: `weft.schedule.scatter`.
     """
 
     name: ClassVar[str] = "scaled_matmul_reduce_scatter"
