@@ -6,9 +6,11 @@ have no entry for it, refuse it by name. The functions with a `group` argument r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from made_up import require_runnable_on_gpus
 
+import weft.runtime
 from weft.errors import ScheduleError
 from weft.launch import Pool
 from weft.runtime.cpu.places import Places
@@ -24,6 +27,7 @@ from weft.runtime.cpu.steps import bind
 from weft.schedule import RANK, Draft, Index, Region, Schedule, Step
 from weft.schedule.order import issue_order
 from weft.schedule.regions import Access, Declared, read, written
+from weft.schedule.steps import base
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
@@ -74,6 +78,16 @@ def run(group: dist.ProcessGroup) -> None:
         before = (rank - 1) % world
         assert torch.equal(y, xs[rank] + xs[before] * (before + 2))
     made.close()
+
+
+def test_the_base_class_names_every_place_that_wants_an_entry() -> None:
+    runtime, found = Path(weft.runtime.__file__).parent, []
+    for file in runtime.rglob("*.py"):
+        module = ".".join(("weft.runtime", *file.relative_to(runtime).with_suffix("").parts))
+        entries = re.findall(r"^@singledispatch\ndef (\w+)\(step: Step\b", file.read_text(), re.MULTILINE)
+        found += [f"`{module}.{name}`" for name in entries]
+    assert len(found) >= 3
+    assert [name for name in found if name not in (base.__doc__ or "")] == []
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

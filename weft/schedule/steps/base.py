@@ -2,8 +2,9 @@
 
 A new kind is a frozen dataclass that derives from `Step`, in a file of its own. It has the regions it touches, and numbers or
 expressions, as fields. What runs it is an entry in each executor (`weft.runtime.cpu.steps.bind`,
-`weft.runtime.cuda.compile.emit`); an executor that has none refuses it by name. The simulator prices it by the memory that it
-moves, unless it has an entry in `weft.sim.costs`.
+`weft.runtime.cuda.compile.emit`), and, if it is a step of serial schedules, in `weft.runtime.unfused.bind`, which calls the library
+instead of an executor; one that has none refuses it by name. The simulator prices it by the memory that it moves, unless it has an
+entry in `weft.sim.costs`.
 """
 
 from __future__ import annotations
