@@ -23,7 +23,7 @@ from weft.launch import Pool
 from weft.operator.calls import made, registered
 from weft.operator.spec import Operator
 from weft.plan import explain
-from weft.runtime.collectives import all_gather_single
+from weft.runtime.unfused import all_gather
 from weft.schedule import RANK, Draft, Problem, Schedule, builder
 from weft.schedule.operands import peer
 from weft.schedule.verify import verify
@@ -94,9 +94,9 @@ class Spec(Operator[Call]):
     def outputs(self, call: Call, world: int) -> dict[str, Any]:
         return {"y": call.x.new_empty(call.x.shape[0] // world, call.w.shape[1])}
 
-    def gradients(self, p: Any, group: Any, saved: Any, grads: Any, wanted: Any, *_: Any) -> list[torch.Tensor | None]:
-        (x, w), whole = saved, grads[0].new_empty(p.m, p.n)
-        all_gather_single(whole, grads[0].contiguous(), group=group)
+    def gradients(self, p: Any, group: Any, saved: Any, grads: Any, wanted: Any, turn: Any, beside: Any) -> list[Any]:
+        (x, w), rows = saved, [p.m // p.world_size] * p.world_size
+        whole = all_gather(grads[0].contiguous(), rows, group.rank(), group, turn, "all_gather of y's gradient")
         return [whole @ w.t() if wanted[0] else None, x.t() @ whole if wanted[1] else None]
 
     def drawn(self, p: MatmulScatter, rank: int, generator: torch.Generator) -> Call:

@@ -16,9 +16,12 @@ import torch.distributed as dist
 from pool import error_of
 
 import weft
+from weft import symm
 from weft.launch import Pool
+from weft.runtime.cpu.schedule import CpuSchedule
 from weft.runtime.null import NullSchedule
-from weft.schedule import AllGatherMatmul
+from weft.schedule import RANK, AllGatherMatmul, Draft, Reduce, Schedule, Set, Wait, lookup
+from weft.schedule.verify import verify
 from weft.timeline import Timeline
 
 UNEVEN = [5, 0, 9, 2]
@@ -90,3 +93,37 @@ def test_a_rank_that_registered_it_alone_is_told(pool: Pool) -> None:
             assert "ranks 0, 2: " in first
             assert "builders" not in first
             assert "with builders that this rank has registered beside weft's: ring[by=dma], ring[by=kernel]" in second
+
+
+def sum_on_the_last(world: int) -> Schedule:
+    """y of the last rank, which alone has rows of it: the sum of all ranks' x."""
+    d, last = Draft("sum on the last", world), world - 1
+    mine = lookup((*(0 for _ in range(last)), 1), RANK)
+    x, y = d.buffer("x", 4, 6, "fp32", "input"), d.buffer("y", mine * 4, 6, "fp32", "output")
+    box = d.buffer("box", 4 * world, 6, "fp32", "symmetric")
+    there, free = d.signals("there", world), d.signals("free", 1)
+    parts = tuple(box.part(rows=(4 * source, 4)) for source in range(world))
+    lane = d.lane("compute").wait(free, previous=True)
+    lane.copy(x.part(), box.part(rows=(RANK * 4, 4), at=last)).set(there, RANK, at=last)
+    come, gone = [Wait("there", source) for source in range(world)], [Set("free", 0, at) for at in range(world)]
+    lane.repeat("only", mine, *come, Reduce(y.part(rows=(0, 4)), parts), *gone)
+    return d.schedule()
+
+
+def on_one_rank(group: dist.ProcessGroup, schedule: Schedule) -> None:
+    with CpuSchedule(schedule, symm.domain(group, "cpu")) as executor:
+        for call in range(4):
+            xs = torch.randn(group.size(), 4, 6, generator=torch.Generator().manual_seed(call))
+            y = torch.full((4 * (group.rank() == group.size() - 1), 6), float("nan"))
+            executor.run({"x": xs[group.rank()], "y": y})
+            if len(y):
+                torch.testing.assert_close(y.double(), xs.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_one_rank_alone_does_and_has(pool: Pool, world: int) -> None:
+    schedule = sum_on_the_last(world)
+    verify(schedule)
+    pool.run(on_one_rank, schedule, ranks=world, timeout_s=60)
+    table = [schedule.table(rank=rank) for rank in range(world)]
+    assert ["reduce" in text for text in table] == [rank == world - 1 for rank in range(world)]
