@@ -196,7 +196,7 @@ def _poison(made: Any) -> None:
             own.fill_(torch.nan)
         torch.cuda.synchronize()
         return
-    for (_, rank), place in made._program._places.items():
+    for (_, rank), place in made._program.places.known.items():
         if rank == made.domain.rank:
             place.flat.view(torch.uint8).fill_(0xFF)
 

@@ -4,11 +4,13 @@ import itertools
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from weft.bench.core.options import BenchOptions
 from weft.bench.ops import ficco_shapes
 from weft.bench.ops.all_to_all_matmul import MoeShape
 from weft.bench.ops.embedding_presets import (
@@ -174,6 +176,11 @@ def test_the_fitting_scale_fits_and_twice_it_does_not(name: str) -> None:
     assert together or preset.indices.exponent == 0
 
 
+def shapes_of(kind: Any, file: Path, preset: str | None, device: str) -> Any:
+    options = BenchOptions("all_to_all_matmul" if kind is MoeShape else "all_gather_matmul", device=device)
+    return find_shapes(kind, file, replace(options, preset=preset))
+
+
 def test_families_and_unknown_names() -> None:
     assert len(find_presets("fused-inter")) >= 4
     assert find_presets("fused-inter/1024|256")[0].global_batch == 1024
@@ -184,7 +191,7 @@ def test_families_and_unknown_names() -> None:
 
 def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
     file = shapes_file("all_gather_matmul")
-    everything = find_shapes(Shape, file, None, "cuda")
+    everything = shapes_of(Shape, file, None, "cuda")
     assert len(everything) >= 60
     assert len({shape.name for shape in everything}) == len(everything)
     models = {  # hidden, MLP, query heads, key and value heads
@@ -194,7 +201,7 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
         "mixtral-8x7b": (4096, 14336, 32, 8),
     }
     for group, (hidden, mlp, heads, kv) in models.items():
-        shapes = find_shapes(Shape, file, group, "cpu")
+        shapes = shapes_of(Shape, file, group, "cpu")
         assert {s.k for s in shapes} == {hidden}
         qkv = [s for s in shapes if f"{group} qkv" in s.sources]
         gate_up = [s for s in shapes if f"{group} gate_up" in s.sources]
@@ -207,24 +214,24 @@ def test_shapes_of_all_gather_matmul_follow_from_the_models() -> None:
 
 def test_shapes_by_device_and_as_typed(tmp_path: Path) -> None:
     file = shapes_file("all_gather_matmul")
-    small = find_shapes(Shape, file, None, "cpu")
-    assert small == find_shapes(Shape, file, CPU_GROUP, "cuda")
-    assert not {s.name for s in small} & {s.name for s in find_shapes(Shape, file, None, "cuda")}
+    small = shapes_of(Shape, file, None, "cpu")
+    assert small == shapes_of(Shape, file, CPU_GROUP, "cuda")
+    assert not {s.name for s in small} & {s.name for s in shapes_of(Shape, file, None, "cuda")}
     assert all(s.m % 8 == 0 for s in small)
-    assert [s.name for s in find_shapes(Shape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
+    assert [s.name for s in shapes_of(Shape, file, "8192x4096x8192, 8x4x2,8x4x2", "cuda")] == [
         "8192x4096x8192",
         "8x4x2",
     ]
-    assert find_shapes(Shape, tmp_path / "none.toml", "8x4x2", "cpu") == (Shape(8, 4, 2),)
+    assert shapes_of(Shape, tmp_path / "none.toml", "8x4x2", "cpu") == (Shape(8, 4, 2),)
     with pytest.raises(ValueError, match=r"no preset 'cpu': give one of nothing \(there is no .*none.toml"):
-        find_shapes(Shape, tmp_path / "none.toml", "cpu", "cpu")
+        shapes_of(Shape, tmp_path / "none.toml", "cpu", "cpu")
     with pytest.raises(ValueError, match=r"no preset '8x0x2'.*or a shape MxNxK"):
-        find_shapes(Shape, file, "8x0x2", "cpu")
+        shapes_of(Shape, file, "8x0x2", "cpu")
 
 
 def test_shapes_with_inputs_in_symmetric_memory_are_others() -> None:
     file = shapes_file("all_gather_matmul")
-    both = find_shapes(Shape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
+    both = shapes_of(Shape, file, "measured,measured-symmetric,8x4x2-symmetric", "cuda")
     assert [s.symmetric for s in both] == [False] * 8 + [True] * 9
     assert (both[8].name, both[-1].name) == (f"{both[0].name}-symmetric", "8x4x2-symmetric")
     assert both[8].sources == both[0].sources
@@ -238,17 +245,17 @@ def test_layers_of_all_to_all_matmul_follow_from_the_models() -> None:
         "qwen3-30b-a3b": (2048, 768, 128, 8),
     }
     for group, (hidden, mlp, experts, top_k) in models.items():
-        shapes = find_shapes(MoeShape, file, group, "cpu")
+        shapes = shapes_of(MoeShape, file, group, "cpu")
         assert {(s.k, s.experts, s.top_k) for s in shapes} == {(hidden, experts, top_k)}
         assert {s.n for s in shapes if s.sources == (f"{group} gate_up",)} == {2 * mlp}
         for tokens in {s.m for s in shapes}:
             assert [s.skew > 0 for s in shapes if s.m == tokens and s.n == 2 * mlp] == [False, True]
-    everything = find_shapes(MoeShape, file, None, "cuda")
+    everything = shapes_of(MoeShape, file, None, "cuda")
     assert len({s.name for s in everything}) == len(everything) >= 20
-    small = find_shapes(MoeShape, file, None, "cpu")
-    assert small == find_shapes(MoeShape, file, CPU_GROUP, "cuda")
+    small = shapes_of(MoeShape, file, None, "cpu")
+    assert small == shapes_of(MoeShape, file, CPU_GROUP, "cuda")
     assert all(s.experts % ranks == 0 for s in small for ranks in (2, 3, 4))
-    typed = find_shapes(MoeShape, file, "8x4x2-e4-top2,8x4x2-e4-top2-zipf0.5", "cpu")
+    typed = shapes_of(MoeShape, file, "8x4x2-e4-top2,8x4x2-e4-top2-zipf0.5", "cpu")
     assert typed == (MoeShape(8, 4, 2, experts=4, top_k=2), MoeShape(8, 4, 2, experts=4, top_k=2, skew=0.5))
     assert [s.name for s in typed] == ["8x4x2-e4-top2", "8x4x2-e4-top2-zipf0.5"]
 
@@ -270,7 +277,7 @@ def test_a_router_draws_different_experts_in_proportion_to_their_popularity(skew
 
 
 def named(preset: str, ranks: int) -> list[GatherShape]:
-    found = find_shapes(GatherShape, shapes_file("all_gather_matmul"), preset, "cuda")
+    found = shapes_of(GatherShape, shapes_file("all_gather_matmul"), preset, "cuda")
     return [shape.on(ranks) for shape in found]
 
 
