@@ -23,7 +23,7 @@ from weft.operator.spec import Operator
 from weft.operator.together import agree, together
 from weft.runtime.in_turn import Turn
 from weft.runtime.layouts import READER
-from weft.runtime.opaque import opaque
+from weft.runtime.opaque import never_left_out, opaque
 from weft.timeline import Timeline
 
 O = TypeVar("O", bound=Operator[Any])  # noqa: E741
@@ -228,6 +228,7 @@ def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
     torch.library.register_fake(f"weft::{name}", fake, lib=_library)
+    never_left_out(name)
 
 
 def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -28,7 +28,7 @@ from weft.embedding.plan import EmbeddingPlan, plan_of
 from weft.operator.embedding import OPERATOR, known_operator, new_operator, operator_of_handle
 from weft.operator.together import together
 from weft.runtime.layouts import layout_of
-from weft.runtime.opaque import opaque
+from weft.runtime.opaque import never_left_out, opaque
 from weft.timeline import Timeline
 from weft.words import counted, kind
 
@@ -230,3 +230,4 @@ def _fake(
 for _key in ("CPU", "CUDA"):
     _library.impl("embedding_all_to_all", _run, _key)
 torch.library.register_fake("weft::embedding_all_to_all", _fake, lib=_library)
+never_left_out("embedding_all_to_all")
