@@ -1,5 +1,5 @@
 """A compiled call takes place on every rank, whatever a rank does with its results: torch.compile may not leave it out where they
-are unused or empty, nor merge two that are equal on one rank only. Peers would wait for it until their deadline."""
+are unused or empty. Peers would wait for it until their deadline."""
 
 from __future__ import annotations
 
@@ -68,23 +68,7 @@ def gradients_unused_on_one(
     return call, by_torch, [drawn(4, 8, rank=rank), drawn(8, 4, rank=rank, seed=1)]
 
 
-def equal_on_one(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
-    rank = group.rank()
-
-    def call(x: torch.Tensor, other: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y, z = weft.matmul_all_reduce(x, w, group), weft.matmul_all_reduce(x if rank else other, w, group)
-        return torch.relu(y) + 2 * torch.relu(z) + other.sum()
-
-    def by_torch(of_all: list[list[torch.Tensor]]) -> torch.Tensor:
-        y = sum(x @ w for x, _, w in of_all)
-        z = sum((x if r else other) @ w for r, (x, other, w) in enumerate(of_all))
-        return torch.relu(y) + 2 * torch.relu(z) + of_all[rank][1].sum()
-
-    shapes = (4, 8), (4, 8), (8, 4)
-    return call, by_torch, [drawn(*shape, rank=rank, seed=seed) for seed, shape in enumerate(shapes)]
-
-
-CASES = {one.__name__: one for one in (empty_on_one, unused_on_one, gradients_unused_on_one, equal_on_one)}
+CASES = {one.__name__: one for one in (empty_on_one, unused_on_one, gradients_unused_on_one)}
 
 
 def run(group: dist.ProcessGroup, case: str, backend: str, cache: str | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._library.effects import EffectType
+import torch.fx
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_left_out(name: str) -> None:
-    """Tell torch.compile that peers wait for calls of this operator of weft's. Without that a call is dropped whose results are
-    unused or empty, and of two equal ones one is, on this rank alone. Calls of all such operators, also in backward, keep their
-    order. `torch.fx.node.has_side_effect`, which torch uses for some of its own collectives, would still merge equal ones."""
-    torch.library._register_effectful_op(f"weft::{name}", EffectType.ORDERED)
+    """Tell torch.compile that peers wait for calls of this operator of weft's: else one whose results are unused or empty is dropped,
+    on this rank alone. Two calls of equal arguments may still be made one. Ordered effects (`torch.library`'s) would keep both, but
+    they have kept backward from being compiled (pytorch's issue 172248), and memory from being reused."""
+    torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)
