@@ -108,7 +108,7 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
     if unknown := options.keys() - inspect.signature(PROBLEMS[op].sized).parameters.keys():
         said = ", ".join(f"{name}={options[name]!r}" for name in sorted(unknown))
         having = ", ".join(
-            name for name, one in PROBLEMS.items() if unknown <= inspect.signature(one.sized).parameters.keys()
+            name for name, one in sorted(PROBLEMS.items()) if unknown <= inspect.signature(one.sized).parameters.keys()
         )
         raise ValueError(f"{said}: {op} has none of it{having and f', {having} has'}")
     return PROBLEMS[op].sized(m, n, k, ranks, dtype, **options)
