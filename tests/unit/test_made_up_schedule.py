@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import made_up
 import numpy as np
@@ -22,18 +23,23 @@ from weft.plan.predict import AT_LEAST
 from weft.runtime.cuda.tokens import tokens_of
 from weft.runtime.null import NullSchedule
 from weft.schedule import (
+    RANK,
     AllGatherMatmul,
     AllToAllMatmul,
     Compute,
     Draft,
     Expr,
     NotApplicableError,
+    Problem,
     Schedule,
     Set,
     Wait,
     builder,
     builders_of,
     candidates,
+    lookup,
+    named,
+    problem,
     unregister,
 )
 from weft.schedule.verify import verify
@@ -215,3 +221,46 @@ def test_a_builder_that_fails_is_named() -> None:
             next(c for c in candidates(AllGatherMatmul.even(8, 8, 8, 2)) if c.builder == "broken").build()
     finally:
         unregister(AllGatherMatmul, "broken")
+
+
+def test_messages_of_drafts_say_what_to_write() -> None:
+    d = Draft("messages", 2)
+    there = d.signals("there", 1)
+    assert Set(there, 0, 1) == Set("there", 0, 1)  # type: ignore[arg-type]
+    assert Wait(there) == Wait("there")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"lane a, in 'for': a LaneDraft is no step: .* inside of repeat, write Copy"):
+        d.lane("a").repeat("i", 2, d.lane("b").wait(there))  # type: ignore[arg-type]
+    d.lane("a").set(there).wait(there, count=lookup((0, 1), RANK))
+    with pytest.raises(
+        ScheduleError, match=r"count=0 must be at least 1: to wait on some ranks only, repeat the wait lookup"
+    ):
+        verify(d.schedule())
+
+
+def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "PROBLEMS", {})
+
+    @dataclass(frozen=True, slots=True)
+    class Bare(Problem):
+        name: ClassVar[str] = "bare"
+        m: int
+
+    p = Bare(2, 4)
+    with pytest.raises(ValueError, match="no schedule 'serial' for bare: no builder is registered for Bare"):
+        named(p, "serial")
+
+    def own(p: Bare) -> Schedule:
+        return Draft("own", p.world_size).schedule()
+
+    builder(Bare)(own)
+    with pytest.raises(
+        ValueError, match="no schedule 'serial' for bare, and every problem needs one: register a builder named"
+    ):
+        named(p, "serial")
+
+    def own(p: Bare) -> Schedule:  # type: ignore[no-redef]
+        raise NotApplicableError("never")
+
+    builder(Bare)(own)
+    with pytest.raises(ValueError, match="no schedule 'else' for bare: none of its builders has one for m=4, 2 ranks"):
+        named(p, "else")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.schedule import RANK, Expr, Index, lookup, total, value
+from weft.schedule import RANK, Draft, Expr, Index, Set, Wait, lookup, total, value
 from weft.schedule.expr import Held
 
 numbers = st.integers(-20, 20)
@@ -113,3 +113,25 @@ def test_what_has_no_value_says_so() -> None:
         value(RANK + Expr("i"), rank=1)
     with pytest.raises(ValueError, match=r"4 // rank has no value for \{'rank': 0\}"):
         value(Expr("4 // rank"), rank=0)
+
+
+def test_what_differs_between_ranks_is_no_comparison() -> None:
+    """Python makes True or False of it when the schedule is written, and a step would be on all ranks or on none."""
+    with pytest.raises(TypeError, match=r"rank has a value on each rank, .* lookup\(\(0, 1\), RANK\)"):
+        bool(RANK)
+    with pytest.raises(TypeError, match=r"index=False: Python compares"):
+        lookup((3, 4), RANK == 1)
+    d = Draft("compared", 2)
+    x, y, there = d.buffer("x", 1, 1, "fp32", "input"), d.buffer("y", 1, 1, "fp32", "output"), d.signals("there", 1)
+    lane = d.lane("compute")
+    for add, what in (
+        (lambda: lane.repeat("only", RANK == 1, Set("there")), "extent of 'for'=False"),
+        (lambda: lane.repeat("only", 2, Wait("there", count=RANK != 1)), "in 'for': count of 'wait'=True"),
+        (lambda: lane.set(there, at=RANK == 1), "at of 'set'=False"),
+        (lambda: lane.copy(x.part(rows=(RANK == 1, 1)), y.part()), "row of x in 'copy'=False"),
+    ):
+        with pytest.raises(TypeError, match=rf"lane compute.*{what}: Python compares.*lookup\(\(0, 1\), RANK\)"):
+            add()
+    assert not lane.steps
+    lane.repeat("only", lookup((0, 1), RANK), Set("there"))
+    assert [len(d.schedule().of_rank(rank)[0].steps) for rank in range(2)] == [0, 1]

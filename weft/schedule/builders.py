@@ -137,9 +137,23 @@ def _named_otherwise(problem: Problem, name: str) -> Candidate:
     given = dict(words)
     optional = {key for key, default in entry.defaults.items() if default in entry.parameters[key]} if entry else set()
     if entry is None or not rest.endswith("]") or given.keys() | optional != entry.parameters.keys():
+        if not known:
+            raise ValueError(
+                f"no schedule {name!r} for {problem.title}: no builder is registered for {type(problem).__name__}; "
+                f"import the file that has them"
+            )
+        if entry is None and head == "serial":
+            raise ValueError(
+                f"no schedule 'serial' for {problem.title}, and every problem needs one: register a builder named serial for "
+                f"{type(problem).__name__}, the library's calls one after the other"
+            )
         by_likeness = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
         near = itertools.islice((one for one in by_likeness if _applies(known[one])), 3)
-        raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {', '.join(near)}")
+        if not (nearest := ", ".join(near)):
+            raise ValueError(
+                f"no schedule {name!r} for {problem.title}: none of its builders has one for {problem.text}"
+            )
+        raise ValueError(f"no schedule {name!r} for {problem.title}; the nearest are {nearest}")
     if twice := [key for key in given if sum(key == word for word, _ in words) > 1]:
         raise ValueError(f"no schedule {name!r}: {', '.join(twice)} is given more than once")
     chosen = {

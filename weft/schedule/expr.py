@@ -114,7 +114,12 @@ class Expr:
     def __mod__(self, other: Index) -> Index:
         return 0 if other == 1 else _join(self, ast.Mod(), other)
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self.text} has a value on each rank, and whether it is 0 is not known yet: {_PER_RANK}")
+
     def __eq__(self, other: object) -> bool:
+        # With a number it is False and cannot raise: steps and regions are compared, whose fields are expressions or numbers. So
+        # `if RANK == 1:` is never taken; what such a comparison is handed to refuses it (`no_comparison`).
         return isinstance(other, Expr) and self.text == other.text
 
     def __hash__(self) -> int:
@@ -191,6 +196,17 @@ class Total(NamedTuple):
     step: int
 
 
+_PER_RANK = "write what differs between ranks as lookup((0, 1), RANK), or as arithmetic"
+
+
+def no_comparison(index: Index, what: str) -> None:
+    """`TypeError` for True or False: what Python makes of `RANK == 1`, which is the same on all ranks."""
+    if isinstance(index, bool):
+        raise TypeError(
+            f"{what}={index}: Python compares expressions when the schedule is written, not on each rank: {_PER_RANK}"
+        )
+
+
 def value(index: Index, **variables: int) -> int:
     """The number that `index` is for these values of its variables."""
     return index.evaluate(variables) if isinstance(index, Expr) else index
@@ -210,6 +226,7 @@ def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
 
 def lookup(table: Sequence[int], index: Index) -> Index:
     """`table[index]`; a plain number if all entries are the same."""
+    no_comparison(index, "index")
     if len(set(table)) == 1:
         return table[0]
     if isinstance(index, int):

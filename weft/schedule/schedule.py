@@ -19,11 +19,11 @@ lane starts a run before its rank has been called, and a run ends on a rank when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, get_args
 
-from weft.schedule.expr import RANK, Index, Values
+from weft.schedule.expr import RANK, Index, Values, no_comparison
 from weft.schedule.kernels import TileKernel
 from weft.schedule.printing import buffer_lines, step_lines, wrapped
 from weft.schedule.steps import (
@@ -51,7 +51,7 @@ from weft.schedule.steps import (
     put_in,
     unrolled,
 )
-from weft.words import counted
+from weft.words import counted, kind
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,31 @@ class LaneDraft:
         return self.then(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
+        """`steps` for `index` = 0 .. extent - 1. An extent of lookup((0, 1), RANK) makes them on some ranks only."""
         return self.then(For(index, extent, steps))
 
     def then(self, step: Step) -> LaneDraft:
         """A step of any kind."""
+        _require_step(step, f"lane {self.name}")
         self.steps.append(step)
         return self
+
+
+def _require_step(step: Any, where: str) -> None:
+    """`TypeError` for what is none, or has a comparison for a number."""
+    if not isinstance(step, Step):
+        hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
+        raise TypeError(f"{where}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
+    for name in _index_fields(type(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
+        no_comparison(getattr(step, name), f"{where}: {name} of {step.kind!r}")
+    for region in step.values():
+        if isinstance(region, Region):
+            for name in _index_fields(Region):
+                no_comparison(getattr(region, name), f"{where}: {name} of {region.buffer} in {step.kind!r}")
+    for inner in step.inner:
+        _require_step(inner, f"{where}, in {step.kind!r}")
+
+
+@lru_cache(maxsize=256)
+def _index_fields(of: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(of) if field.type in ("Index", Index))

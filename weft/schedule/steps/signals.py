@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from weft.schedule.expr import RANK, Index
-from weft.schedule.regions import Declared, at_text
+from weft.schedule.regions import Declared, Signals, at_text
 from weft.schedule.steps.base import Awaited, CounterId, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Set(Step):
-    """Add one to a counter of rank `at`. Release: what this lane did before is visible to whoever waits for it."""
+    """Add one to a counter of rank `at`. Release: what this lane did before is visible to whoever waits for it. signal: the
+    name, or the `Signals` themselves."""
 
     kind: ClassVar[str] = "set"
     signal: str
     index: Index = 0
     at: Index = RANK
+
+    def __post_init__(self) -> None:
+        _by_name(self)
 
     def sets(self) -> Mapping[CounterId, int]:
         return {(self.at, self.signal, self.index): 1}
@@ -53,6 +57,9 @@ class Wait(Step):
     count: Index = 1
     previous: bool = False
 
+    def __post_init__(self) -> None:
+        _by_name(self)
+
     @property
     def awaits(self) -> Awaited:
         return Awaited(self.signal, self.index, self.count, self.previous)
@@ -64,7 +71,7 @@ class Wait(Step):
     def faults(self, where: Declared) -> Iterator[str]:
         yield from _wrong_signal(self.signal, self.index, where)
         if cast(int, self.count) < 1:
-            yield f"count={self.count} must be at least 1"
+            yield f"count={self.count} must be at least 1: to wait on some ranks only, repeat the wait lookup((0, 1), RANK) times"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
         return f"wait {self.signal}[{number(self.index)}]{' of the previous run' * self.previous}"
@@ -72,6 +79,11 @@ class Wait(Step):
     def __str__(self) -> str:
         times = "" if self.count == 1 else f" x{self.count}"
         return f"wait    {self.signal}[{self.index}]{times}{' of the previous run' if self.previous else ''}"
+
+
+def _by_name(step: Set | Wait) -> None:
+    if isinstance(step.signal, Signals):
+        object.__setattr__(step, "signal", step.signal.name)
 
 
 def _wrong_signal(signal: str, index: Index, where: Declared) -> Iterator[str]:
