@@ -14,6 +14,7 @@ from weft import plan
 from weft.hw import known_machines, load_machine
 from weft.plan.explain import HEADER
 from weft.schedule import AllGatherMatmul
+from weft.schedule.problem import PROBLEMS
 from weft.sim import inefficiencies, model_of
 
 SHAPE = {"M": 8192, "N": 4096, "K": 8192}
@@ -157,3 +158,36 @@ def test_it_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("op", [name for name, problem in PROBLEMS.items() if not problem.tried_on_gpus])
+def test_a_choice_that_calls_on_gpus_do_not_take_is_not_said_to_be_taken(op: str) -> None:
+    options = {"dtype": "fp8"} if "scaled" in op else {"experts": 8} if "all_to_all" in op else {}
+    given = {"M": 8192, "N": 8192, "K": 4096, "ranks": 2, "hw": "h200", "dtype": "bf16", "mode": "queued", **options}
+    found = plan.explanation(op, **given)  # type: ignore[arg-type]
+    assert found.choice.candidate.name != "serial"
+    said = dict(found.facts())["calls"]
+    assert said.startswith("on GPUs take serial: other schedules of ")
+    assert found.as_json()["only_asked_for"] is True
+    assert {row[-1] for row in found.cells() if row[0] == found.choice.candidate.name} == {"the choice, if asked for"}
+    assert said in str(found)
+
+
+def test_a_choice_that_calls_take_is_said_to_be_taken() -> None:
+    found = explanation()
+    assert "calls" not in dict(found.facts())
+    assert found.as_json()["only_asked_for"] is False
+    assert {row[-1] for row in found.cells() if row[0] == found.choice.candidate.name} == {"taken"}
+
+
+@pytest.mark.parametrize(
+    ("op", "option", "said"),
+    [
+        ("all_to_all_matmul", "experts", "experts=0 must be a positive multiple of ranks=2"),
+        ("matmul_reduce_scatter", "experts", "experts=0: matmul_reduce_scatter has none of it"),
+        ("embedding_all_to_all", "tables", "tables=0: embedding_all_to_all needs the number of tables"),
+    ],
+)
+def test_an_option_of_0_is_a_number(op: str, option: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan.explain(op, **SHAPE, ranks=2, hw="h200", **{option: 0})  # type: ignore[arg-type]

@@ -57,6 +57,11 @@ class Explanation:
     """GEMMs that this process has measured on that machine."""
 
     @property
+    def only_asked_for(self) -> bool:
+        """Whether the choice is not what a call on GPUs takes that pins nothing."""
+        return not self.choice.problem.tried_on_gpus and self.choice.candidate.name != "serial"
+
+    @property
     def header(self) -> tuple[str, ...]:
         """The table's columns: none of losses where there are no GEMMs."""
         return HEADER if self._has_losses else tuple(HEADER[i] for i in _WITHOUT_LOSSES)
@@ -73,7 +78,7 @@ class Explanation:
         return [self._cells(row) for row in timed if row in kept or row in also]
 
     def _cells(self, row: Row) -> tuple[str, ...]:
-        cells = _cells(row)
+        cells = _cells(row, "the choice, if asked for" if self.only_asked_for else "taken")
         name, predicted, *others = cells if self._has_losses else (cells[i] for i in _WITHOUT_LOSSES)
         return name, f"{predicted} measured here" if self._is_here(row) else predicted, *others
 
@@ -111,6 +116,13 @@ class Explanation:
             ("choice", choice.candidate.name),
             ("reason", choice.reason),
         ]  # fmt: skip
+        if self.only_asked_for:
+            lines.append(
+                (
+                    "calls",
+                    f'on GPUs take serial: other schedules of {p.title} are taken only if pinned or by "autotune"',
+                )
+            )
         if (losses := rows[choice.candidate.name].losses) is not None:
             parts = f"GEMM {losses.gemm_us:.1f}, communication {losses.communication_us:.1f}"
             taken = f"the choice takes {losses.over_ideal:.2f} of it, queued"
@@ -142,7 +154,7 @@ class Explanation:
         return {
             "op": self.choice.problem.name, "problem": asdict(self.choice.problem), "mode": self.choice.mode,
             "machine": self.machine.name, "notes": self.notes, "choice": self.choice.candidate.name,
-            "reason": self.choice.reason, "heuristic": self.heuristic, "candidates": rows,
+            "only_asked_for": self.only_asked_for, "reason": self.choice.reason, "heuristic": self.heuristic, "candidates": rows,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -240,7 +252,7 @@ def machine_and_model(
     return machine, gemms.informed(model, machine.name), (*notes, note)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, taken: str) -> tuple[str, ...]:
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
@@ -253,5 +265,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         number(row.measured_us, 1),
         *([number(factor, 2) for factor in factors] or [""] * 4),
         number(found.exposed_us if found else None, 1),
-        row.why_not or "taken",
+        row.why_not or taken,
     )

@@ -37,7 +37,7 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def never_left_out(name: str) -> None:
-    """Tell torch.compile that peers wait for calls of this operator of weft's: else one whose results are unused or empty is dropped,
-    on this rank alone. Two calls of equal arguments may still be made one. Ordered effects (`torch.library`'s) would keep both, but
-    they have kept backward from being compiled (pytorch's issue 172248), and memory from being reused."""
+    """Tell torch.compile that peers wait for calls of this operator of weft's: else one whose results are unused or empty is left
+    out on this rank alone. Two calls of equal arguments may still be made one. Ordered effects (`torch.library`'s) would keep both,
+    but they have kept backward from being compiled (pytorch's issue 172248), and memory from being reused."""
     torch.fx.node.has_side_effect(getattr(torch.ops.weft, name).default)
