@@ -79,6 +79,9 @@ def run(group: dist.ProcessGroup, case: str, backend: str, cache: str | None) ->
     with pytest.MonkeyPatch.context() as patched:
         if cache is not None:
             patched.setenv("TORCHINDUCTOR_CACHE_DIR", f"{cache}/{group.rank()}")
+            # What ranks compile differs, and so does how long that takes.
+            patched.setenv("WEFT_DEADLINE_S", "120")
+            patched.setenv("WEFT_SETUP_DEADLINE_S", "120")
         y = compiled(*tensors)
         y.sum().backward()
         with torch.no_grad():  # another graph
