@@ -24,7 +24,9 @@ from weft.operator.together import agree, together
 from weft.runtime.in_turn import Turn
 from weft.runtime.layouts import READER
 from weft.runtime.opaque import never_left_out, opaque
+from weft.schedule import Problem
 from weft.timeline import Timeline
+from weft.words import kind
 
 O = TypeVar("O", bound=Operator[Any])  # noqa: E741
 
@@ -130,6 +132,7 @@ def _prepared_for(
         """The number is twice the size, and one more where times of the problem are remembered."""
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
+        _require_problem(op, p)
         if pinned is not None:
             choosing.check_name(pinned, p)
         parts = said, choosing.wanted_schedule(pinned, p), op.described(wanted)
@@ -142,6 +145,17 @@ def _prepared_for(
         prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered))
     prepared.agreed.add(wanted)
     return prepared
+
+
+def _require_problem(op: Operator[Any], p: Any) -> None:
+    if not isinstance(p, Problem):
+        raise TypeError(f"problem of {op.name} returns {kind(p)}: return a Problem, which describes the call")
+    of_another = p.name in OPERATORS or type(p).__module__.startswith("weft.")  # two operators may share a problem
+    if p.name != op.name and not of_another:
+        raise TypeError(
+            f"problem of {op.name} returns one named {p.name!r}: give {type(p).__name__} and the operator one name, by which plans "
+            f"and messages know both"
+        )
 
 
 # --- gradients in eager mode ---
@@ -187,7 +201,13 @@ def _gradients(
             return _gradients(op, group, device, found, saved, grads, wanted, deadline_s)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         prepared, beside = found()
-        return op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
+        made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
+        if len(made) != len(wanted):
+            raise TypeError(
+                f"gradients of {op.name} returns {len(made)}, and a call has {len(wanted)} tensors: return one for each, None for "
+                f"those that are not wanted"
+            )
+        return made
 
 
 # --- for torch.compile: operators that it does not look into ---

@@ -39,6 +39,10 @@ WHILE = 1000  # calls of the operator: a training step comes back to all of its 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     """What a caller names so; None is the world."""
     if isinstance(group, str):
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError(
+                f"torch.compile finds no group by its name, {group!r}: ask size_of(group) and rank_of(group)"
+            )
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except RuntimeError as error:
@@ -53,6 +57,20 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
             f"group={group!r} is no process group that this rank belongs to: only its members make this call"
         )
     return group
+
+
+def rank_of(group: dist.ProcessGroup | str | None) -> int:
+    """This rank's number in it; also where a call is traced."""
+    if isinstance(group, str) and torch.compiler.is_compiling():
+        return _rank_by_name(group)
+    return group_of(group).rank()
+
+
+def _rank_by_name(group: str) -> int:
+    return group_of(group).rank()
+
+
+_rank_by_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result`, which would load Dynamo
 
 
 def size_of(group: dist.ProcessGroup | str | None) -> int:
@@ -107,6 +125,7 @@ class Prepared:
         self._serial = named(p, "serial").build()
         self._results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._unfused: Unfused | None = None
+        self._checked = False  # what the spec says of a call's memory
         self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
         self.called_at = 0  # by the operator's calls, when this was used last
 
@@ -121,6 +140,10 @@ class Prepared:
                 return self(call, deadline_s, timeline, inputs)
         op, capturing = self.op, self.capturing()
         inputs = op.inputs(self.p, call) if inputs is None else inputs
+        if not self._checked:
+            self._check_buffers("inputs", "input", inputs)
+            self._check_buffers("outputs", "output", op.outputs(call, self.p.world_size))
+            self._checked = True
         results = (
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
@@ -129,6 +152,22 @@ class Prepared:
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
         return results
+
+    def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
+        """`TypeError` for what the spec says of memory, if that is not what the serial schedule declares, as all others do."""
+        buffers = {b.name: b for b in self._serial.buffers_of_rank(self.rank) if b.role == role}
+        if tensors.keys() != buffers.keys():
+            raise TypeError(
+                f"{of} of {self.op.name} has {', '.join(tensors) or 'nothing'}, and the {role} buffers of its schedules are "
+                f"{', '.join(buffers) or 'none'}: give one tensor for each"
+            )
+        for name, tensor in tensors.items():
+            rows, cols = int(buffers[name].rows), buffers[name].cols
+            if isinstance(tensor, torch.Tensor) and not self._serial.contents and tensor.numel() != rows * cols:
+                raise TypeError(
+                    f"{of} of {self.op.name} has {name} of shape {list(tensor.shape)}, and that buffer of {self.p} "
+                    f"is [{rows}, {cols}]"
+                )
 
     def _in_turn(
         self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None

@@ -153,8 +153,21 @@ class Operator(ABC, Generic[C]):
 
     def __init__(self) -> None:
         hints = get_type_hints(self.form)
-        self.kinds = tuple(_SCHEMA[hints[field]] for field in self.form._fields)  # type: ignore[attr-defined]
-        self.differentiable = tuple(self.form._fields.index(field) for field in self.gradients_of)  # type: ignore[attr-defined]
+        of_call: tuple[str, ...] = self.form._fields  # type: ignore[attr-defined]
+        for field in of_call:
+            if hints[field] not in _SCHEMA:
+                known = ", ".join(
+                    getattr(one, "__name__", "") if isinstance(one, type) else str(one) for one in _SCHEMA
+                )
+                raise TypeError(
+                    f"{self.name}: {field} of its form is of type {hints[field]}; torch's operators take {known}"
+                )
+        if unknown := [field for field in self.gradients_of if field not in of_call]:
+            raise TypeError(
+                f"{self.name}: gradients_of names {', '.join(unknown)}; the fields of its form are {', '.join(of_call)}"
+            )
+        self.kinds = tuple(_SCHEMA[hints[field]] for field in of_call)
+        self.differentiable = tuple(of_call.index(field) for field in self.gradients_of)
         self._none = (False,) * len(self.differentiable)
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name
         """What messages call it."""
