@@ -25,7 +25,8 @@ from weft.schedule.spans import span_name
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Call: TypeAlias = Callable[[Tensors, "Turn | None", dist.ProcessGroup], None]
-_STRAIGHT = Turn(None, None)  # to torch
+STRAIGHT = Turn(None, None)
+"""To torch, with no deadline and no timeline: for a spec that is given no turn."""
 
 
 class Unfused:
@@ -192,7 +193,7 @@ def all_gather(
     if turn is None and even:
         all_gather_single(whole, part, group=group)
         return gathered
-    turn = turn or _STRAIGHT
+    turn = turn or STRAIGHT
     if even:
         turn.run(name, all_gather_single, whole, part, group=group)
     elif x.device.type == "cuda":
@@ -210,7 +211,7 @@ def reduce_scatter(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
     """[rows[rank], columns]: this rank's rows of the sum over all ranks."""
-    turn = turn or _STRAIGHT
+    turn = turn or STRAIGHT
     if rows.count(rows[0]) == len(rows) and x.device.type == "cuda":
         mine = x.new_empty(rows[rank], x.shape[1])
         turn.run(name, reduce_scatter_single, mine, x, group=group)
@@ -232,7 +233,7 @@ def all_reduce_(
     x: torch.Tensor, rows: list[int], rank: int, group: dist.ProcessGroup, turn: Turn | None, name: str
 ) -> torch.Tensor:
     """The same in the place of `x`, whose elements are in one piece."""
-    turn = turn or _STRAIGHT
+    turn = turn or STRAIGHT
     turn.run(name, dist.all_reduce, x, group=group)
     return turn.done(name, x, 2 * (x.nbytes - x.nbytes // len(rows)))
 
