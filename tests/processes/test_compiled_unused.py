@@ -120,6 +120,7 @@ def test_no_operator_is_dead_code() -> None:
     """Also those that no case above calls: of the embeddings, and all backward ones."""
     for module in pkgutil.iter_modules(weft.ops.__path__):
         importlib.import_module(f"weft.ops.{module.name}")
+    importlib.import_module("weft.operator.layers")
     names = [schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("weft::")]
     assert {"weft::embedding_all_to_all", "weft::matmul_all_reduce_backward"} <= set(names)
     for name in names:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import together
 from weft.runtime.in_turn import turn_on
-from weft.runtime.opaque import opaque
+from weft.runtime.opaque import never_left_out, opaque
 from weft.runtime.unfused import all_reduce
 
 _WHAT = "the gradient of a replicated parameter"
@@ -67,3 +67,4 @@ _library.define("summed_over_ranks(Tensor x, str group) -> Tensor")
 for _key in ("CPU", "CUDA"):
     _library.impl("summed_over_ranks", _summed, _key)
 torch.library.register_fake("weft::summed_over_ranks", lambda x, group: torch.empty_like(x), lib=_library)
+never_left_out("summed_over_ranks")
