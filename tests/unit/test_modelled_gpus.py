@@ -102,7 +102,7 @@ def check(played: Played, exact: list[list[Tensors]]) -> None:
                 )
 
 
-@pytest.mark.parametrize(("name", "seeds"), [*((name, 2) for name in PROBLEMS), *(slow(name, 6) for name in PROBLEMS)])
+@pytest.mark.parametrize(("name", "seeds"), [*((name, 1) for name in PROBLEMS), *(slow(name, 6) for name in PROBLEMS)])
 def test_results_are_right_in_any_order_of_streams(monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> None:
     model(monkeypatch)
     p = PROBLEMS[name]
