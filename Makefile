@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 OUT ?= gpu-check
-JOBS ?= 4
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
