@@ -1,11 +1,9 @@
-"""GPUs of several ranks, modelled in this process: what the GPU executor issues for a schedule is played on ordinary memory, one
-operation after another, in random orders that hosts, streams and events allow.
+"""GPUs of several ranks, modelled in this process: what the GPU executor works with stands in for what is missing here.
 
 Schedules are compiled as for GPUs (`weft.runtime.cuda.compile`), and issued by the executor's own code. Native operations, calls of
-the library and our kernels stand in queues then, and kernels play what they promise. A host is a thread, which runs as far as it is
-let, and stands still where it waits for the device. A stream does its operations in order, copies row by row, writes of one signal
-one by one; events hold as CUDA's do: for the last record that the host issued before. Every token is known by the run that put it,
-so one that comes to another run, or is put onto one that lies there, is found at once.
+the library and our kernels are put into the queues of streams, which `played_gpus` empties: there kernels do what they promise. A
+host is a thread, which runs as far as it is let, and stands still where it waits for the device. Events hold as CUDA's do: for the
+last record that the host issued before.
 
 Only real GPUs show what kernels and engines do by themselves, and how fast.
 """
@@ -14,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import random
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -32,13 +28,10 @@ from weft.runtime.cuda.calls import Operation, _collectives, collective_call, co
 from weft.runtime.cuda.context import Context, Run, Tensors, own_buffers, rank_schedule
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
-from weft.runtime.cuda.tokens import AWAITED, TOKEN, tokens_of
-from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Collective, Compute, Schedule, Tiles
 from weft.schedule.expr import Held
 from weft.schedule.kernels import TileKernel
 from weft.schedule.steps import put_in
-from weft.symm.memory import lent
 
 WORDS = 1 << 50  # where a rank's words lie, as an address: this times 1 + its rank
 CPU = torch.device("cpu")
@@ -387,239 +380,3 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     for name, one in instead.items():
         monkeypatch.setattr(stream_compiler, name, one)
-
-
-# --- playing ---
-
-
-class Played:
-    """All ranks' hosts and streams, in so many runs. tensors_of: what a rank gives in a run, from 1.
-
-    results: by rank and run. words: by rank and number, the run in which a word's token was put, or None."""
-
-    def __init__(self, schedule: Schedule, runs: int, tensors_of: Callable[[int, int], dict[str, Any]]) -> None:
-        tokens, world = tokens_of(schedule), schedule.world_size
-        self.words: list[dict[int, int | None]] = [
-            {t.word: 0 if t.previous else None for t in mine.values()} for mine in tokens
-        ]
-        self.results: dict[tuple[int, int], Tensors] = {}
-        self.previous = [{t.word: t.previous for t in mine.values()} for mine in tokens]
-        self._streams: dict[tuple[int, int], deque[Issued]] = {}
-        self._reached: set[tuple] = set()
-        self._met: dict[tuple[int, int], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._memory = SymmetricMemory(world, rank_schedule(schedule, 0).layout.buffer_bytes)
-        self._hosts = []
-        for rank in range(world):
-            context, items = compiled(schedule, rank, self._memory)
-            body = partial(self._issue_runs, context, items, runs, partial(tensors_of, rank))
-            self._hosts.append(Host(rank, body, partial(self._queue, rank)))
-
-    def _queue(self, rank: int, stream: int, issued: Issued) -> None:
-        self._streams.setdefault((rank, stream), deque()).append(issued)
-
-    @staticmethod
-    def _issue_runs(
-        context: Context, items: issue.StreamItems, runs: int, tensors_of: Callable[[int], dict[str, Any]], host: Host
-    ) -> None:
-        """What the host does: as `CudaSchedule.run`, between the caller's own use of what it gives."""
-        run = context.run
-        for host.number in range(1, runs + 1):
-            given = tensors_of(host.number)
-            tensors = {name: t if callable(t) else poison(t.clone()) for name, t in given.items()}
-            host.issue(0, "given", [(tensors[name], t) for name, t in given.items() if not callable(t)])
-            run.caller = Stream(0)  # type: ignore[assignment]
-            run.known.clear()
-            run.made = {}
-            items.issue(tensors, False)
-            outputs = [b.name for b in context.given if b.role == "output"]
-            results = {name: run.made.get(name, tensors[name]) for name in outputs}
-            host.issue(0, "taken", results, list(tensors.values()))
-
-    # --- tokens ---
-
-    def _put(self, run: int, address: int) -> None:
-        rank, word = address // WORDS - 1, address % WORDS // 8
-        if word in self.words[rank]:
-            assert self.words[rank][word] is None, f"run {run} puts a token where one lies, word {word} of rank {rank}"
-            self.words[rank][word] = run
-
-    def _take(self, address: int) -> None:
-        rank, word = address // WORDS - 1, address % WORDS // 8
-        if word in self.words[rank]:
-            self.words[rank][word] = None
-
-    def _come(self, one: Issued, addresses: list[int]) -> Iterator[bool]:
-        """Goes on when a token lies in each of these words, and with it."""
-        for address in addresses:
-            rank, word = address // WORDS - 1, address % WORDS // 8
-            assert rank == one.rank
-            while (found := self.words[rank][word]) is None:
-                yield False
-            wanted = one.run - self.previous[rank][word]
-            assert found == wanted, f"run {one.run} finds the token of run {found}, rank {rank}"
-
-    # --- operations, each in small steps: False while it cannot go on ---
-
-    def _record(self, one: Issued, event: tuple) -> Iterator[bool]:
-        self._reached.add(event)
-        yield True
-
-    def _wait_event(self, one: Issued, event: tuple) -> Iterator[bool]:
-        while event not in self._reached:
-            yield False
-
-    def _given(self, one: Issued, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[bool]:
-        """What a run needs is written by the caller's stream, right before it."""
-        for target, t in pairs:
-            target.copy_(t)
-            yield True
-
-    def _taken(self, one: Issued, results: Tensors, everything: list[torch.Tensor]) -> Iterator[bool]:
-        """Behind a run the caller's stream reads results, and then uses all memory for something else."""
-        self.results[one.rank, one.run] = {name: t.clone() for name, t in results.items()}
-        yield True
-        for t in everything:
-            poison(t)
-
-    def _signal(self, one: Issued, parts: list[tuple[bool, int, int, int]]) -> Iterator[bool]:
-        for waits, base, offset, number in parts:
-            address = one.bases[base] + offset
-            if waits:
-                assert number == AWAITED
-                yield from self._come(one, [address])
-            elif number == TOKEN and address >= WORDS and address // WORDS - 1 != one.rank:  # else for the watchdog
-                self._put(one.run, address)
-            elif number == 0:
-                self._take(address)
-            yield True
-
-    def _copy(
-        self, one: Issued, dst: int, to: int, to_pitch: int, src: int, at: int, pitch: int, width: int, rows: int
-    ) -> Iterator[bool]:
-        for row in range(rows):
-            ctypes.memmove(one.bases[dst] + to + row * to_pitch, one.bases[src] + at + row * pitch, width)
-            if row % 4 == 0:
-                yield True
-
-    def _launch(self, one: Issued, what: dict[str, Any]) -> Iterator[bool]:
-        for word in what["opens"]:
-            self._put(one.run, word)
-            yield True
-        source, target = (
-            at if isinstance(at, int) else one.bases[at[0]] + at[1] for at in (what["source"], what["target"])
-        )
-        shape = what["shape"]
-        rows, width, pitch, to_pitch = shape.rows, shape.width, shape.source_pitch, shape.target_pitch
-        if what.get("sizes"):
-            first, to, rows = (ctypes.c_int64 * 3).from_address(what["sizes"])
-            assert 0 <= first <= first + rows <= what["rows"][0], (
-                f"rows {first}:+{rows} are outside of {what['rows'][0]}"
-            )
-            assert 0 <= to <= to + rows <= what["rows"][1], f"rows {to}:+{rows} are outside of {what['rows'][1]}"
-            source, target = source + first * pitch, target + to * to_pitch
-        read = _lines(source, rows, width, pitch) if what["early"] else None
-        yield from self._come(one, what["waits"])
-        read = _lines(source, rows, width, pitch) if read is None else read
-        yield True
-        for begin in (target, *what["targets"]):
-            for row, line in enumerate(read):
-                if what["adds"]:
-                    line = line.view(TORCH_DTYPE[what["adds"]])
-                    lent(begin + row * to_pitch, [len(line)], line.dtype, CPU, ()).add_(line)
-                else:
-                    ctypes.memmove(begin + row * to_pitch, line.data_ptr(), width)
-                if row % 4 == 0:
-                    yield True
-        for word in what["waits"]:
-            self._take(word)
-            yield True
-        for word in what["sets"]:
-            self._put(one.run, word)
-            yield True
-        yield from self._come(one, what["answers"])
-        for word in what["answers"]:
-            self._take(word)
-            yield True
-
-    def _totals(self, one: Issued, totals: Totals) -> Iterator[bool]:
-        held, *_ = totals._arguments
-        flat = held.flatten()
-        for i, (constant, terms) in enumerate(zip(totals._constants.tolist(), totals._terms.tolist(), strict=True)):
-            parts = (flat[first : first + count * step : step][:count] for first, count, step in terms)
-            totals.numbers[i] = constant + sum(int(part.sum()) for part in parts)
-        yield True
-
-    def _call(self, one: Issued, call: Callable[[], None]) -> Iterator[bool]:
-        call()
-        yield True
-
-    def _together(self, one: Issued, call: Together, src: torch.Tensor, dst: torch.Tensor) -> Iterator[bool]:
-        met = self._met.setdefault((one.run, call.nth), {})
-        met[one.rank] = src, dst
-        if len(met) == len(self.words):
-            collect(call.op, *([met[rank][side] for rank in sorted(met)] for side in (0, 1)))
-        while len(met) < len(self.words):
-            yield False
-
-    def _tracked(self, one: Issued, tiles: TrackedTiles, a: torch.Tensor, w: torch.Tensor, y: int) -> Iterator[bool]:
-        left = [come for come, _ in tiles.counters]
-        for row, rows, col, cols, place, pitch, *of_tile in tiles.table.tolist():
-            tile = (a[row : row + rows] @ w[:, col : col + cols]).contiguous()
-            for i, line in enumerate(tile):
-                ctypes.memmove(place + (y if tiles.relative else 0) + i * pitch, line.data_ptr(), line.nbytes)
-            yield True
-            for counter in of_tile:
-                left[counter] -= 1
-                for word in () if left[counter] else tiles.counters[counter][1]:
-                    self._put(one.run, word)
-                    yield True
-
-    def play(self, seed: int) -> None:
-        """To the end. `AssertionError` if all stand still."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # GEMMs are tiny: threads would wait for each other
-        try:
-            self._play(random.Random(seed))
-        finally:
-            torch.set_num_threads(threads)
-            for one in self._hosts:
-                one.stop()
-
-    def _play(self, chance: random.Random) -> None:
-        running: dict[tuple[int, int], Iterator[bool]] = {}
-        speed: dict[tuple[int, int], int] = {}
-
-        def advance(key: tuple[int, int]) -> bool:
-            rank, stream = key
-            if stream < 0:
-                return self._hosts[rank].resume(chance.choice((1, 3, 10, 1000)))
-            if key not in running:
-                one = self._streams[key].popleft()
-                running[key] = getattr(self, f"_{one.name}")(one, *one.what)
-            went = next(running[key], None)
-            if went is None:
-                del running[key]
-            return went is not False
-
-        while True:
-            keys = [key for key, queue in self._streams.items() if queue or key in running]
-            keys = sorted(keys) + [(one.rank, -1) for one in self._hosts if not one.ended]
-            if not keys:
-                return
-            moved = False
-            for key in keys:
-                speed.setdefault(key, chance.choice([1, 1, 10]))
-            for key in sorted(keys, key=lambda k: chance.random() / speed[k]):
-                went = advance(key)
-                moved = moved or went
-                if went and chance.random() < 0.7:
-                    break
-            assert moved, "all streams and hosts stand still"
-
-
-def _lines(source: int, rows: int, width: int, pitch: int) -> torch.Tensor:
-    """[rows, width] bytes."""
-    read = torch.empty(rows, width, dtype=torch.uint8)
-    for row, line in enumerate(read):
-        ctypes.memmove(line.data_ptr(), source + row * pitch, width)
-    return read

@@ -1,6 +1,6 @@
-"""Every schedule of GEMMs, compiled as for GPUs and played on modelled ones (`modelled_gpus`): results against the serial schedule
-in float64, in random orders of streams, several runs in a row on the same memory, with fresh data; all that a run does lies between
-the caller's writes before it and reads behind it; tokens come to the run that waits for them."""
+"""Every schedule of GEMMs and experts, compiled as for GPUs and played on modelled ones (`modelled_gpus`, `played_gpus`): results
+in float64's neighbourhood in random orders of streams, several runs in a row on the same memory, with fresh data; all that a run
+does lies between the caller's writes before it and reads behind it; tokens come to the run that waits for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
-from modelled_gpus import Played, model, poison
+from modelled_gpus import model, poison
+from played_gpus import Played
 from schedule_interpreter import interpret
 from slow import slow
 

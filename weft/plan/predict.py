@@ -34,7 +34,6 @@ from weft.schedule import (
     Set,
     Step,
     Tiles,
-    Wait,
     builders_of,
     candidates,
     named,
@@ -318,9 +317,7 @@ class _Counts:
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
         times: Counter[int] = Counter()  # by identity: a step's hash goes through all that it has
         for step, turn in self._written_out(steps, {}):
-            if isinstance(step, Set | Wait):
-                pass  # half of all steps, which touch no memory
-            elif step.accesses() and not isinstance(step, Read):
+            if step.accesses() and not isinstance(step, Read):
                 if (priced := self._priced(step, turn)) is None:
                     continue
                 times[id(priced)] += 1
