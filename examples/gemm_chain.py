@@ -76,9 +76,7 @@ def on_a_rank(rank: int, world: int, schedule: Schedule, device: str = "cpu") ->
     """(error of the schedule's y against float64, error of torch's own y in fp32, what the last of three runs did when)."""
     group = dist.group.WORLD
     assert group is not None
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     executor = executor_of(schedule, symm.domain(group, here))
     given = {b.name: (int(b.rows), b.cols) for b in schedule.buffers_of_rank(rank) if b.role in ("input", "output")}
     torch.manual_seed(rank)  # other weights and rows on every rank

@@ -24,9 +24,7 @@ TRANSPORTS = (*FUSED, "serial")
 NAN_BYTE = 0xFF  # this byte repeated is a NaN in fp32, fp16 and bf16
 MARKS = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2, reason=f"torch sees {torch.cuda.device_count()} GPUs, 2 are needed"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU: one is needed, ranks can share it"),
 ]
 
 

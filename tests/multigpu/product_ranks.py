@@ -10,7 +10,7 @@ from matmul_ranks import close
 from scatter_ranks import late
 
 from weft import symm
-from weft.operator.calls import OPERATORS
+from weft.operator.calls import operator_named
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.unfused import Unfused
 from weft.schedule import Problem, named
@@ -20,7 +20,7 @@ class Case:
     """Random tensors of `p` on this rank, its results poisoned, and what must come out; and comes out by the library."""
 
     def __init__(self, p: Problem, group: dist.ProcessGroup, seed: int) -> None:
-        self.op, self.p, self.rank = OPERATORS[p.name], p, group.rank()
+        self.op, self.p, self.rank = operator_named(p.name), p, group.rank()
         calls = [self.op.drawn(p, r, self._generator(100 * seed + r)) for r in range(group.size())]
         mine = calls[self.rank]
         self.inputs = self.op.inputs(p, mine)

@@ -25,8 +25,8 @@ def test_behind_stragglers_and_replayed(pair: Pool, sizes: str, dtype: str) -> N
     pair.run(product_ranks.on_streams, AllGatherMatmulGradients(2, *SIZES[sizes], dtype), "direct", timeout_s=60)
 
 
-def _backward(group: dist.ProcessGroup) -> None:
-    """Sizes for which it is chosen unasked, that change from call to call; by autograd."""
+def _backward(group: dist.ProcessGroup) -> set[str]:
+    """Sizes for which it is chosen unasked, that change from call to call; by autograd. Returns what was chosen."""
     rank, world, device = group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device())
     for number, m in enumerate((2048, 1024, 2048, 3072)):
         torch.manual_seed(number)
@@ -52,8 +52,10 @@ def _backward(group: dist.ProcessGroup) -> None:
             assert w.grad is not None
             assert w.grad.is_contiguous()
             close(w.grad, grad[rank].t().double() @ whole, grad[rank].t() @ xs.flatten(0, 1))
-    assert {one.taken[0] for one in prepared_calls(OPERATOR, group)} == {"direct"}
+    return {one.taken[0] for one in prepared_calls(OPERATOR, group)}
 
 
 def test_chosen_unasked(pair: Pool) -> None:
-    pair.run(_backward, timeout_s=60)
+    taken = pair.run(_backward, timeout_s=60)
+    # The choice rests on GEMMs that are timed here: it says nothing where ranks share a GPU.
+    assert torch.cuda.device_count() < 2 or taken == [{"direct"}] * 2

@@ -1,5 +1,5 @@
 """Calls whose number of rows changes from one to the next, on GPUs: executors that share memory, sizes that outgrow it, and graphs
-that hold it. With two ranks, and with four on two GPUs, where rows of one run lie where other ranks' rows lay in the run before.
+that hold it. With two ranks, and with four, where rows of one run lie where other ranks' rows lay in the run before.
 
 The functions with a `group` argument run on the ranks.
 """
@@ -64,7 +64,6 @@ class Work:
 
 
 def taking_turns(group: dist.ProcessGroup, schedule: str | None, sizes: list[int]) -> None:
-    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
     work, draw = Work(group, schedule), random.Random(group.rank())
     for rows in sizes:
         if draw.random() < 0.1:  # another rank is ahead
@@ -160,9 +159,8 @@ def test_memory_is_that_of_the_largest(pair: Pool) -> None:
 
 
 @pytest.fixture
-def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    with Pool(4, backend="gloo") as workers:
+def four(deadline: None) -> Iterator[Pool]:
+    with Pool(4, backend="nccl") as workers:
         yield workers
 
 

@@ -1,4 +1,4 @@
-"""embedding_all_to_all on two GPUs: results, what leaves as slices, stragglers; and four ranks on two GPUs.
+"""embedding_all_to_all on two GPUs: results, what leaves as slices, stragglers; and four ranks.
 
 Results are compared on the ranks: with float64, and bit for bit with what one GPU computes alone. A call writes into
 poisoned buffers, so a result that is right has waited for what peers store.
@@ -237,20 +237,17 @@ def test_one_hardware_queue(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def four(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """Four ranks on two GPUs: what they compute, not how fast. NCCL wants a GPU per rank, so gloo starts them."""
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    with Pool(4, backend="gloo") as workers:
+def four(deadline: None) -> Iterator[Pool]:
+    with Pool(4, backend="nccl") as workers:
         yield workers
 
 
 def of_four(group: dist.ProcessGroup, problems: list[Problem], variants: list[dict[str, Any]]) -> None:
-    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
     for p in problems:
         every_variant(group, p, variants)
 
 
-def test_four_ranks_on_two_gpus(four: Pool) -> None:
+def test_four_ranks(four: Pool) -> None:
     tables = Problem(tables_of((8, 3, 16, 1, 70)), (3, 0, 0, 2, 1), (20, 0, 33, 7), longest=40)
     variants = [{"transport": "direct"}, {"transport": "put", "slice_size": 2}]
     four.run(of_four, [problem(4, (64,) * 8, 99, longest=20), tables], variants, timeout_s=90)

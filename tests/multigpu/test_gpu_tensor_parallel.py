@@ -57,7 +57,6 @@ def test_a_change_of_imports_changes_no_loss(pair: Pool, optimizer: str, bias: b
         assert calls == {"all_gather_matmul": 4 * times + 1, "matmul_reduce_scatter": 4 * times}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs: two by two")
 def test_with_fsdp() -> None:
     with Pool(4, backend="nccl") as four:
         torchs = four.run(styles.train, "torch", "AdamW", True, True, 2, 20, timeout_s=200)

@@ -100,6 +100,11 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         given.ranks = env.world_size()
     elif given.ranks is None:
         given.ranks = max(1, torch.cuda.device_count()) if given.device == "cuda" else 2
+    elif given.device == "cuda" and given.ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"--ranks {given.ranks}, and torch sees {torch.cuda.device_count()} GPUs: ranks would share them, and no time would "
+            f"mean anything. Take at most {torch.cuda.device_count()}, or --device cpu"
+        )
     return BenchOptions(**vars(given))
 
 
