@@ -24,7 +24,8 @@ import torch
 
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda import issue, sizes, tracked_matmul
-from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call, reduce_call
+from weft.runtime.cuda.add_up import Place
+from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
 from weft.runtime.cuda.context import Context, Run, Tensors, own_buffers, rank_schedule
 from weft.runtime.cuda.kernel_call import Base
 from weft.runtime.cuda.regions import Regions
@@ -222,6 +223,26 @@ class Move:
         host().issue(host().stream, "launch", what)
 
 
+class AddUp:
+    """In place of `weft.runtime.cuda.add_up.AddUp`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        size: tuple[int, int],
+        out: Place,
+        parts: list[Place],
+        *,
+        fixed: list[int],
+    ) -> None:
+        self.dtype, self.size, self.out, self.parts = dtype, size, out, parts
+
+    def record(self, program: Recorded, stream: int) -> bool:
+        program.add_up(stream, self)
+        return True
+
+
 class Totals(sizes.Totals):
     def record(self, program: Any, stream: int) -> bool:
         program.totals(stream, self)
@@ -376,7 +397,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_matmul, "TrackedMatmul", TrackedTiles)
     instead = {
         "Move": Move, "Totals": Totals, "Gemms": Gemms, "collective_call": _collective_call,
-        "compute_call": _queued(compute_call), "reduce_call": _queued(reduce_call),
+        "compute_call": _queued(compute_call), "AddUp": AddUp,
     }  # fmt: skip
     for name, one in instead.items():
         monkeypatch.setattr(stream_compiler, name, one)

@@ -19,6 +19,7 @@ import torch
 from modelled_gpus import (
     CPU,
     WORDS,
+    AddUp,
     Host,
     Issued,
     Stream,
@@ -186,6 +187,20 @@ class Played:
         yield from self._come(one, what["answers"])
         for word in what["answers"]:
             self._take(word)
+            yield True
+
+    def _add_up(self, one: Issued, sum_of: AddUp) -> Iterator[bool]:
+        """Row by row."""
+        (rows, cols), dtype = sum_of.size, sum_of.dtype
+        for row in range(rows):
+            out, *parts = (
+                lent(one.bases[place.base] + place.offset + row * place.pitch, [cols], dtype, CPU, ())
+                for place in (sum_of.out, *sum_of.parts)
+            )
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part
+            out.copy_(total)
             yield True
 
     def _totals(self, one: Issued, totals: Totals) -> Iterator[bool]:

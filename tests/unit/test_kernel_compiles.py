@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from weft.kernels import grouped_matmul as grouped_code  # noqa: E402
-from weft.runtime.cuda import grouped_matmul, move, tracked_matmul  # noqa: E402
+from weft.runtime.cuda import add_up, grouped_matmul, move, tracked_matmul  # noqa: E402
 from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, VariantKey  # noqa: E402
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -265,6 +265,26 @@ def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
     for dtype in (torch.float16, torch.float32):
         assert tracked("sm_90", dtype, rows=64, cols=64, **key).asm["cubin"]
     assert tracked("gfx942", torch.bfloat16, rows=64, cols=64, ptx=False, **key).asm["hsaco"]
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6], ids=["", "normed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_read_and_write_16_bytes_at_a_time(dtype: torch.dtype, eps: float | None, tmp_path: Path) -> None:
+    for parts, target in ((4, "sm_90"), (11, "sm_90"), (4, "gfx942")):
+        arguments, warps, constants = add_up.arguments_of(add_up.Variant(dtype, parts, 16, 8192, eps))
+        with compiling_for(TARGETS[target]):
+            built = add_up.device_code.add_up_kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
+        if target == "gfx942":
+            assert "global_load_dwordx4" in built.asm["amdgcn"]
+            continue
+        wide = re.findall(r"(ld|st)\.global\S*\.v4\.b32", built.asm["ptx"])
+        assert wide.count("ld") >= parts
+        assert wide.count("st") >= 1
+        registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
+        assert stack == 0
+        assert (
+            65536 // (32 * warps * registers) >= 4
+        )  # programs of an SM: loads in flight are what hides memory's latency
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])

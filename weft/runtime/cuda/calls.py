@@ -17,7 +17,7 @@ from weft.runtime.collectives import all_gather_single, reduce_scatter_single, s
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions, View
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import SCALED_MATMULS, Collective, Compute, Reduce, Region, Schedule
+from weft.schedule import SCALED_MATMULS, Collective, Compute, Schedule
 
 ALIGNMENT = 256  # bytes: more than libraries choose kernels by
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -41,26 +41,16 @@ class Operation(NamedTuple):
 
 def compute_call(step: Compute, regions: Regions) -> Operation:
     """`ScheduleError` if the library has no call that does it."""
-    inputs = [regions.view(region) for region in step.inputs]
-    return _writing(step.out, regions, lambda out: _computing(step, out, inputs))
-
-
-def reduce_call(step: Reduce, regions: Regions) -> Operation:
-    parts = [regions.view(part) for part in step.parts]
-    return _writing(step.out, regions, lambda out: _reducing(step, out, parts))
-
-
-def _writing(region: Region, regions: Regions, made: Callable[[View], Operation]) -> Operation:
-    """made: of where it writes."""
-    out = regions.view(region)
-    if not regions.is_shared(region):
-        return made(out)
+    out, inputs = regions.view(step.out), [regions.view(region) for region in step.inputs]
+    operation = _computing(step, out, inputs)
+    if not regions.is_shared(step.out):
+        return operation
 
     def aside(t: Tensors) -> None:
         result = _like(out(t))
-        made(lambda _: result).call(t)
+        _computing(step, lambda _: result, inputs).call(t)
 
-    return made(out)._replace(aside=aside)
+    return operation._replace(aside=aside)
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -84,21 +74,6 @@ def _computing(step: Compute, out: View, inputs: list[View]) -> Operation:
         raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
     op = _ELEMENTWISE[step.op]
     return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
-
-
-def _reducing(step: Reduce, out: View, parts: list[View]) -> Operation:
-    if len(parts) == 2 and not step.accumulate:  # which the library adds in fp32 too, and rounds once
-        a, b = parts
-        return Operation(lambda t: void(torch.add(a(t), b(t), out=out(t))))
-
-    def call(t: Tensors) -> None:
-        target = out(t)
-        total = target.float() if step.accumulate else parts[0](t).float()
-        for part in parts[0 if step.accumulate else 1 :]:
-            total = total + part(t)
-        target.copy_(total)
-
-    return Operation(call)
 
 
 def collective_call(step: Collective, regions: Regions, context: Context) -> Operation:

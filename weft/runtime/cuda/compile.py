@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.cuda.calls import collective_call, compute_call, reduce_call
+from weft.runtime.cuda.add_up import AddUp, Place
+from weft.runtime.cuda.calls import collective_call, compute_call
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.groups import Group, Grouping
 from weft.runtime.cuda.issue import StreamItems
@@ -32,6 +33,7 @@ from weft.runtime.cuda.regions import Regions
 from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_late
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
+from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.schedule.spans import span_name
@@ -80,7 +82,7 @@ class Compiler:
                 self._of_stream[context.lanes[group.lane]] += self._tokens_in(group)
         self._has_aside = False
         self.program = _core.StreamProgram(len(regions.bases), lanes + 1, 2 * lanes + len(context.order) + 4)
-        self.items = StreamItems(context, self.program, regions.bases, timed)
+        self.items = StreamItems(context, self.program, regions, timed)
         self._monitor = lanes
 
     def compile(self) -> StreamItems:
@@ -316,7 +318,19 @@ def _compute(step: Compute, compiler: Compiler, group: Group) -> None:
 
 @emit.register
 def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
-    compiler.items.call(group.lane, reduce_call(step, compiler.regions))
+    """Parts of one row are added to all."""
+    regions, context = compiler.regions, compiler.context
+
+    def place(region: Region) -> Place:
+        base, offset, pitch = regions.place(region)
+        return Place(base, offset, 0 if region.rows == 1 and step.out.rows != 1 else pitch)
+
+    parts = [place(part) for part in ((step.out, *step.parts) if step.accumulate else step.parts)]
+    size, dtype = (int(step.out.rows), int(step.out.cols)), TORCH_DTYPE[context.buffers[step.out.buffer].dtype]
+    add_up = AddUp(context.device, dtype, size, place(step.out), parts, fixed=regions.bases)
+    compiler.items.kept.append(add_up)
+    if not add_up.record(compiler.program, group.lane):
+        compiler.items.launch(group.lane, add_up.launch)
 
 
 @emit.register

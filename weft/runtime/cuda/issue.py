@@ -19,6 +19,7 @@ from weft import _core
 from weft.runtime.cuda.calls import ALIGNMENT, Operation
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.move import Stamps
+from weft.runtime.cuda.regions import Regions
 from weft.timeline import Timeline
 
 _NATIVE, _CALL, _LAUNCH, _LATE = range(4)
@@ -31,10 +32,10 @@ class _Item(NamedTuple):
 
 
 class StreamItems:
-    """Made by `compile_streams`. bases: addresses, as `weft.runtime.cuda.regions` numbers them. timed: stamps are to be taken."""
+    """Made by `compile_streams`. timed: stamps are to be taken."""
 
-    def __init__(self, context: Context, program: _core.StreamProgram, bases: list[int], timed: bool) -> None:
-        self.program, self.bases = program, bases
+    def __init__(self, context: Context, program: _core.StreamProgram, regions: Regions, timed: bool) -> None:
+        self.program, self.bases, self._without_gaps = program, regions.bases, regions.without_gaps
         self.device, self.side = context.device, context.side
         self.items: list[_Item] = []
         self.calls: list[tuple[int, Operation]] = []  # of the library, for warming up
@@ -109,6 +110,12 @@ class StreamItems:
     def warm_up(self, tensors: Tensors) -> None:
         """Load what will be launched, and every library call once, on its stream, on whatever the memory holds; of those that run
         the same kernel one. Peers may be in a run: what they read, or have sent already, stays as it is."""
+        for name in self._without_gaps:
+            if not callable(t := tensors[name]) and not t.is_contiguous():
+                raise ValueError(
+                    f"buffer {name} is {tuple(t.shape)} with strides {t.stride()}: pass {name}.contiguous(), since "
+                    f"its rows are copied or added up as they lie"
+                )
         main = torch.cuda.current_stream(self.device)
         for prepare in self.prepares:
             prepare(tensors)

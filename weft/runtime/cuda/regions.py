@@ -36,6 +36,9 @@ class Regions:
         fixed += [context.region.address(r) for r in range(world)] + [context.words.address(r) for r in range(world)]
         self.begun = given + len(fixed)
         self.bases = [0] * given + fixed + [context.begun_word.data_ptr()]
+        self.without_gaps: set[str] = (
+            set()
+        )  # the caller's tensors whose rows native operations take to lie below each other
 
     def place(self, region: Region) -> tuple[int, int, int]:
         """(number of its base address, bytes from there, bytes from row to row)."""
@@ -44,6 +47,8 @@ class Regions:
         if buffer.role == "symmetric":
             offset += self._context.layout.buffers[buffer.name]
             return self._symmetric + int(region.at), offset, buffer.cols * item
+        if buffer.role != "scratch":
+            self.without_gaps.add(buffer.name)
         return self._base[buffer.name], offset, buffer.cols * item
 
     def places(self, name: str, at: np.ndarray, row: np.ndarray, col: np.ndarray) -> tuple[int | None, np.ndarray, int]:
@@ -60,6 +65,7 @@ class Regions:
         base = self._base[name]
         if buffer.role == "scratch":
             return None, places + self.bases[base], buffer.cols * item
+        self.without_gaps.add(name)
         return base, places, buffer.cols * item
 
     def is_shared(self, region: Region) -> bool:

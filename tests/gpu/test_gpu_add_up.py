@@ -1,0 +1,14 @@
+"""The kernel that adds up, on a GPU: the cases of the interpreter, and larger ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from add_up_cases import CASES, play
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums(name: str) -> None:
+    play(name, torch.device("cuda", 0))

@@ -1,0 +1,91 @@
+"""Sums of what several ranks have computed, in one pass: every part is read once, the sum is rounded once and written once.
+
+    out = part 0 + part 1 + ..., in fp32 and in this order
+
+The library would add two at a time and go through memory for each. With `NORM` whoever has added up a row goes on to
+
+    normed = out / sqrt(mean of out's squares + EPS) * weight
+
+of what it has rounded: the root mean square layer norm that follows in a transformer, without a pass of its own.
+
+Parts are described by a table [PARTS, 3]: which of `given`, or 0; an address, or bytes from there; items from row to row, or 0 if
+one row is added to all. They lie in memory of this device or of peers.
+
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter, whose
+received parts are added up at once) and 7.6 (following operators).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Where a row begins; the compiler is told that it is a multiple of ALIGN items, so that it moves 16 bytes at a time."""
+    place = address.to(tl.pointer_type(DTYPE)) + row * (pitch // ALIGN * ALIGN)
+    return tl.multiple_of(place, ALIGN * DTYPE.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _total(
+    table, given1, given2, given3, given4, row, columns, inside,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The sum of all parts there, in fp32."""
+    total = tl.zeros([1], tl.float32)
+    for i in tl.static_range(PARTS):
+        which, address, pitch = tl.load(table + 3 * i), tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
+        address += tl.where(which == 1, given1, 0) + tl.where(which == 2, given2, 0)
+        address += tl.where(which == 3, given3, 0) + tl.where(which == 4, given4, 0)
+        part = tl.load(_row_of(address, pitch, row, DTYPE, ALIGN) + columns, mask=inside, other=0).to(tl.float32)
+        if i == 0:
+            total = part
+        else:
+            total += part
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["out", "given1", "given2", "given3", "given4", "normed", "weight", "rows", "cols", "out_pitch"],
+    do_not_specialize_on_alignment=["table"],
+)
+def add_up_kernel(
+    table, out: tl.int64, given1: tl.int64, given2: tl.int64, given3: tl.int64, given4: tl.int64,
+    normed: tl.int64, weight: tl.int64, rows: tl.int64, cols: tl.int64, out_pitch: tl.int64,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """See the top of this file. One program for each BLOCK of columns of each row; with NORM one for each row.
+
+    out, given1..4, normed, weight: addresses. rows, cols, out_pitch count items of type DTYPE; cols, pitches and addresses are
+    multiples of ALIGN items. normed's rows lie below each other without gaps.
+    """
+    cols = cols // ALIGN * ALIGN  # no change, but now the compiler knows it
+    program, within = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if NORM:
+        to = _row_of(out, out_pitch, program, DTYPE, ALIGN)
+        squares = tl.zeros([BLOCK], tl.float32)
+        for begin in range(0, cols, BLOCK):
+            columns = begin + within
+            inside = columns < cols
+            rounded = _total(
+                table, given1, given2, given3, given4, program, columns, inside, PARTS, DTYPE, ALIGN
+            ).to(DTYPE)  # fmt: skip
+            tl.store(to + columns, rounded, mask=inside)
+            squares += rounded.to(tl.float32) * rounded.to(tl.float32)  # 0 where nothing is
+        scale = tl.rsqrt(tl.sum(squares, 0) / cols.to(tl.float32) + EPS)
+        tl.debug_barrier()  # all lanes have stored
+        result, factors = _row_of(normed, cols, program, DTYPE, ALIGN), _row_of(weight, cols, 0, DTYPE, ALIGN)
+        for begin in range(0, cols, BLOCK):
+            columns = begin + within
+            inside = columns < cols
+            x = tl.load(to + columns, mask=inside, other=0).to(tl.float32)
+            factor = tl.load(factors + columns, mask=inside, other=0).to(tl.float32)
+            tl.store(result + columns, (x * scale * factor).to(DTYPE), mask=inside)
+    else:
+        per_row = tl.cdiv(cols, BLOCK)
+        row, columns = program // per_row, program % per_row * BLOCK + within
+        inside = columns < cols
+        total = _total(table, given1, given2, given3, given4, row, columns, inside, PARTS, DTYPE, ALIGN)
+        tl.store(_row_of(out, out_pitch, row, DTYPE, ALIGN) + columns, total.to(DTYPE), mask=inside)

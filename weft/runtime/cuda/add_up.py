@@ -1,0 +1,146 @@
+"""Launching `weft.kernels.add_up`: its variants compiled before anything waits, its table made once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import _core, env
+from weft.errors import ScheduleError
+from weft.kernels import add_up as device_code
+from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
+from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
+
+MOST_GIVEN = 4
+"""Parts that are the caller's, and so lie elsewhere in each run."""
+_MANY = 2048  # KiB: from there on a program adds up more, and below it more programs do it
+
+
+class Place(NamedTuple):
+    """The number of a base address, bytes from there, bytes from row to row: 0 if one row is added to all."""
+
+    base: int
+    offset: int
+    pitch: int
+
+
+class Norm(NamedTuple):
+    """What follows a sum: its root mean square norm, times one row of weights. out lies without gaps."""
+
+    out: Place
+    weight: Place
+    eps: float
+
+
+class Variant(NamedTuple):
+    """What a compiled kernel depends on. block: bytes that a program adds up. step: of addresses and pitches, in bytes."""
+
+    dtype: torch.dtype
+    parts: int
+    step: int
+    block: int
+    eps: float | None
+
+    def constants(self) -> dict[str, Any]:
+        item = self.dtype.itemsize
+        return {
+            "PARTS": self.parts, "DTYPE": TRITON_TYPE[self.dtype], "BLOCK": self.block // item, "ALIGN": self.step // item,
+            "NORM": self.eps is not None, "EPS": self.eps or 0.0,
+        }  # fmt: skip
+
+    @property
+    def warps(self) -> int:
+        return max(1, min(8, self.block // (32 * ALIGNMENT)))
+
+
+class AddUp:
+    """The sum of `parts`, each [rows, cols] or one row for all, to `out`, on one device.
+
+    fixed: addresses of the bases that are no caller's; 0 for the others. At most `MOST_GIVEN` parts are the caller's.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        size: tuple[int, int],
+        out: Place,
+        parts: Sequence[Place],
+        *,
+        fixed: Sequence[int],
+        norm: Norm | None = None,
+    ) -> None:
+        (rows, cols), item = size, dtype.itemsize
+        given = [part for part in parts if not fixed[part.base]]
+        if len(given) > MOST_GIVEN:
+            raise ScheduleError(
+                f"{len(given)} tensors of the caller's are added up at once: GPUs do it for {MOST_GIVEN}"
+            )
+        if norm is None and all(place.pitch == cols * item for place in (out, *parts)):  # one long row
+            rows, cols = 1, rows * cols
+        entries, number = [], 0
+        for part in parts:
+            mine = not fixed[part.base]
+            number += mine
+            which, address = (number, 0) if mine else (0, fixed[part.base] + part.offset)
+            entries.append((which, address, part.pitch // item))
+        self._table = torch.tensor(entries, dtype=torch.int64, device=device)
+        following = [norm.out, norm.weight] if norm else []
+        bases = [Base(place.base, place.offset) for place in (out, *given)]
+        self._numbers: list[int | Base] = [*bases, *[0] * (MOST_GIVEN - len(given))]
+        self._numbers += [Base(place.base, place.offset) for place in following] or [0, 0]
+        self._numbers += [rows, cols, out.pitch // item]
+        bits = cols * item | ALIGNMENT
+        for place in (out, *parts, *following):
+            bits |= place.pitch | (fixed[place.base] + place.offset if fixed[place.base] else 0)
+        block = 8192 if rows * cols * item > _MANY << 10 or norm else 2048
+        eps = norm.eps if norm else None
+        # Tensors of the caller may begin anywhere.
+        self._variants = {
+            step: Variant(dtype, len(parts), step, block, eps) for step in sorted({bits & -bits, item}, reverse=True)
+        }
+        self._programs = rows if norm else rows * -(-cols * item // block)
+        self._compiled = {
+            step: _compiled(device, variant) for step, variant in self._variants.items() if device.type == "cuda"
+        }
+
+    def record(self, program: _core.StreamProgram, stream: int) -> bool:
+        """As an operation of `program`, on its stream of that number; False if only `launch` can do it."""
+        if not self._programs:
+            return True
+        calls = [
+            (step, kernel_call(program, compiled, self._programs, (self._table, *self._numbers)))
+            for step, compiled in self._compiled.items()
+        ]
+        known = [(step, call) for step, call in calls if call is not None]
+        if len(known) == len(calls):
+            program.launch(stream, known)
+        return len(known) == len(calls)
+
+    def launch(self, bases: Sequence[int], stream: int | None) -> None:
+        """bases: addresses, the caller's too. stream: its handle; None under Triton's interpreter."""
+        if not self._programs:
+            return
+        numbers = [bases[n.number] + n.offset if isinstance(n, Base) else n for n in self._numbers]
+        addresses = [number for number, n in zip(numbers, self._numbers, strict=True) if isinstance(n, Base)]
+        step, variant = next((s, v) for s, v in self._variants.items() if all(a % s == 0 for a in addresses))
+        if env.triton_interpreted():
+            device_code.add_up_kernel[self._programs,](self._table, *numbers, **variant.constants())
+            return
+        compiled = self._compiled[step]
+        compiled[self._programs, 1, 1](self._table, *numbers, *variant.constants().values(), stream=stream)
+
+
+def arguments_of(variant: Variant) -> tuple[list[Any], int, dict[str, Any]]:
+    """What it is compiled for: arguments, warps, constants."""
+    constants = variant.constants()
+    numbers = len(device_code.add_up_kernel.arg_names) - len(constants) - 1
+    return [torch.int64, *[1] * numbers], variant.warps, constants  # the table is on the device
+
+
+@lru_cache(maxsize=64)
+def _compiled(device: torch.device, variant: Variant) -> Any:
+    return loaded(device, device_code.add_up_kernel, *arguments_of(variant))
