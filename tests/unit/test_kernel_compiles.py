@@ -245,7 +245,7 @@ def tracked(target: str, dtype: torch.dtype, **key: Any) -> Any:
         return tracked_matmul.compile_variant(tracked_matmul.Variant(dtype=dtype, **usual | key))
 
 
-@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"cols": 128, "sets": 2}], ids=str)
+@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"cols": 128, "sets": 2}, {"splits": 4}], ids=str)
 def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) -> None:
     """Operands by TMA, in three stages, products by the tensor cores, nothing spilled."""
     built = tracked("sm_90", torch.bfloat16, tma=True, **key)

@@ -26,6 +26,7 @@ class Case:
     relative: bool = False  # stored in the caller's tensor, or at addresses of two others
     sets: int = 1
     launches: int = 2
+    splits: int = 1  # along k
     missing: int = 0  # of the tiles that a counter waits for, how many never come
 
 
@@ -38,13 +39,18 @@ CASES = {
     "in the caller's tensor": Case(relative=True),
     "in the caller's tensor, no signal": Case(relative=True, sets=0),
     "two signals a tile": Case(sets=2),
+    "three programs a tile": Case(k=330, splits=3, launches=3),
+    "two programs a tile, fp32, of unlike parts": Case(m=17, k=100, n=36, dtype=torch.float32, splits=2),
+    "four programs a tile, awkward, in the caller's tensor": Case(m=33, k=451, n=45, relative=True, splits=4),
+    "three programs a tile, a tile is missing": Case(k=330, splits=3, missing=1),
     "a tile is missing": Case(missing=1),
 }
 
 
 def play(case: Case) -> None:
-    from weft.runtime.cuda.tracked_matmul import TrackedMatmul
+    from weft.runtime.cuda import tracked_matmul
 
+    tracked_matmul._LEAST_PART = 16
     g = torch.Generator().manual_seed(3)
     item = torch.empty(0, dtype=case.dtype).element_size()
     tiles = [(i, j) for i in range(0, case.m, ROWS) for j in range(0, case.n, COLS)]
@@ -65,9 +71,9 @@ def play(case: Case) -> None:
         table.append([row, min(ROWS, case.m - row), column, min(COLS, case.n - column), place, pitch * item, *counters])
     targets = [[words.data_ptr() + 8 * i] for i in range(3)]
     numbered = [(n + case.missing * (i == 1), to) for i, (n, to) in enumerate(zip(come, targets, strict=True))]
-    made = TrackedMatmul(
+    made = tracked_matmul.TrackedMatmul(
         torch.device("cpu"), np.array(table, np.int64), numbered[: 3 if case.sets == 2 else 2 * case.sets],
-        rows=ROWS, cols=COLS, sets=case.sets, itemsize=item, relative=case.relative,
+        rows=ROWS, cols=COLS, sets=case.sets, itemsize=item, relative=case.relative, splits=case.splits,
     )  # fmt: skip
     for _ in range(case.launches if not case.missing else 1):
         a = torch.randn(case.m, case.k, generator=g).to(case.dtype)
@@ -76,6 +82,7 @@ def play(case: Case) -> None:
         words.zero_()
         for out in outs:
             out.fill_(NAN)
+        made.prepare(a, w)
         made.launch(a, w, outs[0].data_ptr() if case.relative else 0)
         exact = a.double() @ w.double()
         for which, out in enumerate(outs):
@@ -87,6 +94,8 @@ def play(case: Case) -> None:
             assert error < {4: 1e-5, 2: 1e-2}[item], f"off by {error}"
         wanted = [int(come[0] > 0), int(come[1] > 0 and not case.missing), int(come[2] > 0)]
         assert words.tolist() == (wanted if case.sets else [0, 0, 0]), words
+        assert made._variant(a, w, True).splits == case.splits
+        assert not made._arrived.any()
         left = made._tables[1][:, 0].tolist()
         assert left == [0, come[1]][: len(left)] if case.missing else not any(left), left
 

@@ -11,12 +11,16 @@ while the kernel goes on with other tiles: the GEMM is one launch, and no comput
                                 begin in `sets`, and where they end
     sets                        addresses of words for tokens (`weft.kernels.signals`), a peer's among them
 
+Split along K (SPLITS > 1): so many programs multiply parts of one tile, and each leaves its fp32 sum in `partials`. Whoever comes
+last adds them up, in the order of the parts whatever the order in which they came: bits repeat. It stores the tile, and counts it.
+
 A tile is stored at an address of this device or of a peer; if its row distance is negative, in bytes from `y`, the caller's tensor.
 
 Order: a tile's stores, a barrier, the addition with acquire and release at system scope; the last one has seen all others, and its
 tokens are stored with release. A wait inside the loop would break the compiler's pipelining; there is none.
 
-Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software.
+Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", section 4.2, in software, and 7.7
+(GEMMs that are split along K).
 """
 
 from __future__ import annotations
@@ -27,31 +31,62 @@ import triton.language as tl
 from weft.kernels.signals import write_token
 
 
+@triton.jit
+def _store_and_count(
+    acc, entry, counters, sets, y, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SETS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    rows, columns = tl.load(entry + 1).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+    place, pitch = tl.load(entry + 4), tl.load(entry + 5)
+    to = tl.where(pitch < 0, y + place, place).to(tl.pointer_type(DTYPE))
+    step = tl.where(pitch < 0, -pitch, pitch) // ALIGN * ALIGN
+    to = tl.multiple_of(to, ALIGN * DTYPE.primitive_bitwidth // 8)
+    columns = columns // ALIGN * ALIGN  # no change, but now the compiler stores 16 bytes at a time
+    at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
+    tl.store(at, acc.to(DTYPE), mask=(in_tile < rows)[:, None] & (in_columns < columns)[None, :])
+
+    if SETS > 0:
+        tl.debug_barrier()  # all lanes have stored
+        for number in tl.static_range(SETS):
+            counter = counters + 4 * tl.load(entry + 6 + number)
+            wanted = tl.load(counter + 1)
+            come = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+            if come == wanted - 1:
+                tl.store(counter, tl.full([], 0, tl.int64))
+                first, end = tl.load(counter + 2).to(tl.int32), tl.load(counter + 3).to(tl.int32)
+                for word in range(first, end):
+                    write_token(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)
+
+
 @triton.jit(
     do_not_specialize=["y", "tiles", "a_rows", "a_stride", "w_stride"],
-    do_not_specialize_on_alignment=["table", "counters", "sets"],
+    do_not_specialize_on_alignment=["table", "counters", "sets", "arrived"],
 )
 def tracked_matmul_kernel(
-    a, w, table, counters, sets, y: tl.int64, tiles: tl.int32, a_rows: tl.int32, a_stride: tl.int64, w_stride: tl.int64,
+    a, w, table, counters, sets, partials, arrived,
+    y: tl.int64, tiles: tl.int32, a_rows: tl.int32, a_stride: tl.int64, w_stride: tl.int64,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, SPLITS: tl.constexpr,
+    PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
     a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension: with TMA tensor maps
     with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in elements that
-    are multiples of ALIGN. y: the address of the caller's tensor.
+    are multiples of ALIGN. y: the address of the caller's tensor. partials: room for [tiles, SPLITS, BLOCK_M, BLOCK_N] in fp32;
+    arrived [tiles]: zero between launches. Of K, PART_K for each of the SPLITS.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):
+        tile, begin = unit // SPLITS, unit % SPLITS * PART_K
         entry = table + tile * (6 + SETS)
         row, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
-        column, columns = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-        place, pitch = tl.load(entry + 4), tl.load(entry + 5)
+        column = tl.load(entry + 2).to(tl.int32)
 
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if TMA:
-            for k in range(0, K, BLOCK_K):
+            for k in range(begin, tl.minimum(begin + PART_K, K), BLOCK_K):
                 x = a.load([row, k])
                 if W_TRANSPOSED:
                     b = w.load([column, k]).T
@@ -62,13 +97,13 @@ def tracked_matmul_kernel(
             ks = tl.arange(0, BLOCK_K)
             is_row = (in_tile < rows) & (row + in_tile < a_rows)
             is_column = column + in_columns < N
-            a_at = a + (row + in_tile).to(tl.int64)[:, None] * (a_stride // ALIGN * ALIGN) + ks[None, :]
+            a_at = a + (row + in_tile).to(tl.int64)[:, None] * (a_stride // ALIGN * ALIGN) + (begin + ks)[None, :]
             w_step = w_stride // ALIGN * ALIGN
             if W_TRANSPOSED:
-                w_at = w + ks[:, None] + (column + in_columns).to(tl.int64)[None, :] * w_step
+                w_at = w + (begin + ks)[:, None] + (column + in_columns).to(tl.int64)[None, :] * w_step
             else:
-                w_at = w + ks.to(tl.int64)[:, None] * w_step + (column + in_columns)[None, :]
-            for k in range(0, K, BLOCK_K):
+                w_at = w + (begin + ks).to(tl.int64)[:, None] * w_step + (column + in_columns)[None, :]
+            for k in range(begin, tl.minimum(begin + PART_K, K), BLOCK_K):
                 is_k = ks < K - k
                 x = tl.load(a_at, mask=is_row[:, None] & is_k[None, :], other=0.0)
                 b = tl.load(w_at, mask=is_k[:, None] & is_column[None, :], other=0.0)
@@ -79,21 +114,16 @@ def tracked_matmul_kernel(
                 else:
                     w_at += BLOCK_K * w_step
 
-        to = tl.where(pitch < 0, y + place, place).to(tl.pointer_type(DTYPE))
-        step = tl.where(pitch < 0, -pitch, pitch) // ALIGN * ALIGN
-        to = tl.multiple_of(to, ALIGN * DTYPE.primitive_bitwidth // 8)
-        columns = columns // ALIGN * ALIGN  # no change, but now the compiler stores 16 bytes at a time
-        at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
-        tl.store(at, acc.to(DTYPE), mask=(in_tile < rows)[:, None] & (in_columns < columns)[None, :])
-
-        if SETS > 0:
+        if SPLITS == 1:
+            _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, PTX)
+        else:
+            in_part = in_tile[:, None] * BLOCK_N + in_columns[None, :]
+            parts = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)  # few tiles: no more than there are programs
+            tl.store(parts + unit % SPLITS * (BLOCK_M * BLOCK_N) + in_part, acc)
             tl.debug_barrier()  # all lanes have stored
-            for number in tl.static_range(SETS):
-                counter = counters + 4 * tl.load(entry + 6 + number)
-                wanted = tl.load(counter + 1)
-                come = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
-                if come == wanted - 1:
-                    tl.store(counter, tl.full([], 0, tl.int64))
-                    first, end = tl.load(counter + 2).to(tl.int32), tl.load(counter + 3).to(tl.int32)
-                    for word in range(first, end):
-                        write_token(tl.load(sets + word), tl.full([], 1, tl.int32), True, PTX)
+            if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+                tl.store(arrived + tile, tl.full([], 0, tl.int32))
+                acc = tl.load(parts + in_part)
+                for split in range(1, SPLITS):
+                    acc += tl.load(parts + split * (BLOCK_M * BLOCK_N) + in_part)
+                _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, PTX)

@@ -15,6 +15,7 @@ from weft.kernels import tracked_matmul as device_code
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 
 _LARGE = 128 * 256  # elements of a tile that eight warps share
+_LEAST_PART = 512  # along k, of what a program multiplies where several do one tile
 
 
 class Variant(NamedTuple):
@@ -29,17 +30,28 @@ class Variant(NamedTuple):
     rows: int
     cols: int
     sets: int
+    splits: int = 1
     ptx: bool = torch.version.hip is None and not env.triton_interpreted()
 
     @property
     def block_k(self) -> int:
         return 32 if self.dtype.itemsize == 4 else 64
 
+    @property
+    def part_k(self) -> int:
+        """What each of the splits multiplies, of whole blocks; the last what is left."""
+        return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
+
+    def split(self, most: int) -> Variant:
+        """Along k into at most so many parts, none of them short."""
+        wanted = self._replace(splits=max(1, min(most, self.k // _LEAST_PART)))
+        return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # blocks may fill fewer
+
     def constants(self) -> dict[str, Any]:
         return {
             "K": self.k, "N": self.n, "DTYPE": TRITON_TYPE[self.dtype], "TMA": self.tma, "W_TRANSPOSED": self.transposed,
             "ALIGN": ALIGNMENT // self.dtype.itemsize if self.aligned else 1, "BLOCK_M": self.rows, "BLOCK_N": self.cols,
-            "BLOCK_K": self.block_k, "SETS": self.sets,
+            "BLOCK_K": self.block_k, "SETS": self.sets, "SPLITS": self.splits, "PART_K": self.part_k,
             "PTX": self.ptx,
         }  # fmt: skip
 
@@ -60,7 +72,7 @@ def compile_variant(variant: Variant) -> Any:
     """Compile for Triton's current device, and load nothing."""
     v, address = variant, 0 if variant.aligned else variant.dtype.itemsize
     w = Stand(v.dtype, [v.n, v.k] if v.transposed else [v.k, v.n], address)
-    tables, numbers = [torch.int64] * 3, [1] * 5
+    tables, numbers = [torch.int64] * 3 + [torch.float32, torch.int32], [1] * 5
     operands = v.operands(Stand(v.dtype, [1, v.k], address), w)
     return device_code.tracked_matmul_kernel.warmup(
         *operands, *tables, *numbers, grid=(1,), **v.constants(), **v.options()
@@ -81,6 +93,7 @@ class TrackedMatmul:
 
     table: int64 [tiles, 6 + sets], as the kernel has it, but for places: addresses and a pitch, or offsets from `y`, all in bytes.
     counters: of each, how many tiles come, and the addresses of the words that are set then. relative: places are offsets from y.
+    splits: at most so many programs do one tile, by default as many as there are for it.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class TrackedMatmul:
         sets: int,
         itemsize: int,
         relative: bool,
+        splits: int | None = None,
     ) -> None:
         table = table.copy()
         self._out_aligned = not bool(((table[:, 4] | table[:, 5] | table[:, 3] * itemsize) % ALIGNMENT).any())
@@ -108,16 +122,24 @@ class TrackedMatmul:
             for rows_ in (table, of_counters or [(0,) * 4], words or [0])
         )
         self._tiles, self._shape, self._device = len(table), (rows, cols, sets), device
-        self._programs = max(1, min(len(table), tma_and_multiprocessors(device)[1]))
+        # Programs without a tile of their own multiply parts of others'.
+        self._units = tma_and_multiprocessors(device)[1]
+        self._most_splits = self._units // max(1, len(table)) if splits is None else splits
+        self._arrived = torch.zeros(max(1, len(table)), dtype=torch.int32, device=device)
+        self._partials = torch.empty(0, device=device)
         self._places: tuple[Any, ...] = ()
         self._kernel: Any = None
         self._operands: tuple[Any, ...] = ()
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
         """Compile and load what `launch` needs for such operands, wherever their rows begin; takes seconds."""
-        if self._device.type == "cuda":
-            for aligned in (True, False):
-                _compiled(self._device, self._variant(a, w, aligned))
+        for aligned in (True, False):
+            variant = self._variant(a, w, aligned)
+            if self._device.type == "cuda":
+                _compiled(self._device, variant)
+            room = self._tiles * variant.splits * variant.rows * variant.cols if variant.splits > 1 else 0
+            if room > self._partials.numel():
+                self._partials = torch.empty(room, dtype=torch.float32, device=self._device)
 
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
         """Enqueue on the current stream. a: [rows, K], contiguous rows. w: [K, N], K or N with stride 1. y: the caller's tensor."""
@@ -141,19 +163,20 @@ class TrackedMatmul:
             aligned and self._out_aligned and is_aligned(w.mT if transposed else w) and (n | k) * item % ALIGNMENT == 0
         )
         tma = aligned and item == 2 and tma_and_multiprocessors(w.device)[0]
-        return Variant(w.dtype, k, n, transposed, aligned, tma, *self._shape)
+        return Variant(w.dtype, k, n, transposed, aligned, tma, *self._shape).split(self._most_splits)
 
     def _bind(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
         """What depends on where tensors are, made anew."""
         variant = self._variant(a, w, is_aligned(a) and y % ALIGNMENT == 0)
         constants = variant.constants()
-        w = w.mT if variant.transposed else w
+        w, programs = w.mT if variant.transposed else w, min(self._tiles * variant.splits, self._units)
+        tables = (*self._tables, self._partials, self._arrived)
         if w.device.type != "cuda":
-            operands = (*variant.operands(a, w), *self._tables)
-            self._kernel = lambda *numbers: device_code.tracked_matmul_kernel[self._programs,](
+            operands = (*variant.operands(a, w), *tables)
+            self._kernel = lambda *numbers: device_code.tracked_matmul_kernel[programs,](
                 *operands, *numbers, **constants
             )
             return
         compiled, values = _compiled(w.device, variant), tuple(constants.values())
-        self._operands = operands = (*variant.operands(Lent(a), Lent(w)), *self._tables)
-        self._kernel = lambda *numbers: compiled[self._programs, 1, 1](*operands, *numbers, *values)
+        self._operands = operands = (*variant.operands(Lent(a), Lent(w)), *tables)
+        self._kernel = lambda *numbers: compiled[programs, 1, 1](*operands, *numbers, *values)
