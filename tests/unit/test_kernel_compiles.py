@@ -283,7 +283,7 @@ def test_sums_read_and_write_16_bytes_at_a_time(dtype: torch.dtype, eps: float |
         registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
         assert stack == 0
         assert (
-            65536 // (32 * warps * registers) >= 4
+            65536 // (32 * warps * registers) >= 2
         )  # programs of an SM: loads in flight are what hides memory's latency
 
 

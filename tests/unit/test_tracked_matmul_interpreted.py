@@ -50,7 +50,7 @@ CASES = {
 def play(case: Case) -> None:
     from weft.runtime.cuda import tracked_matmul
 
-    tracked_matmul._LEAST_PART = 16
+    tracked_matmul.Tracked.least_part = 16
     g = torch.Generator().manual_seed(3)
     item = torch.empty(0, dtype=case.dtype).element_size()
     tiles = [(i, j) for i in range(0, case.m, ROWS) for j in range(0, case.n, COLS)]

@@ -8,8 +8,9 @@ The library would add two at a time and go through memory for each. With `NORM` 
 
 of what it has rounded: the root mean square layer norm that follows in a transformer, without a pass of its own.
 
-Parts are described by a table [PARTS, 3]: which of `given`, or 0; an address, or bytes from there; items from row to row, or 0 if
-one row is added to all. They lie in memory of this device or of peers.
+A part is an address, and items from row to row: 0 if one row is added to all. Up to four are arguments. More are described by a
+table [PARTS, 3]: which of the arguments or 0, an address or bytes from there, items from row to row; arguments are then those that
+lie elsewhere in each launch. Parts lie in memory of this device or of peers.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 (direct reduce-scatter, whose
 received parts are added up at once) and 7.6 (following operators).
@@ -29,37 +30,66 @@ def _row_of(address, pitch, row, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def _part(address, pitch, row, columns, inside, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    return tl.load(_row_of(address, pitch, row, DTYPE, ALIGN) + columns, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def _total(
-    table, given1, given2, given3, given4, row, columns, inside,
+    table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The sum of all parts there, in fp32."""
-    total = tl.zeros([1], tl.float32)
-    for i in tl.static_range(PARTS):
-        which, address, pitch = tl.load(table + 3 * i), tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
-        address += tl.where(which == 1, given1, 0) + tl.where(which == 2, given2, 0)
-        address += tl.where(which == 3, given3, 0) + tl.where(which == 4, given4, 0)
-        part = tl.load(_row_of(address, pitch, row, DTYPE, ALIGN) + columns, mask=inside, other=0).to(tl.float32)
-        if i == 0:
-            total = part
-        else:
-            total += part
+    if PARTS <= 4:
+        total = _part(part1, pitch1, row, columns, inside, DTYPE, ALIGN)
+        if PARTS > 1:
+            total += _part(part2, pitch2, row, columns, inside, DTYPE, ALIGN)
+        if PARTS > 2:
+            total += _part(part3, pitch3, row, columns, inside, DTYPE, ALIGN)
+        if PARTS > 3:
+            total += _part(part4, pitch4, row, columns, inside, DTYPE, ALIGN)
+    else:
+        total = tl.zeros([1], tl.float32)
+        for i in tl.static_range(PARTS):
+            which, address, pitch = tl.load(table + 3 * i), tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
+            address += tl.where(which == 1, part1, 0) + tl.where(which == 2, part2, 0)
+            address += tl.where(which == 3, part3, 0) + tl.where(which == 4, part4, 0)
+            part = _part(address, pitch, row, columns, inside, DTYPE, ALIGN)
+            if i == 0:
+                total = part
+            else:
+                total += part
     return total
 
 
 @triton.jit(
-    do_not_specialize=["out", "given1", "given2", "given3", "given4", "normed", "weight", "rows", "cols", "out_pitch"],
+    do_not_specialize=[
+        "out",
+        "part1",
+        "part2",
+        "part3",
+        "part4",
+        "normed",
+        "weight",
+        "pitch1",
+        "pitch2",
+        "pitch3",
+        "pitch4",
+        "out_pitch",
+        "cols",
+    ],
     do_not_specialize_on_alignment=["table"],
 )
 def add_up_kernel(
-    table, out: tl.int64, given1: tl.int64, given2: tl.int64, given3: tl.int64, given4: tl.int64,
-    normed: tl.int64, weight: tl.int64, rows: tl.int64, cols: tl.int64, out_pitch: tl.int64,
+    table, out: tl.int64, part1: tl.int64, part2: tl.int64, part3: tl.int64, part4: tl.int64,
+    normed: tl.int64, weight: tl.int64,
+    pitch1: tl.int64, pitch2: tl.int64, pitch3: tl.int64, pitch4: tl.int64, out_pitch: tl.int64, cols: tl.int64,
     PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file. One program for each BLOCK of columns of each row; with NORM one for each row.
 
-    out, given1..4, normed, weight: addresses. rows, cols, out_pitch count items of type DTYPE; cols, pitches and addresses are
-    multiples of ALIGN items. normed's rows lie below each other without gaps.
+    out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE; they and the addresses are multiples of
+    ALIGN items. normed's rows lie below each other without gaps.
     """
     cols = cols // ALIGN * ALIGN  # no change, but now the compiler knows it
     program, within = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -70,7 +100,7 @@ def add_up_kernel(
             columns = begin + within
             inside = columns < cols
             rounded = _total(
-                table, given1, given2, given3, given4, program, columns, inside, PARTS, DTYPE, ALIGN
+                table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, program, columns, inside, PARTS, DTYPE, ALIGN
             ).to(DTYPE)  # fmt: skip
             tl.store(to + columns, rounded, mask=inside)
             squares += rounded.to(tl.float32) * rounded.to(tl.float32)  # 0 where nothing is
@@ -87,5 +117,7 @@ def add_up_kernel(
         per_row = tl.cdiv(cols, BLOCK)
         row, columns = program // per_row, program % per_row * BLOCK + within
         inside = columns < cols
-        total = _total(table, given1, given2, given3, given4, row, columns, inside, PARTS, DTYPE, ALIGN)
+        total = _total(
+            table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside, PARTS, DTYPE, ALIGN
+        )  # fmt: skip
         tl.store(_row_of(out, out_pitch, row, DTYPE, ALIGN) + columns, total.to(DTYPE), mask=inside)

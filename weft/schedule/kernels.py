@@ -95,10 +95,12 @@ class TrackedMatmul(TileKernel):
     """A GEMM whose tiles are stored where their steps say, in peers' memory too, and whose signals are set as soon as all tiles
     that set them are stored, while the kernel goes on (`weft.kernels.tracked_matmul`). A body is one matmul, and sets.
 
-    rows, cols: of a tile at most; powers of two.
+    rows, cols: of a tile at most; powers of two. Where there are fewer tiles than units, several do one of them, each a part of k
+    that is no shorter than `least_part`, and the last of them stores the tile.
     """
 
     kind: ClassVar[str] = "tracked_matmul"
+    least_part: ClassVar[int] = 512
     rows: int = 128
     cols: int = 256
 

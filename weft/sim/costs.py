@@ -159,13 +159,13 @@ def cost_of_tiles(
     """
     slower = {"compute": 1 / of_kernel.compute, "hbm": 1 / of_kernel.memory}
     taken: dict[Place, float] = {_HBM: read_bytes / model.hbm_bytes_per_us * slower["hbm"]}
-    sent, longest, units, what, links = 0, 0.0, 0, "compute", Links(model.wiring.of(world), rank)
+    sent, longest, what, links = 0, 0.0, "compute", Links(model.wiring.of(world), rank)
+    parts = [part for part in parts if 0 not in (part[1][-1].rows, part[1][-1].cols)]
+    units = sum(times for step, _, times in parts if _is_matmul(step))
     for step, operands, times in parts:
-        if 0 in (operands[-1].rows, operands[-1].cols):
-            continue
-        if isinstance(step, Compute) and step.op == "matmul":
-            what, found = "matmul", (_tile if of_kernel.whole else _segment)(model, links, *operands)
-            units += times
+        if _is_matmul(step):
+            found = _tile(model, links, units, *operands) if of_kernel.whole else _segment(model, links, *operands)
+            what = "matmul"
         else:
             found = cost(model, world, step, operands, rank)
         sent += times * found.sent_bytes
@@ -301,10 +301,18 @@ def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
-def _tile(model: Model, links: Links, a: Operand, b: Operand, out: Operand) -> Cost:
-    """One unit's work, without what it takes of its rank's memory to read the operands."""
+def _is_matmul(step: Step) -> bool:
+    return isinstance(step, Compute) and step.op == "matmul"
+
+
+def _tile(model: Model, links: Links, tiles: int, a: Operand, b: Operand, out: Operand) -> Cost:
+    """One of so many, a unit's work, or where there are units for it that of several: without what it takes of its rank's memory to
+    read the operands."""
     us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
     busy_us = us / model.compute_units
+    splits = min(model.compute_units // tiles, a.cols // TrackedMatmul.least_part)
+    if splits > 1 and model.tile_part_us is not None:
+        us = us / splits + splits * model.tile_part_us
     if out.at:
         us += _LATE_TILES * out.bytes * model.compute_units / _stored_per_us(model, links, out)
     return _kernel(model, links, "matmul", (a, b), out, us, busy_us, out.bytes)

@@ -97,6 +97,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         host_late_us=us("host.late"),
         kernel_copy_beside_us=us("kernel_copy.beside"),
         tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
+        tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
         stored_late_bytes=number("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
         stored_end_us=us("link.stored_end") if "link.stored_end" in machine.quantities else 0.0,
         all_reduce=number("collective.all_reduce") if "collective.all_reduce" in machine.quantities else 1.0,

@@ -94,6 +94,8 @@ class Model:
     """What a run takes longer than its parts for each kernel that copies on a lane beside its GEMMs."""
     tile_signal_us: float = 0.0
     """What each signal that a tile sets adds to its kernel's time."""
+    tile_part_us: float | None = None
+    """What each of the units that do one tile together adds to its time. None: a tile is one unit's."""
     stored_late_bytes: float = 0.0
     """Of a GEMM's result that is stored in a peer's memory: as much as nothing is computed beside."""
     loaded_start_us: float = 0.0

@@ -14,8 +14,8 @@ from weft.kernels import add_up as device_code
 from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 
-MOST_GIVEN = 4
-"""Parts that are the caller's, and so lie elsewhere in each run."""
+_ARGUMENTS = 4
+"""Parts that a launch is given as arguments: all, or if there are more the caller's, which lie elsewhere in each run."""
 _MANY = 2048  # KiB: from there on a program adds up more, and below it more programs do it
 
 
@@ -59,7 +59,7 @@ class Variant(NamedTuple):
 class AddUp:
     """The sum of `parts`, each [rows, cols] or one row for all, to `out`, on one device.
 
-    fixed: addresses of the bases that are no caller's; 0 for the others. At most `MOST_GIVEN` parts are the caller's.
+    fixed: addresses of the bases that are no caller's; 0 for the others.
     """
 
     def __init__(
@@ -74,25 +74,25 @@ class AddUp:
         norm: Norm | None = None,
     ) -> None:
         (rows, cols), item = size, dtype.itemsize
-        given = [part for part in parts if not fixed[part.base]]
-        if len(given) > MOST_GIVEN:
+        passed = [part for part in parts if len(parts) <= _ARGUMENTS or not fixed[part.base]]
+        if len(passed) > _ARGUMENTS:
             raise ScheduleError(
-                f"{len(given)} tensors of the caller's are added up at once: GPUs do it for {MOST_GIVEN}"
+                f"{len(parts)} parts are added up at once, {len(passed)} of them tensors of the caller's: GPUs do it with "
+                f"{_ARGUMENTS} of these"
             )
         if norm is None and all(place.pitch == cols * item for place in (out, *parts)):  # one long row
             rows, cols = 1, rows * cols
-        entries, number = [], 0
+        entries, number, more = [], 0, [0] * (_ARGUMENTS - len(passed))
         for part in parts:
-            mine = not fixed[part.base]
-            number += mine
-            which, address = (number, 0) if mine else (0, fixed[part.base] + part.offset)
+            given = not fixed[part.base]
+            number += given
+            which, address = (number, 0) if given else (0, fixed[part.base] + part.offset)
             entries.append((which, address, part.pitch // item))
         self._table = torch.tensor(entries, dtype=torch.int64, device=device)
         following = [norm.out, norm.weight] if norm else []
-        bases = [Base(place.base, place.offset) for place in (out, *given)]
-        self._numbers: list[int | Base] = [*bases, *[0] * (MOST_GIVEN - len(given))]
+        self._numbers: list[int | Base] = [*(Base(place.base, place.offset) for place in (out, *passed)), *more]
         self._numbers += [Base(place.base, place.offset) for place in following] or [0, 0]
-        self._numbers += [rows, cols, out.pitch // item]
+        self._numbers += [*(place.pitch // item for place in passed), *more, out.pitch // item, cols]
         bits = cols * item | ALIGNMENT
         for place in (out, *parts, *following):
             bits |= place.pitch | (fixed[place.base] + place.offset if fixed[place.base] else 0)

@@ -13,9 +13,9 @@ import torch
 from weft import env
 from weft.kernels import tracked_matmul as device_code
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
+from weft.schedule.kernels import TrackedMatmul as Tracked
 
 _LARGE = 128 * 256  # elements of a tile that eight warps share
-_LEAST_PART = 512  # along k, of what a program multiplies where several do one tile
 
 
 class Variant(NamedTuple):
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
     def split(self, most: int) -> Variant:
         """Along k into at most so many parts, none of them short."""
-        wanted = self._replace(splits=max(1, min(most, self.k // _LEAST_PART)))
+        wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
         return self._replace(splits=max(1, -(-self.k // wanted.part_k)))  # blocks may fill fewer
 
     def constants(self) -> dict[str, Any]:
