@@ -155,7 +155,11 @@ class _Machine:
                 result = OPERATIONS[step.op](*(self._view(region) for region in step.inputs))
             self._view(step.out)[:] = self._view(step.out) + result if step.accumulate else result
         elif isinstance(step, Reduce):
-            self._view(step.out)[:] = sum(self._view(part) for part in step.parts)
+            total = self._view(step.out)
+            total[:] = sum(self._view(part) for part in step.parts)
+            if step.norm is not None:
+                scale = 1 / np.sqrt((total**2).mean(1, keepdims=True) + step.norm.eps)
+                self._view(step.norm.out)[:] = total * scale * self._view(step.norm.weight)
         elif isinstance(step, Collective):
             before = sum(isinstance(s, Collective) for s in self.lanes[rank][i].steps[: self.at[rank][i]])
             gather = self.gathers.setdefault((self.runs[rank], i, before), {})

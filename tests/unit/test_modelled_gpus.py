@@ -56,6 +56,8 @@ PROBLEMS: dict[str, Problem] = {
     "scattered to 3 in fp8": ScaledMatmulReduceScatter(3, 96, 32, 32, "bf16", "tensor", True, False),
     "reduced by 2": MatmulAllReduce(2, 300, 40, 16, "fp32", True, True),
     "reduced by 3": MatmulAllReduce(3, 50, 40, 16, "fp32"),
+    "reduced by 2 and normed": MatmulAllReduce(2, 300, 40, 16, "fp32", residual=True, eps=1e-6),
+    "reduced by 3 and normed": MatmulAllReduce(3, 50, 40, 16, "bf16", eps=0.5),
     "rows of products of 2": MatmulAllGather(2, 300, 40, 16, "fp32"),
     "columns of products of 3": MatmulAllGather(3, 50, 40, 16, "fp32", True),
     "rows of products of 3, gradients": MatmulAllGatherGradients(3, 50, 40, 16, "fp32"),

@@ -166,12 +166,21 @@ def _copy(step: Copy, here: Unfused) -> Call:
 def _reduce(step: Reduce, here: Unfused) -> Call:
     out, parts = here.made(step.out), [here.view(part) for part in step.parts]
 
-    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+    def add(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
         first = parts[0](t)
         total = first if first.dtype == torch.float64 else first.float()
         for part in parts[1:]:
             total = total + part(t)
         t[out] = total.to(parts[0](t).dtype)
+
+    if step.norm is None:
+        return add
+    normed, weight, eps = here.made(step.norm.out), here.view(step.norm.weight), step.norm.eps
+
+    def call(t: Tensors, turn: Turn | None, group: dist.ProcessGroup) -> None:
+        if not step.norms_only:
+            add(t, turn, group)
+        t[normed] = torch.nn.functional.rms_norm(t[out], weight(t).shape[1:], weight(t)[0], eps)
 
     return call
 

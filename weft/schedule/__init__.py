@@ -35,6 +35,7 @@ from weft.schedule.steps import (
     Copy,
     For,
     Lane,
+    Norm,
     Read,
     Reduce,
     Region,
@@ -47,7 +48,7 @@ from weft.schedule.steps import (
 
 __all__ = [
     "ITEM_BYTES", "MATMULS", "OPS", "RANK", "SCALED_MATMULS", "Buffer", "Candidate", "Collective", "Compute", "Contents",
-    "Copy", "Draft", "Expr", "For", "Index", "Lane", "MatmulInto", "NotApplicableError", "OutputMap", "Problem", "Read",
+    "Copy", "Draft", "Expr", "For", "Index", "Lane", "MatmulInto", "Norm", "NotApplicableError", "OutputMap", "Problem", "Read",
     "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of", "candidates",
     "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip

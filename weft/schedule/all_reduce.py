@@ -7,7 +7,9 @@
     chunked    a GEMM for each chunk of all rows, of which all ranks add up parts, and fetch them, while later ones are computed
     tracked    as two_shot, with one kernel for all rows, whose finished tiles send chunks on their way
 
-What follows, a bias or a residual, is added by who adds up the rows, before these are rounded and go to the others.
+What follows, a bias or a residual, is added by who adds up the rows, before these are rounded and go to the others. Their RMSNorm,
+if it is wanted, every rank computes for itself: the kernel that adds them up does it in passing, and where sums are fetched one
+behind the GEMMs, chunk by chunk while later chunks come.
 
 All ranks get the same bits. In one_shot each rank adds up in the order of ranks, its own product rounded like the others; in the
 others a row's owner adds it up (`weft.schedule.partial_products`), and the others copy that
@@ -19,33 +21,67 @@ and all-gather), 7.1 (direct), 7.3 (small M, in generative inference), 7.6 (foll
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from weft.schedule.builders import NotApplicableError, builder
 from weft.schedule.expr import RANK, Index, lookup
-from weft.schedule.fetched import Fetched
+from weft.schedule.fetched import Fetched, Place
 from weft.schedule.operands import cut, starts
 from weft.schedule.partial_products import Add, By, Chunk, PartialProducts, Sums, direct_sums, tracked_sums
 from weft.schedule.problems.matmul_all_reduce import MatmulAllReduce
 from weft.schedule.schedule import LaneDraft, Schedule
-from weft.schedule.steps import ITEM_BYTES, Buffer, Region
+from weft.schedule.steps import ITEM_BYTES, Buffer, Norm, Region
 
 _MOST_SLOTS = 256 << 20  # bytes of symmetric memory on each rank: beyond, two_shot sends less by far
 
 
-def _result(o: PartialProducts) -> Buffer:
-    return o.d.buffer("y", o.p.m, o.p.n, o.p.dtype, "output")
+class _Result:
+    """y, and its norm, if it is wanted, with the weight of that."""
+
+    def __init__(self, o: PartialProducts, p: MatmulAllReduce) -> None:
+        self.d, self._eps = o.d, p.eps
+        if p.eps is not None:
+            self._weight = o.d.buffer("norm", 1, p.n, p.dtype, "input")
+            self._normed = o.d.buffer("normed", p.m, p.n, p.dtype, "output")
+        self.y = o.d.buffer("y", p.m, p.n, p.dtype, "output")
+
+    def norm(self, part: Region) -> Norm | None:
+        """Of a part of y."""
+        if self._eps is None:
+            return None
+        return Norm(replace(part, buffer=self._normed.name), self._weight.part(), self._eps)
+
+    def fetch(
+        self, fetched: Fetched, source: Place, target: Place, by: Literal["dma", "kernel"],
+        pieces: Callable[[int], list[Region]],
+    ) -> Schedule:  # fmt: skip
+        """Everybody's sums. pieces: of y, all that has come with the chunks of a number, in as few pieces as it has."""
+        if self._eps is None:
+            fetched.fetch(source, target, by)
+            return self.d.schedule()
+        complete, compute = self.d.signals("complete", fetched.chunks), self.d.lane("compute")
+        fetched.fetch(source, target, by, complete=complete)
+        for c in range(fetched.chunks):
+            compute.wait(complete, c)
+            for piece in pieces(c):
+                compute.reduce(piece, piece, norm=self.norm(piece))
+        return self.d.schedule()
 
 
 @builder(MatmulAllReduce)
 def serial(p: MatmulAllReduce) -> Schedule:
     o = PartialProducts("serial", p)
-    y = _result(o).part()
+    result = _Result(o, p)
+    y = result.y.part()
     lane = o.d.lane("compute").matmul(y, o.x.part(), o.w.part())
     if p.world_size > 1 and p.m * p.n:
         lane.all_reduce(y, y)
     if following := o.following((0, p.m)):
         lane.reduce(y, y, *following)
+    if norm := result.norm(y):
+        lane.reduce(y, y, norm=norm)
     return o.d.schedule()
 
 
@@ -59,7 +95,7 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
     slots = 1 if by == "load" else p.world_size
     if slots * p.m * p.n * ITEM_BYTES[p.dtype] > _MOST_SLOTS:
         raise NotApplicableError(f"{slots} whole products are more than {_MOST_SLOTS >> 20} MiB: take two_shot")
-    d, y, peers = o.d, _result(o), len(o.peers)
+    d, result, peers = o.d, _Result(o, p), len(o.peers)
     box = d.buffer("box", slots * p.m, p.n, p.dtype, "symmetric")
     free, there = d.signals("free", peers), d.signals("there", peers)
     compute, product = d.lane("compute"), (o.x.part(), o.w.part())
@@ -92,7 +128,8 @@ def one_shot(p: MatmulAllReduce, *, by: Literal["dma", "kernel", "load"]) -> Sch
                 compute.set(there, i, at=to)
     for i in range(peers):
         compute.wait(there, i)
-    compute.reduce(y.part(), *parts, *o.following((0, p.m)))
+    y = result.y.part()
+    compute.reduce(y, *parts, *o.following((0, p.m)), norm=result.norm(y))
     if by != "kernel":
         for i, source in enumerate(o.sources):
             compute.set(free, i, at=source)
@@ -106,9 +143,9 @@ class _Gathered(Sums):
 
     gathered = True
 
-    def __init__(self, o: PartialProducts, chunks: int) -> None:
+    def __init__(self, o: PartialProducts, p: MatmulAllReduce, chunks: int) -> None:
         super().__init__(o, o.parts("sums", 1, "symmetric"))
-        self.y, self.fetched = _result(o), Fetched(o.d, o.p.world_size, chunks)
+        self.result, self.fetched = _Result(o, p), Fetched(o.d, p.world_size, chunks)
 
     def wait_for_slot(self, lane: LaneDraft, number: int) -> None:
         self.fetched.wait_for(lane, number)
@@ -120,19 +157,25 @@ class _Gathered(Sums):
         self.fetched.tell(lane, chunk)
 
     def fetch(self, pieces: list[Chunk], by: Literal["dma", "kernel"]) -> Schedule:
-        self.fetched.fetch(
-            lambda owner, c: self.o.part(self.to, 0, owner, pieces[c], at=owner),
-            lambda owner, c: self.o.part(self.y, owner, owner, pieces[c]),
-            by,
-        )
-        return self.o.d.schedule()
+        o, y, ranks = self.o, self.result.y, range(self.o.p.world_size)
+
+        def in_y(owner: Index, c: int) -> Region:
+            return o.part(y, owner, owner, pieces[c])
+
+        def source(owner: Index, c: int) -> Region:
+            return o.part(self.to, 0, owner, pieces[c], at=owner)
+
+        def come(c: int) -> list[Region]:
+            return [y.part()] if len(pieces) == 1 else [in_y(owner, c) for owner in ranks]
+
+        return self.result.fetch(self.fetched, source, in_y, by, come)
 
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), by=("dma", "kernel", "store"), add=("gemm", "reduce"))
 def two_shot(p: MatmulAllReduce, *, chunks: int, by: By, add: Add) -> Schedule:
     """By `direct_sums`. Sums are fetched by copies like those that send products, and where GEMMs store these by copy engines."""
     o = PartialProducts.overlapped("two_shot", p)
-    pieces, sums = o.chunks(chunks), _Gathered(o, chunks)
+    pieces, sums = o.chunks(chunks), _Gathered(o, p, chunks)
     direct_sums(o, sums, pieces, by=by, add=add)
     return sums.fetch(pieces, "kernel" if by == "kernel" else "dma")
 
@@ -142,7 +185,8 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
     """Of each chunk every rank adds up a part. So GEMMs are of whole chunks, and the first sums can be fetched when one chunk of
     the product has been computed. A chunk is added up behind the GEMM of the next one, during which it comes."""
     o, world = PartialProducts.overlapped("chunked", p), p.world_size
-    d, y, peers, pieces = o.d, _result(o), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    result, peers, pieces = _Result(o, p), len(o.peers), cut(p.m, chunks, what="rows of a product")
+    d, y = o.d, result.y
     parts = [-(-count // world) for _, count in pieces]
     begins, rows = starts(tuple(parts)), sum(parts)  # of what a rank adds up
 
@@ -178,13 +222,16 @@ def chunked(p: MatmulAllReduce, *, chunks: int, by: Literal["dma", "kernel"]) ->
         if c:
             add_up(c - 1)
     add_up(chunks - 1)
-    fetched.fetch(lambda owner, c: of_owner(sums, 0, owner, c, at=owner), lambda owner, c: in_whole(y, owner, c), by)
-    return d.schedule()
+
+    def source(owner: Index, c: int) -> Region:
+        return of_owner(sums, 0, owner, c, at=owner)
+
+    return result.fetch(fetched, source, lambda owner, c: in_whole(y, owner, c), by, lambda c: [y.part(rows=pieces[c])])
 
 
 @builder(MatmulAllReduce, chunks=(1, 2, 4), to=("dma", "store"))
 def tracked(p: MatmulAllReduce, *, chunks: int, to: Literal["dma", "store"]) -> Schedule:
     """By `tracked_sums`."""
     o = PartialProducts.overlapped("tracked", p)
-    sums = _Gathered(o, chunks)
+    sums = _Gathered(o, p, chunks)
     return sums.fetch(tracked_sums(o, sums, chunks=chunks, to=to), "dma")

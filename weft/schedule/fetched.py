@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from weft.schedule.expr import RANK, Index
 from weft.schedule.operands import peer
 from weft.schedule.schedule import Draft, LaneDraft
-from weft.schedule.steps import Region, Set
+from weft.schedule.steps import Region, Set, Signals
 
 Place: TypeAlias = Callable[[Index, int], Region]
 """Of a rank's chunk of that number."""
@@ -46,13 +46,17 @@ class Fetched:
             lane.then(step)
 
     def fetch(
-        self, source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = ()
+        self, source: Place, target: Place, by: Literal["dma", "kernel"], counts: Sequence[int] = (),
+        complete: Signals | None = None,
     ) -> None:  # fmt: skip
-        """On a lane of its own. counts: how often it is told of each chunk, if not once."""
+        """On a lane of its own. counts: how often it is told of each chunk, if not once. complete: set when all ranks' chunks of a
+        number have been fetched."""
         lane, own = self.d.lane("from peers", "copy"), len(self.sources)
         for c in range(self.chunks):
             for i, owner in [(own, RANK), *enumerate(self.sources)]:
                 lane.wait(self.signals, i * self.chunks + c, counts[c] if counts else 1)
                 lane.copy(source(owner, c), target(owner, c), by)
+            if complete is not None:
+                lane.set(complete, c)
         for i, owner in enumerate(self.sources):
             lane.set(self._free, i, at=owner)

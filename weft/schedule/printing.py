@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.schedule.expr import RANK, Index, Values
-from weft.schedule.steps import ITEM_BYTES, Buffer, For, Region, Set, Step, Tiles, at_text, put_in
+from weft.schedule.steps import ITEM_BYTES, Buffer, For, Norm, Region, Set, Step, Tiles, at_text, put_in
 
 WIDTH = 132
 _TOGETHER = "\N{NO-BREAK SPACE}"  # where a line should not be broken; none gets into a text
@@ -63,6 +63,8 @@ def _shown(item: Any, rank: int | None, buffers: dict[str, Buffer]) -> Any:
         return tuple(_shown(part, rank, buffers) for part in item)
     if isinstance(item, Region):
         return _region(item, RANK if item.at == rank else item.at, buffers.get(item.buffer))
+    if isinstance(item, Norm):
+        return replace(item, out=_shown(item.out, rank, buffers), weight=_shown(item.weight, rank, buffers))
     if isinstance(item, Set):
         return replace(item, at=RANK if item.at == rank else item.at)
     if isinstance(item, Step):

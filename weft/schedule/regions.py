@@ -56,6 +56,19 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """The RMSNorm of rows that a step has made: in `out`, row / sqrt(the mean of its squares + eps) * weight, a weight of one row.
+    Computed in fp32 (fp64 in itself) of what the rows were rounded to, and rounded once."""
+
+    out: Region
+    weight: Region
+    eps: float
+
+    def __str__(self) -> str:
+        return f"{self.out} = rms_norm * {self.weight}, eps {self.eps:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
     """What `buffer` is expected to hold on each rank when it is read, row by row: what is not known before a run is simulated,
     verified and shown with these numbers."""

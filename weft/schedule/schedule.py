@@ -37,6 +37,7 @@ from weft.schedule.steps import (
     CopyBy,
     For,
     Lane,
+    Norm,
     Read,
     ReadBy,
     Reduce,
@@ -246,8 +247,10 @@ class LaneDraft:
     def all_reduce(self, src: Region, dst: Region) -> LaneDraft:
         return self.then(Collective("all_reduce", src, dst))
 
-    def reduce(self, out: Region, *parts: Region, accumulate: bool = False) -> LaneDraft:
-        return self.then(Reduce(out, parts, accumulate))
+    def reduce(
+        self, out: Region, *parts: Region, accumulate: bool = False, norm: Norm | None = None
+    ) -> LaneDraft:  # fmt: skip
+        return self.then(Reduce(out, parts, accumulate, norm))
 
     def tiles(self, kernel: TileKernel, index: str, extent: Index, *body: Step) -> LaneDraft:
         return self.then(Tiles(kernel, index, extent, body))

@@ -80,6 +80,9 @@ def _read(kind: Any, found: Any, where: str) -> Any:
         kind = Expr if isinstance(found, str) else int
     if kind is Expr:
         return _expression(found)
+    if type(None) in typing.get_args(kind):
+        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
+        return None if found is None else _read(kind, found, where)
     if typing.get_origin(kind) is typing.Literal:
         return _one_of(typing.get_args(kind), found, where)
     if typing.get_origin(kind) is tuple:

@@ -22,6 +22,7 @@ from weft.schedule import (
     Expr,
     For,
     Index,
+    Norm,
     Region,
     Schedule,
     Set,
@@ -373,6 +374,8 @@ def _key_of(value: Any) -> Any:
         return value.buffer, _text(value.rows), _text(value.cols), _text(value.at)
     if kind is tuple:
         return tuple([_key_of(part) for part in value])
+    if kind is Norm:
+        return _key_of((value.out, value.weight))
     return value.text if kind is Expr else value
 
 

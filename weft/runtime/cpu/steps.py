@@ -87,6 +87,9 @@ def _compute(step: Compute, places: Places, rows: tuple[int, ...]) -> Callable[[
 def _reduce(step: Reduce, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
     parts = [places.view(region) for region in step.parts]
     out = places.view(step.out)
+    if step.norm is not None:
+        norm = places.view(step.norm.out), places.view(step.norm.weight), step.norm.eps
+        return partial(_norm, out, *norm) if step.norms_only else partial(_sum_and_norm, out, parts, *norm)
     if not step.accumulate:
         return partial(_sum, out, parts)
     made = torch.empty(size(step.out), dtype=out.dtype)
@@ -139,6 +142,17 @@ def _sum(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
     for part in parts[1:]:
         total = total + part
     out.copy_(total)
+
+
+def _norm(out: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    normed.copy_(torch.nn.functional.rms_norm(out, weight.shape[1:], weight[0], eps))
+
+
+def _sum_and_norm(
+    out: torch.Tensor, parts: list[torch.Tensor], normed: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:  # fmt: skip
+    _sum(out, parts)
+    _norm(out, normed, weight, eps)
 
 
 def _add_at_once(place: Place, region: Region, made: torch.Tensor, call: Callable[[], object]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from weft.schedule.candidate import Candidate
 from weft.schedule.problem import Problem, require_sizes
@@ -14,11 +15,12 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(Problem):
-    """y = the sum of all ranks' x @ w, on every rank; with `bias` and `residual`, what they name is added to it.
+    """y = the sum of all ranks' x @ w, on every rank; with `bias` and `residual`, what they name is added to it. With `eps` its
+    RMSNorm is wanted too: normed = y / sqrt(the mean of a row's squares + eps) * norm.
 
-    Buffers: x [m, k], w [k, n], bias [1, n] and residual [m, n] in; y [m, n] out. Source: "T3: Transparent Tracking & Triggering
-    for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and all-gather), 7.3 (small M:
-    generative inference), 7.6 (following operators).
+    Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
+    Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and
+    all-gather), 7.3 (small M: generative inference), 7.6 (following operators).
 
     Builders: `weft.schedule.all_reduce`.
     """
@@ -32,21 +34,28 @@ class MatmulAllReduce(Problem):
     dtype: str
     bias: bool = False
     residual: bool = False
+    eps: float | None = None
 
     def __post_init__(self) -> None:
+        if self.eps is not None and not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps={self.eps} must be a number from 0 on: it is added to the mean of a row's squares")
         if self.dtype not in SUMMED:
             raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in one of {', '.join(SUMMED)}")
         require_sizes(self.m, self.n, self.k, self.world_size)
 
     @classmethod
-    def sized(cls, m: int, n: int, k: int, ranks: int, dtype: str) -> MatmulAllReduce:
+    def sized(
+        cls, m: int, n: int, k: int, ranks: int, dtype: str, *,
+        residual: Annotated[bool, "A residual is added to the sum."] = False,
+        norm: Annotated[bool, "The sum's RMSNorm is wanted too."] = False,
+    ) -> MatmulAllReduce:  # fmt: skip
         """M rows of K columns, times [K, N], on each rank, and the whole sum on each.
 
         weft plan matmul_all_reduce --shape 8192,8192,4096
 
-        weft plan matmul_all_reduce --shape 16,8192,4096 --ranks 8 --mode graph --all
+        weft plan matmul_all_reduce --shape 16,8192,4096 --residual --norm --ranks 8 --mode graph --all
         """
-        return cls(ranks, m, n, k, dtype)
+        return cls(ranks, m, n, k, dtype, residual=residual, eps=1e-6 if norm else None)
 
     @property
     def family(self) -> tuple[Hashable, float]:
@@ -60,6 +69,7 @@ class MatmulAllReduce(Problem):
     def text(self) -> str:
         ranks = counted(self.world_size, "rank")
         more = "".join(f" + {name}" for name in ("bias", "residual") if getattr(self, name))
+        more += "" if self.eps is None else f" and normed (eps {self.eps:g})"
         product = f"[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
         return f"{product} on each of {ranks}, added up{more}, all of it to each, {self.dtype}"
 

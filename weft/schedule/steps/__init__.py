@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Region, Role, Signals, at_text
+from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Norm, Region, Role, Signals, at_text
 from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, put_in, totals_of, variables_of
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, SCALED_MATMULS, Compute, Op, Reduce
@@ -28,7 +28,7 @@ class Lane:
 
 __all__ = [
     "COPY_UNITS", "ITEM_BYTES", "KINDS", "MATMULS", "OPS", "SCALED_MATMULS", "Awaited", "Buffer", "Collective", "CollectiveOp",
-    "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Op", "Read", "ReadBy", "Reduce", "Region",
-    "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in", "totals_of", "unrolled",
+    "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm", "Op", "Read", "ReadBy", "Reduce",
+    "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in", "totals_of", "unrolled",
     "variables_of",
 ]  # fmt: skip

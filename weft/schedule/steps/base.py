@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from weft.schedule.expr import Expr, Index, Total, Values
 from weft.schedule.kernels import TileKernel
-from weft.schedule.regions import Access, Declared, Region, is_empty
+from weft.schedule.regions import Access, Declared, Norm, Region, is_empty
 
 CounterId: TypeAlias = tuple[Index, str, Index]
 """(rank that owns the counter, signals' name, index), in numbers."""
@@ -26,7 +26,7 @@ Counters: TypeAlias = Counter[CounterId]
 KINDS: dict[str, type[Step]] = {}
 """By the name that files call it by."""
 _NOTHING_SET: Mapping[CounterId, int] = MappingProxyType({})
-_PLAIN = (Region, TileKernel)  # values of which nothing matters but their fields
+_PLAIN = (Region, Norm, TileKernel)  # values of which nothing matters but their fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.schedule.expr import Index
-from weft.schedule.regions import SUMMED, Access, Declared, Region, read, written
+from weft.schedule.regions import SUMMED, Access, Declared, Norm, Region, box_of, overlap, read, written
 from weft.schedule.steps.base import Step, differing
 
 
@@ -113,15 +114,25 @@ class Compute(Step):
 @dataclass(frozen=True, slots=True)
 class Reduce(Step):
     """out = the sum of `parts`, added up in fp32 (fp64 in itself) in their order and rounded once; or out += with `accumulate`.
-    Behind the first, a part of one row is added to each of out's."""
+    Behind the first, a part of one row is added to each of out's. norm: of out, as it was rounded. A step whose only part is its
+    own out adds nothing up and writes its norm alone."""
 
     kind: ClassVar[str] = "reduce"
     out: Region
     parts: tuple[Region, ...]
     accumulate: bool = False
+    norm: Norm | None = None
+
+    @property
+    def norms_only(self) -> bool:
+        """Whether there is nothing to add up."""
+        return self.norm is not None and self.parts == (self.out,) and not self.accumulate
 
     def accesses(self) -> tuple[Access, ...]:
-        return *map(read, self.parts), written(self.out, self.accumulate)
+        reads, writes = [*map(read, self.parts)], [] if self.norms_only else [written(self.out, self.accumulate)]
+        if self.norm is not None:
+            reads, writes = [*reads, read(self.norm.weight)], [written(self.norm.out), *writes]
+        return *reads, *writes
 
     @property
     def needs_unit(self) -> bool:
@@ -132,8 +143,7 @@ class Reduce(Step):
         return True
 
     def faults(self, where: Declared) -> Iterator[str]:
-        regions = (*self.parts, self.out)
-        yield from differing([where.dtype(region) for region in regions])
+        yield from differing([where.dtype(access.region) for access in self.accesses()])
         if not self.parts:
             yield "there is nothing to add up: name one part at least"
         else:
@@ -142,9 +152,32 @@ class Reduce(Step):
                 yield f"shapes differ: {sorted(map(str, shapes))}"
         if where.dtype(self.out) not in SUMMED:
             yield f"{where.dtype(self.out)} is not added up: {', '.join(SUMMED)} are"
+        if self.norm is not None:
+            yield from self._wrong_norm(self.norm)
+
+    def _wrong_norm(self, norm: Norm) -> Iterator[str]:
+        normed, shape = (norm.out.rows, norm.out.cols), (self.out.rows, self.out.cols)
+        if normed != shape or (norm.weight.rows, norm.weight.cols) != (1, self.out.cols):
+            yield (
+                f"the norm {list(normed)} of {list(shape)} with a weight of [{norm.weight.rows}, {norm.weight.cols}]: shapes are "
+                f"those of the sum, and [1, {self.out.cols}]"
+            )
+        elif (norm.out.buffer, norm.out.at) == (self.out.buffer, self.out.at) and overlap(
+            box_of(norm.out), box_of(self.out)
+        ):
+            yield "a sum and its norm are written in one place: give each its own"
+        if not 0 <= norm.eps < math.inf:
+            yield f"eps={norm.eps} must be a number from 0 on"
+        if self.accumulate:
+            yield "a sum that is added to what is there is not normed, since others may add to that too: norm it when all have"
 
     def span(self, at: Callable[[Index], str], number: Callable[[Index], int]) -> str:
-        return f"reduce {self.out.buffer}{at(self.out.at)}"
+        total = f"{self.out.buffer}{at(self.out.at)}"
+        if self.norm is None:
+            return f"reduce {total}"
+        normed = f"{self.norm.out.buffer}{at(self.norm.out.at)}"
+        return f"norm {total} -> {normed}" if self.norms_only else f"reduce {total}, norm {normed}"
 
     def __str__(self) -> str:
-        return f"reduce  {self.out} {'+=' if self.accumulate else '='} {' + '.join(map(str, self.parts))}"
+        total = f"reduce  {self.out} {'+=' if self.accumulate else '='} {' + '.join(map(str, self.parts))}"
+        return total if self.norm is None else f"{total}; {self.norm}"
