@@ -107,10 +107,10 @@ def case(name: str, group: dist.ProcessGroup, by: int = 1) -> Case:
     if name == "matmul_all_reduce":
 
         def reduced(t: Tensors, options: dict[str, Any]) -> Tensors:
-            x, w, bias, residual = t
-            return [weft.matmul_all_reduce(x, w, group, bias=bias, residual=residual, **options)]
+            x, w, norm, bias, residual = t
+            return [*weft.matmul_all_reduce(x, w, group, bias=bias, residual=residual, norm=norm, **options)]
 
-        return Case(alike((4 * by, 3), (3, 2)), reduced, [(2,), (4 * by, 2)])
+        return Case(alike((4 * by, 3), (3, 2), (2,)), reduced, [(2,), (4 * by, 2)])
     if name == "matmul_all_gather":
         return Case(
             alike((3 * by, 4), (4, 2)), lambda t, o: [weft.matmul_all_gather(*t, gather_dim=1, group=group, **o)]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from matmul_ranks import close, data, device, own_group, told
 from scatter_ranks import NAMES, each_called, every, late, poisoned_outputs
+from torch.nn.functional import rms_norm
 
 import weft
 from weft.ops.matmul_all_reduce import OPERATOR
@@ -157,6 +158,114 @@ def backward_following(group: dist.ProcessGroup, rows: int, wanted: Sequence[boo
             torch.testing.assert_close(found.grad.double(), expected, rtol=2e-4, atol=2e-3)
 
 
+def normed(
+    group: dist.ProcessGroup, shape: tuple[int, ...], n: int, dtype: torch.dtype, with_residual: bool, eps: float
+) -> tuple[str, ...]:  # fmt: skip
+    """The sum and its norm by every schedule, in calls in a row with fresh data, compared afterwards, and of the first again to the
+    bit. Each rank has a weight of its own; with a residual all have one, and get the same bits."""
+    rank, world = group.rank(), group.size()
+    p = MatmulAllReduce(world, shape[0] * shape[1], n, shape[2], NAMES[dtype], False, with_residual, eps)
+    names = [candidate.name for candidate in every(p)]
+    for name in names:
+        found = []
+        for call in (0, 1, 2, 0):
+            x = Operands(world, shape, n, dtype, "sum", call)
+            residual = data(7, (*shape[:-1], n), dtype, 90 + call) if with_residual else None
+            weight = data(7 if with_residual else rank, (n,), dtype, 100 + call)
+            with poisoned_outputs(OPERATOR):
+                y, total = weft.matmul_all_reduce(
+                    x.xs[rank], x.ws[rank], group, residual=residual, norm=weight, eps=eps, schedule=name
+                )
+            exact, usual = x.exact(), x.usual(group)
+            if residual is not None:
+                exact, usual = exact + residual.double(), usual + residual
+            found.append((y, total, exact, usual, weight))
+        for y, total, exact, usual, weight in found:
+            assert y.shape == total.shape == exact.shape
+            assert y.dtype == total.dtype == dtype
+            # What is normed is the sum as it was rounded: in 16 bits the norm of the exact one is further off.
+            torchs = [rms_norm(one, (n,), weight.to(one.dtype), eps) for one in (total.double(), total, exact, usual)]
+            try:
+                close(total, exact, usual)
+                close(y, torchs[0], torchs[1])
+                close(y, torchs[2], torchs[3])
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            assert same_everywhere(group, total, *[y] * with_residual) or name == "serial", name
+        assert all(torch.equal(a, b) for a, b in zip(found[0][:2], found[-1][:2], strict=True)) or name == "serial", (
+            name
+        )
+    return tuple(names)
+
+
+def normed_alike(group: dist.ProcessGroup) -> None:
+    """In shapes with little in them, compiled, and by tensors that lie otherwise."""
+    rank, world = group.rank(), group.size()
+    compiled = torch.compile(weft.matmul_all_reduce, fullgraph=True, backend="aot_eager")
+    for shape, n in (((6, 8), 5), ((0, 8), 5), ((6, 0), 5), ((6, 8), 0), ((2, 3, 8), 1)):
+        torch._dynamo.reset()
+        x = Operands(world, shape, n, torch.float32, "sum", 3)
+        bias, weight = data(7, (n,), torch.float32, 81), data(7, (n,), torch.float32, 100)
+        usual = x.usual(group) + bias
+        for call in (weft.matmul_all_reduce, compiled):
+            for eps in (1e-6, 0.5):
+                norm = weight.repeat_interleave(2)[::2]
+                y, total = call(x.xs[rank], x.ws[rank], group.group_name, bias=bias, norm=norm, eps=eps)
+                torch.testing.assert_close(total, usual)
+                torch.testing.assert_close(y, rms_norm(usual, (n,), weight, eps))
+
+
+def normed_spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
+    x, timeline, rank = Operands(group.size(), (16, 8), 4, torch.float32, "sum", 1), weft.Timeline(), group.rank()
+    weft.matmul_all_reduce(
+        x.xs[rank], x.ws[rank], group, bias=torch.ones(4), norm=torch.ones(4), schedule=schedule, timeline=timeline
+    )
+    return {span.name for span in timeline if span.rank == rank}
+
+
+def backward_normed(group: dist.ProcessGroup, rows: int, wanted: Sequence[bool], of: str, compiled: bool) -> None:
+    """Gradients of a random weighing, another on each rank, of both results or of one, against autograd in float64."""
+    rank, world, n, eps = group.rank(), group.size(), 5, 0.1
+    given = Operands(world, (rows, 8), n, torch.float32, "sum", 4)
+    weights = [[data(r, (rows, n), torch.float32, 72 + i) for i in range(2)] for r in range(world)]
+    following = data(7, (n,), torch.float32, 81), data(7, (rows, n), torch.float32, 91)
+    norms = [data(r, (n,), torch.float32, 101) for r in range(world)]
+    plain = (given.xs[rank], given.ws[rank], *following, norms[rank])
+    tensors = [t.clone().requires_grad_(want) for t, want in zip(plain, wanted, strict=True)]
+
+    def loss(results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        return sum(  # type: ignore[return-value]
+            (y * weight).sum() for y, weight, which in zip(results, weights, "yt", strict=True) if which in of
+        )
+
+    def run(
+        x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        results = weft.matmul_all_reduce(x, w, group.group_name, bias=bias, residual=residual, norm=norm, eps=eps)
+        return loss(results, weights[rank])
+
+    torch._dynamo.reset()
+    (torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run)(*tensors).backward()
+    xs, ws = ([t.double().requires_grad_() for t in one] for one in (given.xs, given.ws))
+    own = [
+        [t.double().requires_grad_() for t in (*following, norm)] for norm in norms
+    ]  # each rank adds and norms by itself
+    total = torch.stack([a @ b for a, b in zip(xs, ws, strict=True)]).sum(0)
+    losses = []
+    for (bias, residual, norm), weighing in zip(own, weights, strict=True):
+        y = total + bias + residual
+        losses.append(loss((rms_norm(y, (n,), norm, eps), y), [one.double() for one in weighing]))
+    torch.stack(losses).sum().backward()
+    for found, exact, want in zip(tensors, (xs[rank], ws[rank], *own[rank]), wanted, strict=True):
+        assert (found.grad is not None) == want
+        if want:
+            expected = (
+                torch.zeros_like(exact) if exact.grad is None else exact.grad
+            )  # that of a norm that nobody asks for
+            assert found.grad is not None
+            torch.testing.assert_close(found.grad.double(), expected, rtol=2e-4, atol=2e-3)
+
+
 def bad_following(group: dist.ProcessGroup) -> dict[str, str]:
     x, w = data(group.rank(), (5, 8), torch.float32, 1), data(group.rank(), (8, 3), torch.float32, 2)
     bias, residual = torch.ones(3), torch.ones(5, 3)
@@ -164,11 +273,17 @@ def bad_following(group: dist.ProcessGroup) -> dict[str, str]:
         "bias of two dimensions": {"bias": bias[None]}, "bias of other length": {"bias": torch.ones(4)},
         "bias of another dtype": {"bias": bias.half()}, "residual of fewer rows": {"residual": residual[1:]},
         "residual of fewer columns": {"residual": residual[:, 1:]}, "mean": {"bias": bias, "op": "avg"},
-        "no tensor": {"residual": [residual]},
+        "no tensor": {"residual": [residual]}, "a norm of two dimensions": {"norm": bias[None]},
+        "a norm of other length": {"norm": torch.ones(2)}, "a norm of another dtype": {"norm": bias.double()},
+        "a norm elsewhere": {"norm": torch.ones(3, device="meta")}, "the mean's norm": {"norm": bias, "op": "avg"},
+        "no number": {"norm": bias, "eps": "0"}, "a negative number": {"norm": bias, "eps": -1e-9},
+        "a number for nothing": {"eps": 0.5},
     }  # fmt: skip
     found = {}
     for name, bad in calls.items():
         found[name] = told(lambda bad=bad: weft.matmul_all_reduce(x, w, group, **bad))
+    op = torch.ops.weft.matmul_all_reduce
+    found["no number, below"] = told(lambda: op(x, w, None, None, bias[None], None, group.group_name, "", 0.0))
     assert weft.matmul_all_reduce(x, w, group, bias=bias, residual=residual).shape == (5, 3)
     return found
 
@@ -246,6 +361,8 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
         "rows": lambda g: weft.matmul_all_reduce(x[:4] if first else x, w, g),
         "schedule": lambda g: weft.matmul_all_reduce(x, w, g, schedule="serial" if first else "one_shot[by=load]"),
         "gradients": lambda g: weft.matmul_all_reduce(x, w.clone().requires_grad_(first), g),
+        "norm": lambda g: weft.matmul_all_reduce(x, w, g, norm=w[0] if first else None),
+        "eps": lambda g: weft.matmul_all_reduce(x, w, g, norm=w[0], eps=0.5 if first else 1e-6),
     }
     return {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
 
@@ -289,9 +406,11 @@ def spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.matmul_all_reduce(x, w, group)
-    torch.library.opcheck(torch.ops.weft.matmul_all_reduce.default, (x, w, None, None, group.group_name, "", 0.0))
+    op, options = torch.ops.weft.matmul_all_reduce.default, (group.group_name, "", 0.0)
+    torch.library.opcheck(op, (x, w, None, None, None, None, *options))
     following = torch.randn(1, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    torch.library.opcheck(torch.ops.weft.matmul_all_reduce.default, (x, w, *following, group.group_name, "", 0.0))
+    torch.library.opcheck(op, (x, w, *following, None, None, *options))
+    torch.library.opcheck(op, (x, w, *following, torch.randn(1, 3, requires_grad=True), 1e-6, *options))
 
 
 def captured(group: dist.ProcessGroup, m: int, n: int, k: int, schedule: str | None, replays: int) -> str:

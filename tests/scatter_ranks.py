@@ -19,7 +19,7 @@ from weft.operator.spec import Operator
 from weft.ops.matmul_reduce_scatter import OPERATOR
 from weft.schedule import Candidate, MatmulReduceScatter, NotApplicableError, Problem, candidates
 
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 class Operands:

@@ -100,9 +100,9 @@ def matmul_all_gather(group: dist.ProcessGroup) -> Operator:
 
 
 def matmul_all_reduce(group: dist.ProcessGroup) -> Operator:
-    following = {"bias": torch.ones(3), "residual": torch.ones(4, 3)}
+    following = {"bias": torch.ones(3), "residual": torch.ones(4, 3), "norm": torch.ones(3)}
     arguments = {"x": data(group, 4, 8), "w": data(group, 8, 3), "group": group, **following}
-    return Operator(weft.matmul_all_reduce, arguments, places("x", "w", "bias", "residual"))
+    return Operator(weft.matmul_all_reduce, arguments, places("x", "w", "bias", "residual", "norm"))
 
 
 def all_to_all_matmul(group: dist.ProcessGroup) -> Operator:

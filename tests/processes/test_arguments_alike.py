@@ -72,6 +72,7 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
         "blocks of rows": lambda a: a.update(x=a["x"].view(2, 2, -1), residual=a["residual"].view(2, 2, -1)),
         "a scattered residual": of_each("residual", scattered),
         "a bias with gaps": of_each("bias", lambda bias: bias.repeat_interleave(2)[::2]),
+        "the usual eps": option(eps=np.float64(1e-6)),
     },
     "all_gather_matmul": {
         **OF_GATHERS,

@@ -82,7 +82,7 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "jagged": (partial(nested, layout=torch.jagged), "is a nested tensor: pass a dense one"),
 }
 NOT_OF_FP8 = {"sparse", "nested"}
-MAY_BE_NONE = {"biases[0]", "bias", "residual", "per_sample_weights", "weights", "lengths"}
+MAY_BE_NONE = {"biases[0]", "bias", "residual", "norm", "per_sample_weights", "weights", "lengths"}
 
 
 def other_kinds(group: dist.ProcessGroup, operator: str, known: bool) -> dict[tuple[str, str], str]:
@@ -116,6 +116,7 @@ def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: 
 
 NO_DIMENSION = "pass the number of a dimension, an int"
 NO_NUMBER = "pass a whole number for each rank"
+NO_EPS = "must be a number from 0 on: it is added to the mean of a row's squares"
 NO_DEADLINE = "must be positive, and at most 1000000: it is how many seconds a wait may take"
 # For operators that gather: (argument, what rank 1 passes, words of the error).
 GATHERS_REFUSE: list[tuple[str, Any, str]] = [
@@ -188,6 +189,11 @@ ARGUMENTS_REFUSED = dict.fromkeys(["all_gather_matmul", "all_gather_scaled_matmu
         ("op", "max", 'op=\'max\': use "sum" or "avg"'),
         ("op", None, 'op=None: use "sum" or "avg"'),
         ("op", "avg", 'op="avg" is of sums alone'),
+        ("eps", None, f"eps=None {NO_EPS}"),
+        ("eps", True, f"eps=True {NO_EPS}"),
+        ("eps", math.nan, f"eps=nan {NO_EPS}"),
+        ("eps", math.inf, f"eps=inf {NO_EPS}"),
+        ("eps", 10**400, f"eps=1{'0' * 400} {NO_EPS}"),
         *PRODUCTS_REFUSE,
     ],
 }

@@ -22,7 +22,7 @@ from weft.bench.core.run import run_rank
 from weft.cli.app import app
 from weft.launch import Pool
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,13 @@ OPERATORS = {
         differs={
             "rows": "m=4",
             "schedule": "schedule one_shot[by=load]",
-            "gradients": "gradients wanted of (x, w, bias, residual): (False, True, False, False)",
+            "gradients": "gradients wanted of (x, w, bias, residual, norm): (False, True, False, False, False)",
+            "norm": "eps=None",
+            "eps": "eps=0.5",
         },
         spans=[(("serial",), {"matmul", "all_reduce"}), (("two_shot[chunks=2,by=dma,add=gemm]",), {"matmul", "copy"})],
         measured="one_shot[by=load]",
-        planned=[((), "")],
+        planned=[((), ""), (("--residual", "--norm"), "added up + residual and normed (eps 1e-06), all of it to each")],
         shape="8191,8192,4096",
         in_plan="one_shot[by=load]",
     ),
@@ -354,6 +356,58 @@ def test_what_cannot_follow_is_refused(pool: Pool) -> None:
         assert "residual has 2 columns: it must have the N=3 of w" in told["residual of fewer columns"]
         assert 'op="avg" is of sums alone' in told["mean"]
         assert "residual is a list: pass a torch.Tensor" in told["no tensor"]
+        assert "norm has shape (1, 3): it must be [N]" in told["a norm of two dimensions"]
+        assert "norm has 2 columns: it must have the N=3 of w" in told["a norm of other length"]
+        assert "norm is torch.float64 on cpu and x is torch.float32 on cpu" in told["a norm of another dtype"]
+        assert "norm is torch.float32 on meta and x is torch.float32 on cpu" in told["a norm elsewhere"]
+        assert 'op="avg" is of sums alone' in told["the mean's norm"]
+        assert "eps='0' must be a number from 0 on" in told["no number"]
+        assert "eps=-1e-09 must be a number from 0 on" in told["a negative number"]
+        assert "eps=0.5 is of a norm, and none is wanted" in told["a number for nothing"]
+        assert "eps=None and norm=" in told["no number, below"]
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"), pairs([1, 2, 3, 4], [F32, BF16, F16, F64], (1, F32), (2, BF16), (3, F32), (4, F64)), ids=str
+)
+def test_sums_are_normed_by_every_schedule(pool: Pool, world: int, dtype: torch.dtype) -> None:
+    """To the bit again; with as many rows for each rank, and with fewer for the last."""
+    for shape, residual, eps in (((2, 6 * world, 24), True, 1e-6), ((1, 12 * world - 1, 24), False, 0.25)):
+        (names, *_) = pool.run(reduced.normed, shape, 40, dtype, residual, eps, ranks=world, timeout_s=200)
+        overlapping = {"one_shot", "two_shot", "chunked"} | ({"tracked"} if residual else set())
+        assert {name.split("[")[0] for name in names} == {"serial"} | (overlapping if world > 1 else set())
+
+
+def test_norms_of_little_compiled_and_of_scattered_weights(pool: Pool) -> None:
+    pool.run(reduced.normed_alike, ranks=2, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "names"),
+    [
+        ("serial", {"matmul y", "all_reduce y -> y", "add y", "norm y -> normed"}),
+        ("one_shot[by=load]", {"reduce y, norm normed"}),
+        ("chunked[chunks=2,by=dma]", {"reduce sums", "wait complete[1]", "norm y -> normed"}),
+    ],
+)
+def test_norms_in_timelines(pool: Pool, schedule: str, names: set[str]) -> None:
+    for found in pool.run(reduced.normed_spans, schedule, ranks=2):
+        assert names <= found
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("rows", "of", "wanted"),
+    [
+        (6, "yt", (True, True, True, True, True)),  # as many rows for each rank, and not
+        (7, "yt", (True, True, True, True, True)),
+        (6, "y", (True, False, False, True, True)),
+        (6, "t", (False, True, True, False, True)),
+        (6, "y", (False, False, False, False, True)),
+    ],
+)
+def test_gradients_of_norms(pool: Pool, rows: int, of: str, wanted: tuple[bool, ...], compiled: bool) -> None:
+    pool.run(reduced.backward_normed, rows, wanted, of, compiled, ranks=2, timeout_s=120)
 
 
 def test_gradients_are_those_of_torchs_all_reduce(pool: Pool) -> None:

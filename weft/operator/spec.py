@@ -35,6 +35,7 @@ _SCHEMA: dict[Any, str] = {
     list[int] | None: "int[]?",
     Sequence[int] | None: "int[]?",
     float: "float",
+    float | None: "float?",
     bool: "bool",
     list[bool]: "bool[]",
     str: "str",

@@ -4,12 +4,12 @@ others."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_dimension
+from weft.arguments import check_tensor, checked_dimension, checked_eps
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight
@@ -22,6 +22,24 @@ from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
 from weft.schedule import MatmulAllReduce
 from weft.timeline import Timeline
 
+_EPS = 1e-6
+
+
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, op: str = "sum", bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, norm: None = None, eps: float = _EPS, schedule: str | None = None,
+    deadline_s: float | None = None, timeline: Timeline | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, op: str = "sum", bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, norm: torch.Tensor, eps: float = _EPS, schedule: str | None = None,
+    deadline_s: float | None = None, timeline: Timeline | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
 
 def matmul_all_reduce(
     x: torch.Tensor,
@@ -31,20 +49,23 @@ def matmul_all_reduce(
     op: str = "sum",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = _EPS,
     schedule: str | None = None,
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply `x` with `w`, and add up the products of all ranks of `group`, on every rank.
 
     Equals
 
-        y = x @ w; all_reduce(y, op); return y + bias + residual
+        y = x @ w; all_reduce(y, op); y = y + bias + residual; return y
 
-    but rows that are computed travel while others are, and sums go back while others are added up; few rows, as when a language
-    model generates, are added up by every rank. Shape and machine decide how. Where nothing beats the plain sequence of GEMM and
+    or, with `norm`, `return rms_norm(y, [N], norm, eps), y`: what a transformer's next layer takes, and its next residual. But rows
+    that are computed travel while others are, and sums go back while others are added up; few rows, as when a language model
+    generates, are added up by every rank. Shape and machine decide how. Where nothing beats the plain sequence of GEMM and
     collective, that is what runs. Collective over `group`. Autocast does not apply: inputs are multiplied in the dtype that they
-    have.
+    have, and sums normed in it.
 
     x: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass its
         to_local()); of one shape on all ranks, with any number of rows. Integers and fp8 are refused: products are rounded to x's
@@ -54,6 +75,8 @@ def matmul_all_reduce(
     op: "sum", or "avg": the sum, divided by the number of ranks.
     bias, residual: [N], and [..., N] as the result, in x's dtype: added to the sum, to each row by who adds it up, before it is
         rounded and goes to the others. So they must be equal on all ranks, which nothing checks. Not with "avg".
+    norm: [N], in x's dtype: the weight of an RMSNorm, which is wanted beside the sum. Not with "avg".
+    eps: of the norm, from 0 on: added to the mean of a row's squares.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...), forward
         only; "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
@@ -61,21 +84,24 @@ def matmul_all_reduce(
         same, once a shape is known.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
-    Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. Overlapped schedules add up in
-    fp32, in an order that the schedule and the number of ranks fix, so that equal calls give equal bits; and all ranks get the same
-    bits. A row is added up by one rank, the others copy it; or by each in the order of ranks. Who adds up which rows is the
-    schedule's business: parts of equal size, of which the last ranks' have fewer rows, or none. Results of two schedules differ by
-    what they round. "avg" divides what has been rounded, once: in fp16, products and sums above 65504 are infinite before that. The
-    first call of a shape, and its backward, are collective set-up of milliseconds to seconds: before capturing a CUDA graph.
-    Memory: the result; symmetric and other memory that is kept, up to two and a half times the size of the result, or with
-        few rows as many times as there are ranks and at most 256 MiB.
+    Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm` a pair: the normed
+    sum, and the sum. Each rank norms by itself, with its own weight, the sum as it was rounded to x's dtype: in fp32 (fp64 in
+    itself), rounded once. Overlapped schedules add up in fp32, in an order that the schedule and the number of ranks fix, so that
+    equal calls give equal bits; and all ranks get the same bits. A row is added up by one rank, the others copy it; or by each in
+    the order of ranks. Who adds up which rows is the schedule's business: parts of equal size, of which the last ranks' have
+    fewer rows, or none. Results of two schedules differ by what they round. "avg" divides what has been rounded, once: in fp16,
+    products and sums above 65504 are infinite before that. The first call of a shape, and its backward, are collective set-up of
+    milliseconds to seconds: before capturing a CUDA graph.
+    Memory: the results; symmetric and other memory that is kept, up to two and a half times the size of the sum, or with few rows
+        as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too.
 
-    Differentiable in x, w, bias and residual, once; all ranks must want the same gradients. Those of x and w are sums over ranks:
-    what a rank's gradient of y is, all ranks' x and w get, as from `torch.distributed.nn.functional.all_reduce`. So each rank may
-    have a loss of its own, and their sum is what is differentiated. If all ranks compute one and the same loss from y, as
-    replicated layers do, it counts once for each: divide it by the number of ranks. Those of bias and residual are of this rank's
-    own y, as if it had added them behind the all-reduce. Backward is a reduce-scatter of the result's gradient, and
-    `all_gather_matmul` of that, which overlaps; or one all-reduce where ranks do not have equally many rows.
+    Differentiable in x, w, bias, residual and norm, once; all ranks must want the same gradients. Those of x and w are sums over
+    ranks: what a rank's gradient of y is, all ranks' x and w get, as from `torch.distributed.nn.functional.all_reduce`. So each
+    rank may have a loss of its own, and their sum is what is differentiated. If all ranks compute one and the same loss from y,
+    as replicated layers do, it counts once for each: divide it by the number of ranks. Those of bias, residual and norm are of
+    this rank's own results, as if it had added and normed behind the all-reduce. Backward is a reduce-scatter of the sum's
+    gradient, and `all_gather_matmul` of that, which overlaps; or one all-reduce where ranks do not have equally many rows. The
+    way through the norm, before that, takes a dozen of torch's elementwise kernels.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
@@ -90,15 +116,10 @@ def matmul_all_reduce(
         check_tensor("w", w)
         if not isinstance(op, str) or op not in ("sum", "avg"):
             raise ValueError(f'op={op!r}: use "sum" or "avg"')
-        if op == "avg" and (bias is not None or residual is not None):
-            raise ValueError('op="avg" is of sums alone: add bias and residual to the result yourself')
+        if op == "avg" and not (bias is None and residual is None and norm is None):
+            raise ValueError('op="avg" is of sums alone: add bias and residual to the result, and norm it, yourself')
         checked_dimension(x, 0, names=("x", "dimension"))
-        row = rows = None
-        if bias is not None:
-            check_tensor("bias", bias)
-            if bias.dim() != 1:
-                raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be [N]")
-            row = bias.unsqueeze(0)
+        rows = None
         if residual is not None:
             check_tensor("residual", residual)
             if residual.shape[:-1] != x.shape[:-1]:
@@ -106,38 +127,59 @@ def matmul_all_reduce(
                     f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}: all but the last dimension must be alike"
                 )
             rows = residual.flatten(0, -2)
-        return _Call(x.flatten(0, -2), w, row, rows)
+        added = checked_eps(eps)
+        if norm is None and added != _EPS:
+            raise ValueError(f"eps={eps} is of a norm, and none is wanted: pass norm, its weight, or leave eps out")
+        row, weight = _row("bias", bias), _row("norm", norm)
+        return _Call(x.flatten(0, -2), w, row, rows, weight, None if norm is None else added)
 
-    (y,) = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    results = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     if op == "avg":
-        y = y.div_(size_of(group))
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+        results[0].div_(size_of(group))
+    if x.dim() != 2:
+        results = [one.view(*x.shape[:-1], one.shape[1]) for one in results]
+    return results[0] if norm is None else (results[0], results[1])
+
+
+def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
+    if given is None:
+        return None
+    check_tensor(name, given)
+    if given.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: it must be [N]")
+    return given.unsqueeze(0)
 
 
 class _Call(NamedTuple):
-    """Of matrices."""
+    """Of matrices. norm, eps: both or none."""
 
     x: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     residual: torch.Tensor | None
+    norm: torch.Tensor | None
+    eps: float | None
 
 
 class _MatmulAllReduce(Operator[_Call]):
     """With y the sum over ranks of x @ w, and `whole` the sum over ranks of grad y:
 
     grad x = whole @ w^T      grad w = x^T @ whole      grad bias = the sum of grad y's rows      grad residual = grad y
+
+    where grad y is what comes through the norm too (`_through_norm`).
     """
 
     name, form = "matmul_all_reduce", _Call
-    gradients_of: ClassVar[Mapping[str, str]] = {"x": "x", "w": "w", "bias": "bias", "residual": "residual"}
+    gradients_of: ClassVar[Mapping[str, str]] = {name: name for name in _Call._fields[:5]}
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
-        x, w, bias, residual = call
+        x, w, bias, residual, norm, eps = call
         dtype = name_of_dtype("x", x, ", in which the ranks' products can be added up")
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
-        for name, given, rows in (("bias", bias, 1), ("residual", residual, m)):
+        if (norm is None) != (eps is None):
+            raise ValueError(f"eps={eps} and norm={norm}: pass both or none")
+        for name, given, rows in (("bias", bias, 1), ("residual", residual, m), ("norm", norm, 1)):
             if given is None:
                 continue
             if given.shape != (rows, n):
@@ -146,22 +188,23 @@ class _MatmulAllReduce(Operator[_Call]):
                 raise ValueError(
                     f"{name} is {given.dtype} on {given.device} and x is {x.dtype} on {x.device}: use one dtype and device"
                 )
-        return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None)
+        return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
 
     def inputs(self, p: MatmulAllReduce, call: _Call) -> dict[str, Any]:
         tensors = {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}
-        following = ("bias", call.bias), ("residual", call.residual)
+        following = ("bias", call.bias), ("residual", call.residual), ("norm", call.norm)
         return tensors | {name: contiguous(given, name) for name, given in following if given is not None}
 
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
-        return {"y": call.x.new_empty(call.x.shape[0], call.w.shape[1])}
+        names = ("y",) if call.norm is None else ("normed", "y")
+        return {name: call.x.new_empty(call.x.shape[0], call.w.shape[1]) for name in names}
 
     def unfused(
         self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:
         """The serial schedule, but that the library adds what follows, and rounds each time."""
         following = [one for one in (call.bias, call.residual) if one is not None]
-        if not following or not p.m * p.n:
+        if (not following and call.norm is None) or not p.m * p.n:
             return None
         y = torch.mm(call.x, call.w)
         if turn is not None:
@@ -170,17 +213,26 @@ class _MatmulAllReduce(Operator[_Call]):
             y = all_reduce_(y, [p.m] * p.world_size, group.rank(), group, turn, "all_reduce y -> y")
         for one in following:
             y.add_(one)
-        return [y if turn is None else turn.done("add y", y)]
+        if following and turn is not None:
+            turn.done("add y", y)
+        if call.norm is None:
+            return [y]
+        normed = torch.nn.functional.rms_norm(y, (p.n,), call.norm[0], p.eps)
+        return [normed if turn is None else turn.done("norm y -> normed", normed), y]
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        return [call.x, call.w]
+        return [call.x, call.w, *([] if call.norm is None else [call.norm, results[1]])]
 
     def gradients(
         self, p: MatmulAllReduce, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Any,
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        (x, w), (whole,) = saved, grads
+        x, w, *normed = saved
+        whole, of_norm = grads[-1], None
+        if p.eps is not None:
+            whole, of_norm = _through_norm(grads, normed, p.eps)
         local = [whole.sum(0, keepdim=True) if wanted[2] else None, whole if wanted[3] else None]
+        local.append(of_norm if wanted[4] else None)
         if not (wanted[0] or wanted[1]):
             return [None, None, *local]
         world, what = p.world_size, "of the result's gradient"
@@ -200,13 +252,34 @@ class _MatmulAllReduce(Operator[_Call]):
 
         x, w = random(p.m, p.k), random(p.n, p.k).t()
         generator = torch.Generator(generator.device).manual_seed(0)  # what follows is the same on all ranks
-        return _Call(x, w, random(1, p.n) if p.bias else None, random(p.m, p.n) if p.residual else None)
+        bias, residual = random(1, p.n) if p.bias else None, random(p.m, p.n) if p.residual else None
+        return _Call(x, w, bias, residual, None if p.eps is None else random(1, p.n), p.eps)
 
     def expected(self, p: MatmulAllReduce, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
         total = torch.stack([call.x.double() @ call.w.double() for call in calls]).sum(0)
         for one in (calls[rank].bias, calls[rank].residual):
             total = total if one is None else total + one.double()
-        return [total]
+        if (norm := calls[rank].norm) is None:
+            return [total]
+        return [torch.nn.functional.rms_norm(total, (p.n,), norm[0].double(), p.eps), total]
+
+
+def _through_norm(
+    grads: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the gradient of the sum, that of the norm's weight). grads: of the normed sum and of the sum. saved: the weight and the sum,
+    y. With scale = 1 / sqrt(the mean of y's squares + eps), unit = y * scale and g = grads[0] * weight the sum's is
+
+        grads[1] + scale * (g - unit * the mean of g * unit)
+
+    in fp32, or in fp64.
+    """
+    dtype = saved[0].dtype
+    of_normed, of_sum, weight, y = (one.to(torch.promote_types(dtype, torch.float32)) for one in (*grads, *saved))
+    scale = torch.rsqrt(y.square().mean(1, keepdim=True) + eps)
+    unit, g = y * scale, of_normed * weight
+    of_sum = of_sum + scale * (g - unit * (g * unit).mean(1, keepdim=True))
+    return of_sum.to(dtype), (of_normed * unit).sum(0, keepdim=True).to(dtype)
 
 
 OPERATOR = registered(_MatmulAllReduce())
