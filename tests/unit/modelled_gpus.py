@@ -24,7 +24,7 @@ import torch
 
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda import issue, sizes, tracked_matmul
-from weft.runtime.cuda.add_up import Place
+from weft.runtime.cuda.add_up import Norm, Place
 from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
 from weft.runtime.cuda.context import Context, Run, Tensors, own_buffers, rank_schedule
 from weft.runtime.cuda.kernel_call import Base
@@ -235,8 +235,9 @@ class AddUp:
         parts: list[Place],
         *,
         fixed: list[int],
+        norm: Norm | None,
     ) -> None:
-        self.dtype, self.size, self.out, self.parts = dtype, size, out, parts
+        self.dtype, self.size, self.out, self.parts, self.norm = dtype, size, out, parts, norm
 
     def record(self, program: Recorded, stream: int) -> bool:
         program.add_up(stream, self)

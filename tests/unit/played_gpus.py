@@ -33,6 +33,7 @@ from modelled_gpus import (
 )
 
 from weft.runtime.cuda import issue
+from weft.runtime.cuda.add_up import Place
 from weft.runtime.cuda.context import Context, Tensors, rank_schedule
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -192,15 +193,20 @@ class Played:
     def _add_up(self, one: Issued, sum_of: AddUp) -> Iterator[bool]:
         """Row by row."""
         (rows, cols), dtype = sum_of.size, sum_of.dtype
+        norm = sum_of.norm
+
+        def at(place: Place, row: int) -> torch.Tensor:
+            return lent(one.bases[place.base] + place.offset + row * place.pitch, [cols], dtype, CPU, ())
+
         for row in range(rows):
-            out, *parts = (
-                lent(one.bases[place.base] + place.offset + row * place.pitch, [cols], dtype, CPU, ())
-                for place in (sum_of.out, *sum_of.parts)
-            )
+            out, *parts = (at(place, row) for place in (sum_of.out, *sum_of.parts))
             total = parts[0].float()
             for part in parts[1:]:
                 total = total + part
-            out.copy_(total)
+            if sum_of.parts != [sum_of.out]:
+                out.copy_(total)
+            if norm is not None:
+                at(norm.out, row).copy_(torch.nn.functional.rms_norm(out, (cols,), at(norm.weight, row), norm.eps))
             yield True
 
     def _totals(self, one: Issued, totals: Totals) -> Iterator[bool]:

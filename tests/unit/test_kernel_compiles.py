@@ -271,7 +271,7 @@ def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_sums_read_and_write_16_bytes_at_a_time(dtype: torch.dtype, eps: float | None, tmp_path: Path) -> None:
     for parts, target in ((4, "sm_90"), (11, "sm_90"), (4, "gfx942")):
-        arguments, warps, constants = add_up.arguments_of(add_up.Variant(dtype, parts, 16, 8192, eps))
+        arguments, warps, constants = add_up.arguments_of(add_up.Variant(dtype, parts, 16, 8192, True, eps))
         with compiling_for(TARGETS[target]):
             built = add_up.device_code.add_up_kernel.warmup(*arguments, grid=(1,), num_warps=warps, **constants)
         if target == "gfx942":

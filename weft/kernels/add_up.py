@@ -64,32 +64,23 @@ def _total(
 
 @triton.jit(
     do_not_specialize=[
-        "out",
-        "part1",
-        "part2",
-        "part3",
-        "part4",
-        "normed",
-        "weight",
-        "pitch1",
-        "pitch2",
-        "pitch3",
-        "pitch4",
-        "out_pitch",
-        "cols",
+        "out", "part1", "part2", "part3", "part4", "normed", "weight", "pitch1", "pitch2", "pitch3", "pitch4", "out_pitch",
+        "normed_pitch", "cols",
     ],
     do_not_specialize_on_alignment=["table"],
-)
+)  # fmt: skip
 def add_up_kernel(
     table, out: tl.int64, part1: tl.int64, part2: tl.int64, part3: tl.int64, part4: tl.int64,
     normed: tl.int64, weight: tl.int64,
-    pitch1: tl.int64, pitch2: tl.int64, pitch3: tl.int64, pitch4: tl.int64, out_pitch: tl.int64, cols: tl.int64,
-    PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    pitch1: tl.int64, pitch2: tl.int64, pitch3: tl.int64, pitch4: tl.int64, out_pitch: tl.int64,
+    normed_pitch: tl.int64, cols: tl.int64,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file. One program for each BLOCK of columns of each row; with NORM one for each row.
 
     out, part1..4, normed, weight: addresses. cols and pitches count items of type DTYPE; they and the addresses are multiples of
-    ALIGN items. normed's rows lie below each other without gaps.
+    ALIGN items. Without ADD there is one part, which is `out` itself, and stays as it is.
     """
     cols = cols // ALIGN * ALIGN  # no change, but now the compiler knows it
     program, within = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -102,11 +93,15 @@ def add_up_kernel(
             rounded = _total(
                 table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, program, columns, inside, PARTS, DTYPE, ALIGN
             ).to(DTYPE)  # fmt: skip
-            tl.store(to + columns, rounded, mask=inside)
+            if ADD:
+                tl.store(to + columns, rounded, mask=inside)
             squares += rounded.to(tl.float32) * rounded.to(tl.float32)  # 0 where nothing is
         scale = tl.rsqrt(tl.sum(squares, 0) / cols.to(tl.float32) + EPS)
         tl.debug_barrier()  # all lanes have stored
-        result, factors = _row_of(normed, cols, program, DTYPE, ALIGN), _row_of(weight, cols, 0, DTYPE, ALIGN)
+        result, factors = (
+            _row_of(normed, normed_pitch, program, DTYPE, ALIGN),
+            _row_of(weight, 0, program, DTYPE, ALIGN),
+        )
         for begin in range(0, cols, BLOCK):
             columns = begin + within
             inside = columns < cols

@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What follows a sum: its root mean square norm, times one row of weights. out lies without gaps."""
+    """What follows a sum: its root mean square norm, times one row of weights."""
 
     out: Place
     weight: Place
@@ -42,13 +42,14 @@ class Variant(NamedTuple):
     parts: int
     step: int
     block: int
+    adds: bool
     eps: float | None
 
     def constants(self) -> dict[str, Any]:
         item = self.dtype.itemsize
         return {
             "PARTS": self.parts, "DTYPE": TRITON_TYPE[self.dtype], "BLOCK": self.block // item, "ALIGN": self.step // item,
-            "NORM": self.eps is not None, "EPS": self.eps or 0.0,
+            "ADD": self.adds, "NORM": self.eps is not None, "EPS": self.eps or 0.0,
         }  # fmt: skip
 
     @property
@@ -57,7 +58,8 @@ class Variant(NamedTuple):
 
 
 class AddUp:
-    """The sum of `parts`, each [rows, cols] or one row for all, to `out`, on one device.
+    """The sum of `parts`, each [rows, cols] or one row for all, to `out`, on one device. If the only part is `out`, nothing but its
+    norm is written.
 
     fixed: addresses of the bases that are no caller's; 0 for the others.
     """
@@ -92,16 +94,16 @@ class AddUp:
         following = [norm.out, norm.weight] if norm else []
         self._numbers: list[int | Base] = [*(Base(place.base, place.offset) for place in (out, *passed)), *more]
         self._numbers += [Base(place.base, place.offset) for place in following] or [0, 0]
-        self._numbers += [*(place.pitch // item for place in passed), *more, out.pitch // item, cols]
+        self._numbers += [*(place.pitch // item for place in passed), *more, out.pitch // item]
+        self._numbers += [norm.out.pitch // item if norm else 0, cols]
         bits = cols * item | ALIGNMENT
         for place in (out, *parts, *following):
             bits |= place.pitch | (fixed[place.base] + place.offset if fixed[place.base] else 0)
         block = 8192 if rows * cols * item > _MANY << 10 or norm else 2048
         eps = norm.eps if norm else None
         # Tensors of the caller may begin anywhere.
-        self._variants = {
-            step: Variant(dtype, len(parts), step, block, eps) for step in sorted({bits & -bits, item}, reverse=True)
-        }
+        adds, steps = list(parts) != [out], sorted({bits & -bits, item}, reverse=True)
+        self._variants = {step: Variant(dtype, len(parts), step, block, adds, eps) for step in steps}
         self._programs = rows if norm else rows * -(-cols * item // block)
         self._compiled = {
             step: _compiled(device, variant) for step, variant in self._variants.items() if device.type == "cuda"

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from weft import _core
 from weft.errors import ScheduleError
-from weft.runtime.cuda.add_up import AddUp, Place
+from weft.runtime.cuda.add_up import AddUp, Norm, Place
 from weft.runtime.cuda.calls import collective_call, compute_call
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.groups import Group, Grouping
@@ -327,7 +327,8 @@ def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
 
     parts = [place(part) for part in ((step.out, *step.parts) if step.accumulate else step.parts)]
     size, dtype = (int(step.out.rows), int(step.out.cols)), TORCH_DTYPE[context.buffers[step.out.buffer].dtype]
-    add_up = AddUp(context.device, dtype, size, place(step.out), parts, fixed=regions.bases)
+    norm = None if step.norm is None else Norm(place(step.norm.out), place(step.norm.weight), step.norm.eps)
+    add_up = AddUp(context.device, dtype, size, place(step.out), parts, fixed=regions.bases, norm=norm)
     compiler.items.kept.append(add_up)
     if not add_up.record(compiler.program, group.lane):
         compiler.items.launch(group.lane, add_up.launch)
