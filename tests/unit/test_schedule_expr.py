@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.schedule import RANK, Draft, Expr, Index, Set, Wait, lookup, total, value
+from weft.schedule import RANK, Draft, Expr, Index, Norm, Set, Wait, lookup, total, value
 from weft.schedule.expr import Held
 
 numbers = st.integers(-20, 20)
@@ -129,6 +129,11 @@ def test_what_differs_between_ranks_is_no_comparison() -> None:
         (lambda: lane.repeat("only", 2, Wait("there", count=RANK != 1)), "in 'for': count of 'wait'=True"),
         (lambda: lane.set(there, at=RANK == 1), "at of 'set'=False"),
         (lambda: lane.copy(x.part(rows=(RANK == 1, 1)), y.part()), "row of x in 'copy'=False"),
+        (lambda: lane.reduce(y.part(), x.part(rows=(RANK == 1, 1))), "row of x in 'reduce'=False"),
+        (
+            lambda: lane.reduce(y.part(), y.part(), norm=Norm(y.part(), x.part(rows=(RANK == 1, 1)), 0.0)),
+            "row of x in 'reduce'=False",
+        ),
     ):
         with pytest.raises(TypeError, match=rf"lane compute.*{what}: Python compares.*lookup\(\(0, 1\), RANK\)"):
             add()

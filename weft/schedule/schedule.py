@@ -283,10 +283,9 @@ def _require_step(step: Any, where: str) -> None:
         raise TypeError(f"{where}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
     for name in _index_fields(type(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
         no_comparison(getattr(step, name), f"{where}: {name} of {step.kind!r}")
-    for region in step.values():
-        if isinstance(region, Region):
-            for name in _index_fields(Region):
-                no_comparison(getattr(region, name), f"{where}: {name} of {region.buffer} in {step.kind!r}")
+    for region in (access.region for access in step.accesses()):
+        for name in _index_fields(Region):
+            no_comparison(getattr(region, name), f"{where}: {name} of {region.buffer} in {step.kind!r}")
     for inner in step.inner:
         _require_step(inner, f"{where}, in {step.kind!r}")
 
