@@ -5,6 +5,7 @@
 // once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
 #include <nanobind/nanobind.h>
 
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
@@ -58,7 +59,7 @@ class LayoutReader {
     }
 
   private:
-    enum Tag : int64_t { none = 1, flag, number, list };
+    enum Tag : int64_t { none = 1, flag, number, real, list };
 
     // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
     bool add(nb::handle object, bool where) {
@@ -82,6 +83,8 @@ class LayoutReader {
             int64_t value = 0;
             if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: for whoever checks arguments
             words_.insert(words_.end(), {number, value});
+        } else if (PyFloat_CheckExact(object)) {
+            words_.insert(words_.end(), {real, std::bit_cast<int64_t>(nb::cast<double>(argument))});
         } else if (PyList_Check(object)) {
             words_.insert(words_.end(), {list, int64_t(nb::len(argument))});
             for (nb::handle item : nb::borrow<nb::list>(argument))
