@@ -20,9 +20,12 @@ import torch.distributed as dist
 from gpu_ranks import FUSED, assert_right, error_of
 from reference import Problem, problem
 
+import weft
 from weft import symm
 from weft.errors import WeftError
+from weft.kernels import embedding_all_to_all as embedding_code
 from weft.launch import Pool, RankDiedError
+from weft.runtime.cuda.watch import watch
 
 pytestmark = ranks.MARKS
 PROBLEM = problem(2, (64,) * 4, 64, longest=20)
@@ -80,6 +83,37 @@ def test_a_rank_that_never_calls(pair: Pool, transport: str) -> None:
     assert re.search(r"rank 0: .*signal 'ready' of rank 1 in call 2 .*wanted 2, found 1", text), text
     for _, again in answers:
         assert_over(again)
+
+
+def no_call_begins_behind_a_failed_one(group: dist.ProcessGroup, p: Problem, transport: str) -> tuple[str, str]:
+    """Rank 0 misses its deadline and goes on to another operator, which rank 1 has called already: their data must not mix."""
+    own = dist.new_group([0, 1])
+    x, w = (torch.randn(*size, device=ranks.device()) for size in ((256, 64), (64, 128)))
+
+    def product() -> None:
+        weft.matmul_reduce_scatter(x, w, "sum", 0, own, schedule="scatter")
+        torch.cuda.synchronize()
+        symm.domain(own, ranks.device()).check()
+
+    assert_right(own, p, ranks.call(own, p, transport=transport))
+    operator = ranks.operator_of(own, p, transport=transport)
+    product()
+    watch._look = lambda: None  # the thread comes late
+    try:
+        if own.rank() == 0:
+            ranks.call(own, p, transport=transport, deadline_s=1.0)
+            torch.cuda.synchronize()
+            assert operator._record[embedding_code.R_STATUS]
+        return error_of(product)
+    finally:
+        del watch._look
+
+
+@pytest.mark.parametrize("transport", FUSED)
+def test_no_call_begins_behind_a_failed_one(pair: Pool, transport: str) -> None:
+    for kind, text in pair.run(no_call_begins_behind_a_failed_one, PROBLEM, transport, timeout_s=60):
+        assert kind == "PoisonedGroupError"
+        assert "missed its deadline" in text
 
 
 def stuck(group: dist.ProcessGroup, p: Problem, options: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:

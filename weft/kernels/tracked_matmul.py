@@ -32,11 +32,11 @@ from weft.kernels.signals import write_token
 
 
 @triton.jit
-def _store(
-    acc, entry, y, first, DTYPE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _store_and_count(
+    acc, entry, counters, sets, y, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SETS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tile, or so many of its columns from the `first` on, where the table says."""
-    in_tile, in_columns = tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+    in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rows, columns = tl.load(entry + 1).to(tl.int32), tl.load(entry + 3).to(tl.int32)
     place, pitch = tl.load(entry + 4), tl.load(entry + 5)
     to = tl.where(pitch < 0, y + place, place).to(tl.pointer_type(DTYPE))
@@ -46,10 +46,6 @@ def _store(
     at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
     tl.store(at, acc.to(DTYPE), mask=(in_tile < rows)[:, None] & (in_columns < columns)[None, :])
 
-
-@triton.jit
-def _count(entry, counters, sets, SETS: tl.constexpr, PTX: tl.constexpr):
-    """A tile that is stored; who counts the last one of a counter sets its signals."""
     if SETS > 0:
         tl.debug_barrier()  # all lanes have stored
         for number in tl.static_range(SETS):
@@ -72,15 +68,14 @@ def tracked_matmul_kernel(
     y: tl.int64, tiles: tl.int32, a_rows: tl.int32, a_stride: tl.int64, w_stride: tl.int64,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, SPLITS: tl.constexpr,
-    PART_K: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr,
+    PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
     a [a_rows, K] and w [K, N] (W_TRANSPOSED: [N, K]) of type DTYPE with unit stride in the last dimension: with TMA tensor maps
     with boxes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N] (or [BLOCK_N, BLOCK_K]); otherwise pointers, with strides in elements that
     are multiples of ALIGN. y: the address of the caller's tensor. partials: room for [tiles, SPLITS, BLOCK_M, BLOCK_N] in fp32;
-    arrived [tiles]: zero between launches. Of K, PART_K for each of the SPLITS, which
-    are added up PIECE columns at a time.
+    arrived [tiles]: zero between launches. Of K, PART_K for each of the SPLITS.
     """
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     for unit in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):
@@ -120,20 +115,15 @@ def tracked_matmul_kernel(
                     w_at += BLOCK_K * w_step
 
         if SPLITS == 1:
-            _store(acc, entry, y, 0, DTYPE, ALIGN, BLOCK_M, BLOCK_N)
-            _count(entry, counters, sets, SETS, PTX)
+            _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, PTX)
         else:
+            in_part = in_tile[:, None] * BLOCK_N + in_columns[None, :]
             parts = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)  # few tiles: no more than there are programs
-            part = parts + unit % SPLITS * (BLOCK_M * BLOCK_N)
-            tl.store(part + in_tile[:, None] * BLOCK_N + in_columns[None, :], acc)
+            tl.store(parts + unit % SPLITS * (BLOCK_M * BLOCK_N) + in_part, acc)
             tl.debug_barrier()  # all lanes have stored
             if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
                 tl.store(arrived + tile, tl.full([], 0, tl.int32))
-                # A few columns at a time, so that all parts of them are loaded at once.
-                for first in tl.static_range(0, BLOCK_N, PIECE):
-                    these = in_tile[:, None] * BLOCK_N + (first + tl.arange(0, PIECE))[None, :]
-                    total = tl.load(parts + these)
-                    for split in tl.static_range(1, SPLITS):
-                        total += tl.load(parts + split * (BLOCK_M * BLOCK_N) + these)
-                    _store(total, entry, y, first, DTYPE, ALIGN, BLOCK_M, PIECE)
-                _count(entry, counters, sets, SETS, PTX)
+                acc = tl.load(parts + in_part)
+                for split in range(1, SPLITS):
+                    acc += tl.load(parts + split * (BLOCK_M * BLOCK_N) + in_part)
+                _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, PTX)

@@ -56,6 +56,9 @@ def _setup_deadline_s(given: float | None) -> float:
     return given or _set_up_s.get() or env.setup_deadline_s()
 
 
+def _nothing() -> None: ...
+
+
 class Domain:
     """The ranks of a process group as seen from this one. Made by `domain()`; a context manager that closes itself."""
 
@@ -68,6 +71,7 @@ class Domain:
         """By rank, whether its memory can be addressed here. Of every rank, as long as a group is on one host."""
         self._group = weakref.ref(group, lambda _: self._close("its process group was destroyed"))
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of memory: closed with the domain
+        self._looks: list[weakref.WeakMethod[Callable[[], None]]] = []
         calls, told = calls_of(group), (self._remember_failure, self._tell_of_failure)
         self._control = Control(self.rank, self.world_size, peers, calls, *told)
 
@@ -114,7 +118,14 @@ class Domain:
         The first report of a dead peer is a `PeerLostError`; from then on, and for every other failure, it is a
         `PoisonedGroupError` that repeats the cause.
         """
+        for look in tuple(self._looks):
+            (look() or _nothing)()
         self._control.check()
+
+    def before_check(self, look: Callable[[], None]) -> None:
+        """Have every `check()` call `look`, a method, as long as there is what it is a method of: for who may know of a failure
+        before the group does, and then poisons it."""
+        self._looks.append(weakref.WeakMethod(look, self._looks.remove))
 
     def poison(self, text: str) -> None:
         """Declare this group unusable, here and on every peer, because of `text`. The first declaration counts."""

@@ -59,6 +59,7 @@ class EmbeddingAllToAllCuda:
         self._look = _Look(self)
         domain._holders.add(self._look)
         watch.add(self._look)
+        domain.before_check(self.look)  # the watching thread may be late
 
     def __call__(
         self,
@@ -123,8 +124,7 @@ class EmbeddingAllToAllCuda:
         self.domain.check()
 
     def look(self) -> None:
-        """End the group if the device has noted that a call failed. Also called by the watching thread, so that calls of other
-        operators hear of it."""
+        """End the group if the device has noted that a call failed. Calls of all operators do, and the watching thread."""
         if self._record[device_code.R_STATUS]:
             with self._noting:
                 self._note_failure(self._record)

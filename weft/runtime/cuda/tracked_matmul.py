@@ -16,7 +16,6 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, i
 from weft.schedule.kernels import TrackedMatmul as Tracked
 
 _LARGE = 128 * 256  # elements of a tile that eight warps share
-_IN_FLIGHT = 64  # numbers of 32 bits that a thread loads at once
 
 
 class Variant(NamedTuple):
@@ -43,12 +42,6 @@ class Variant(NamedTuple):
         """What each of the splits multiplies, of whole blocks; the last what is left."""
         return max(1, -(-self.k // (self.splits * self.block_k))) * self.block_k
 
-    @property
-    def piece(self) -> int:
-        """Columns that a program adds up at a time: a thread has so many numbers in flight."""
-        at_once = _IN_FLIGHT * 32 * self.options()["num_warps"] // (self.rows * self.splits)
-        return min(self.cols, max(16, 1 << at_once.bit_length() - 1))
-
     def split(self, most: int) -> Variant:
         """Along k into at most so many parts, none of them short."""
         wanted = self._replace(splits=max(1, min(most, self.k // Tracked.least_part)))
@@ -58,7 +51,7 @@ class Variant(NamedTuple):
         return {
             "K": self.k, "N": self.n, "DTYPE": TRITON_TYPE[self.dtype], "TMA": self.tma, "W_TRANSPOSED": self.transposed,
             "ALIGN": ALIGNMENT // self.dtype.itemsize if self.aligned else 1, "BLOCK_M": self.rows, "BLOCK_N": self.cols,
-            "BLOCK_K": self.block_k, "SETS": self.sets, "SPLITS": self.splits, "PART_K": self.part_k, "PIECE": self.piece,
+            "BLOCK_K": self.block_k, "SETS": self.sets, "SPLITS": self.splits, "PART_K": self.part_k,
             "PTX": self.ptx,
         }  # fmt: skip
 
