@@ -114,11 +114,10 @@ def _gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 def _baseline_errors(group: dist.ProcessGroup, block: Block) -> dict[str, float]:
     """Of `serial`, from a stock module in float64 on whole tensors."""
     work = Comparison(block, (), _ranks(group), torch.float32)
-    assert list(work.arms) == ["serial", "compute"]
-    work.check("serial")
+    assert list(work.blocks) == ["serial", "compute"]
     stock = {"mlp": StockMLP, "attention": StockAttention}[block.kind](block.model, CPU, torch.float64)
     divided = {name: int(name in ("down_proj.weight", "o_proj.weight")) for name, _ in stock.named_parameters()}
-    mine = dict(work.arms["serial"].module.named_parameters())
+    mine = dict(work.blocks["serial"].module.named_parameters())
     stock.load_state_dict({name: _gathered(mine[name], dim) for name, dim in divided.items()})
     x = _gathered(work.x, 0).requires_grad_()
     rotary = weft.nn.rotary_embedding(block.model.length, block.model.head_dim)
@@ -230,7 +229,7 @@ def test_records(pool: Pool, block: Block) -> None:
     assert f"| {block.name} |" in markdown([r | {"device": "cuda", "run": "a"} for r in first.records])
 
 
-@pytest.mark.parametrize(("after", "so"), [(0, "it was not timed"), (CHECKED, "that was its last timed call")])
+@pytest.mark.parametrize(("after", "so"), [(0, "it was not timed"), (CHECKED, "this was the last of a row of calls")])
 def test_a_spoiled_gradient_is_found_on_every_rank(pool: Pool, after: int, so: str) -> None:
     for found in pool.run(_measured, MLP, _spoiled_gradient, after, 1, ranks=2, timeout_s=60):
         assert [r["variant"] for r in found.records] == ["serial", "compute"]

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.core.records import last_runs
-from weft.bench.core.tables import Record, geomean, milliseconds, number, share
+from weft.bench.core.tables import Record, Table, geomean, milliseconds, number, share, table
 from weft.bench.table_1 import SYNTHETIC, TABLE_1, Gemm
 from weft.hw import file_of, load_machine
 from weft.plan import AUTOTUNE, static_pick
 from weft.plan.predict import least_us, predict
 from weft.schedule import AllGatherMatmul, NotApplicableError, candidates
 from weft.sim.losses import communication_us, gemms_us
-from weft.studies.pages import Table, bars, block, figure, head, model_for, table, where
+from weft.studies.pages import bars, block, figure, head, model_for, where
 
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 """Shard overlap as the paper has it: one peer at a time, whole shards."""

@@ -34,7 +34,7 @@ from weft.bench.core.operator import Measured, Operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.records import common_fields, last_runs
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number
+from weft.bench.core.tables import Record, Table, geomean, markdown_table, milliseconds, number, table
 from weft.bench.table_1 import Fitted, Gemm, find_gemms, fit
 from weft.studies.inefficiency_measure import (
     BASELINES,
@@ -50,7 +50,7 @@ from weft.studies.inefficiency_measure import (
     gemm_beside,
     measure,
 )
-from weft.studies.pages import Table, bars, figure, table
+from weft.studies.pages import bars, figure
 from weft.words import counted
 
 # The paper's geometric means for FiCCO: IV-C2 (an all-gather cut up; the text does not say by which transport, and FiCCO's is

@@ -1,43 +1,26 @@
-"""What the studies of the papers have in common: the head of a simulated record, tables, pictures, a page's block, and what it
-rests on."""
+"""What the studies of the papers have in common: the head of a simulated record, pictures, a page's block, and what it rests on."""
 
 from __future__ import annotations
 
 import datetime
 import platform
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 import weft
-from weft.bench.core.tables import Record, markdown_table
+from weft.bench.core.tables import Record, Table, markdown_table
 from weft.bench.provenance import provenance
 from weft.hw import Machine
 from weft.hw.machine import Quantity
 from weft.hw.topology import load_topology
 from weft.sim import Model, model_of
 from weft.trace.pyplot import pyplot
-
-
-class Table(NamedTuple):
-    title: str
-    columns: tuple[str, ...]
-    cells: list[tuple[str, ...]]
-
-
-def table(
-    title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
-) -> Table:
-    """A line for each row, and `last`, by column; columns in which no row has anything are left out."""
-    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    shown = [name for name in columns if any(cells[name])]
-    lines = [*zip(*(cells[name] for name in shown), strict=True)]
-    return Table(title, tuple(shown), [*lines, *(tuple(line.get(name, "") for name in shown) for line in last)])
 
 
 @contextmanager

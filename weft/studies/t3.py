@@ -30,13 +30,13 @@ from typing import Literal, NamedTuple
 
 from weft import plan
 from weft.bench.core.records import last_runs
-from weft.bench.core.tables import Record, geomean, milliseconds, times
+from weft.bench.core.tables import Record, Table, geomean, milliseconds, table, times
 from weft.hw import file_of, load_machine
 from weft.schedule import Draft, MatmulReduceScatter, named
 from weft.sim import Model, simulate
 from weft.sim.losses import gemms_us
 from weft.sim.traffic import traffic
-from weft.studies.pages import Table, bars, block, figure, head, model_for, table, where
+from weft.studies.pages import bars, block, figure, head, model_for, where
 from weft.words import counted
 
 OP = "matmul_reduce_scatter"

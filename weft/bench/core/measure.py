@@ -38,8 +38,8 @@ class Workload(ABC):
     """(arm, baseline) whose difference is published: they are repeated until it exceeds its noise."""
 
     @abstractmethod
-    def reference(self, which: int) -> torch.Tensor:
-        """float64, two-dimensional: this rank's output for that input set. Collective."""
+    def reference(self, which: int) -> Any:
+        """This rank's output for that input set, in float64 and two-dimensional. Collective."""
 
     def twins(self, mode: Mode) -> Mapping[str, str]:
         """Arms that run the same schedule as another one does: how far their times differ is noise, and no claim."""
@@ -49,13 +49,22 @@ class Workload(ABC):
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """What arm `name` may err, given everybody's errors."""
 
+    def differs(self, name: str, how: str) -> str:
+        """How a wrong arm is told of."""
+        return f"{name}{how} differs from the float64 reference"
+
+    def poison(self, name: str, output: torch.Tensor) -> None:
+        """NaN into what the arm has made, which is not looked at any more."""
+        output.fill_(math.nan)
+
     def rows_of(self, name: str, output: torch.Tensor, which: int) -> torch.Tensor:
         """What of an arm's output is to be as the reference has it; arms may leave other rows undefined."""
         return output
 
-    def error(self, output: torch.Tensor, reference: torch.Tensor) -> float:
-        """The largest error of any element on any rank, relative to the largest element; infinite where an element is
-        not finite, or the shape or the dtype is wrong. Collective."""
+    def error(self, name: str, output: torch.Tensor, which: int, reference: Any) -> float:
+        """The largest error of any element of what arm `name` made, on any rank, relative to the largest element; infinite where
+        an element is not finite, or the shape or the dtype is wrong. Collective."""
+        output = self.rows_of(name, output, which)
         largest = self.ranks.most(_largest(reference))
         if output.shape != reference.shape or output.dtype != self.dtype:
             return self.ranks.most(float("inf"))
@@ -136,23 +145,23 @@ def measure_arms(
 ) -> Results:  # fmt: skip
     """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at; in `graph` without those that
     wait for the device. Collective."""
-    step(f"{work.name}: checking every variant against float64", 0)
+    step(f"{work.name}: checking every variant", 0)
     first_call_ms = first_calls(arms, work.ranks)
     found = check(arms, work)
     found.first_call_ms = first_call_ms
     baseline = next(iter(arms))
     arms = {name: arm for name, arm in arms.items() if name not in found.wrong}
-    step(f"{work.name}: checking every variant against float64", STEPS)
+    step(f"{work.name}: checking every variant", STEPS)
 
     def time_all(mode: Mode, calls: Mapping[str, Call]) -> tuple[dict[str, Timing], dict[str, float]]:
         """(times; what the last output of each arm's row errs)"""
         seen: dict[str, float] = {}
-        references: dict[int, torch.Tensor] = {}  # arms' last calls are on the same input set, so one will do
+        references: dict[int, Any] = {}  # arms' last calls are on the same input set, so one will do
 
         def inspect(name: str, which: int, output: Any) -> None:
             if name in arms:
                 references[which] = references[which] if which in references else work.reference(which)
-                seen[name] = work.error(work.rows_of(name, output, which), references[which])
+                seen[name] = work.error(name, output, which, references[which])
 
         timed = time_arms(
             calls, work.ranks, mode, input_sets=work.input_sets, seconds=seconds, repetitions=repetitions,
@@ -216,7 +225,7 @@ def check(arms: Arms, work: Workload, recorder: Recorder | None = None, found: R
             output = _output(name, arm, which, work, recorder, found)
             if output is not None:
                 work.ranks.synchronize()
-                found.errors[name] = max(found.errors[name], work.error(work.rows_of(name, output, which), reference))
+                found.errors[name] = max(found.errors[name], work.error(name, output, which, reference))
                 del output
     how = " as a graph" if recorder else ""
     for number, name in enumerate(arms):
@@ -230,8 +239,7 @@ def _is_wrong(name: str, error: float, work: Workload, found: Results, how: str,
     if error <= (limit := work.limit(name, found.errors)):
         return False
     found.wrong[name] = (
-        f"{work.name}: {name}{how} differs from the float64 reference by {error:.3g} of the largest element; at most "
-        f"{limit:.3g} is allowed: {so}"
+        f"{work.name}: {work.differs(name, how)} by {error:.3g} of the largest element; at most {limit:.3g} is allowed: {so}"
     )
     if must:
         raise RuntimeError(found.wrong[name])
@@ -253,7 +261,7 @@ def _output(
         assert isinstance(output, torch.Tensor)
         output.fill_(math.nan)
     stale = arm((which + 1) % work.input_sets)  # also: what peers receive into holds other data now
-    stale.fill_(math.nan)
+    work.poison(name, stale)
     del stale
     if graph is None:
         return arm(which)

@@ -8,9 +8,11 @@ records, command line and documents are shared.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from functools import partial
+from operator import itemgetter
+from typing import Any, ClassVar, Generic, TypeVar
 
 from weft.bench.core import records, remarks
 from weft.bench.core.ceilings import Ceilings
@@ -18,10 +20,11 @@ from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Arms, Results, Step, Workload, measure_arms
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.tables import Record, markdown_table, milliseconds, number, times
+from weft.bench.core.tables import Record, cell, markdown_table, milliseconds, table, times
 from weft.words import counted
 
 P = TypeVar("P")
+Columns = Mapping[str, Callable[[Record], str]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class Variants(Workload):
         """(variants, the baseline first; what runs beside them; notes on what was left out). wanted: or the usual ones."""
 
     @abstractmethod
-    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
-        """What bytes and operations take at the rates that were measured in the same run. Collective."""
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float | None:
+        """What bytes and operations take at the rates that were measured in the same run; None where nobody counts. Collective."""
 
     def baseline(self, mode: Mode) -> str:
         return self.baselines[0]
@@ -93,18 +96,11 @@ class Variants(Workload):
             over = {o: base_ms / ms for o in self.baselines if (base_ms := found.ms(mode, o)) is not None}
             mine = {
                 "variant": name, "mode": mode, **asdict(found.timings[mode, name]), "first_call_ms": found.first_call_ms[name],
-                "speedup": over.get(base), "speedup_over": over, "roofline_ratio": ms / roofline_ms,
+                "speedup": over.get(base), "speedup_over": over, "roofline_ratio": ms / roofline_ms if roofline_ms else None,
                 "error": found.errors[name],
             }  # fmt: skip
             rows.append(common | mine | self.judged(mode, name, found))
         return rows
-
-
-class Column(NamedTuple):
-    title: str
-    field: str
-    digits: int
-    unit: float = 1
 
 
 class Operator(ABC, Generic[P]):
@@ -116,10 +112,12 @@ class Operator(ABC, Generic[P]):
     fp8: bool = False  # whether it can be measured with fp8 operands
     refuses: Mapping[str, str] = {"pictures": "draws none, leave it out", "option": "has none, leave it out"}
     baselines: tuple[str, ...] = ()
-    columns: ClassVar[tuple[Column, ...]] = ()
+    columns: ClassVar[Columns] = {}
     """Of a variant in the table of a configuration, beside those of all operators."""
     narrow: ClassVar[tuple[str, ...]] = ("p20 - p80", "skew", "first\nms", "error")
     """Columns of that table that a narrow terminal leaves out, the last first."""
+    optional: tuple[str, ...] = ()
+    """Those of the table of several configurations."""
     head: tuple[str, ...] = ()
     time: str = "{}"
     tail: tuple[str, ...] = ()
@@ -140,10 +138,6 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def presets(self, options: BenchOptions) -> Sequence[P]:
         """The configurations that `options.preset` names."""
-
-    @abstractmethod
-    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Print what several configurations say together."""
 
     # --- presets that become variants ---
 
@@ -180,34 +174,34 @@ class Operator(ABC, Generic[P]):
         return self.workload(preset, ranks, options).measured(options, ceilings, step)
 
     def show(self, found: Measured, options: BenchOptions) -> None:
-        """Print a table of one configuration."""
-        overs = [name for name in self.baselines if any(r["variant"] == name for r in found.records)]
+        """Print a table of one configuration. What ran beside the variants has times only."""
         by_name = {(r["mode"], r["variant"]): r for r in found.records}
-        rows = []
+        rows: list[Record] = []
         for mode in options.modes:
             mine = [r for r in found.records if r["mode"] == mode]
-            mine.sort(key=lambda r: r["p50_ms"] if self.pinned(r["variant"]) else 0.0)
-            for r in mine:
-                bases = [(over, by_name.get((mode, over))) for over in overs]
-                rows.append(
-                    self._cells(r, [times(1) if r["variant"] == o else remarks.gain(r, base) for o, base in bases])
-                )
-            rows += [self._cells(r, [""] * len(overs)) for r in found.beside if r["mode"] == mode]
-        print_table(
-            found.title,
-            ("variant", "mode", "ms", "p20 - p80", "skew", *(f"vs\n{over}" for over in overs), "over\nroofline",
-             *(column.title for column in self.columns), "host\nus", "first\nms", "error"),
-            rows, (*found.notes, *found.wrong), section=1, optional=self.narrow,
-        )  # fmt: skip
+            rows += sorted(mine, key=lambda r: r["p50_ms"] if self.pinned(r["variant"]) else 0.0)
+            rows += [r for r in found.beside if r["mode"] == mode]
 
-    def _cells(self, r: Record, gains: Sequence[str]) -> list[str]:
-        """What ran beside the variants has times only."""
-        columns = [Column("over\nroofline", "roofline_ratio", 2), *self.columns]
-        columns += [Column("host\nus", "host_us", 1), Column("first\nms", "first_call_ms", 1)]
-        values = [(r.get(column.field), column) for column in columns]
-        others = ["" if x is None else number(x / column.unit, column.digits) for x, column in values]
-        took = [f"{r['p50_ms']:.4f}", f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}", f"{r['skew_ms']:.4f}"]
-        return [r["variant"], r["mode"], *took, *gains, *others, f"{r['error']:.1e}" if "error" in r else ""]
+        def over(baseline: str, r: Record) -> str:
+            mine, base = (by_name.get((r["mode"], name)) for name in (r["variant"], baseline))
+            return times(1) if base and mine is base else remarks.gain(mine, base)
+
+        columns: Columns = {
+            "variant": itemgetter("variant"), "mode": itemgetter("mode"), "ms": cell("p50_ms", 4),
+            "p20 - p80": lambda r: f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}", "skew": cell("skew_ms", 4),
+            **{f"vs\n{name}": partial(over, name) for name in self.baselines}, "over\nroofline": cell("roofline_ratio", 2),
+            **self.columns, "host\nus": cell("host_us", 1), "first\nms": cell("first_call_ms", 1),
+            "error": lambda r: "" if r.get("error") is None else f"{r['error']:.1e}",
+        }  # fmt: skip
+        notes = (*found.notes, *found.wrong)
+        print_table(*table(found.title, rows, columns), notes, section=1, optional=self.narrow)
+
+    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        """Print what several configurations say together."""
+        for mode in options.modes:
+            if rows := [r for r in written if r["mode"] == mode]:
+                title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
+                print_table(title, *self.summary(rows), self.notes(rows), optional=self.optional)
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """(header, cells), a line for each configuration: times, gains, what they are judged by."""
@@ -225,6 +219,10 @@ class Operator(ABC, Generic[P]):
             lines.append(cells + self.judged(by_variant))
         return header, lines
 
+    def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        """The same, with what is said below all lines."""
+        return self.lines(rows)
+
     def notes(self, rows: Sequence[Record]) -> list[str]:
         """What has to be known of these lines, in sentences."""
         header, lines = self.lines(rows)
@@ -235,4 +233,4 @@ class Operator(ABC, Generic[P]):
 
     def table(self, rows: Sequence[Record]) -> str:
         """Markdown of the records of one dtype and mode: a row per configuration."""
-        return "\n\n".join([markdown_table(*self.lines(rows)), *self.notes(rows)])
+        return "\n\n".join([markdown_table(*self.summary(rows)), *self.notes(rows)])

@@ -1,13 +1,39 @@
-"""Numbers and tables as Markdown."""
+"""Numbers and tables, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from statistics import geometric_mean
+from typing import Any, NamedTuple
 
 Record = dict[str, Any]
 """One JSON object: what was measured of a (configuration, variant, mode), with what is needed to believe and repeat it."""
+
+
+class Table(NamedTuple):
+    title: str
+    columns: tuple[str, ...]
+    cells: list[tuple[str, ...]]
+
+
+def table(
+    title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]], last: Sequence[Mapping[str, str]] = ()
+) -> Table:
+    """A line for each row, and `last`, by column; columns in which no row has anything are left out."""
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    shown = [name for name in columns if any(cells[name])]
+    lines = [*zip(*(cells[name] for name in shown), strict=True)]
+    return Table(title, tuple(shown), [*lines, *(tuple(line.get(name, "") for name in shown) for line in last)])
+
+
+def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
+    """What a column says of a record; nothing where the field is missing or None."""
+
+    def said(record: Record) -> str:
+        value = record.get(field)
+        return "" if value is None else f"{value / unit:.{digits}f}"
+
+    return said
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,7 +49,7 @@ def milliseconds(value: float | None) -> str:
 
 def geomean(values: Sequence[float]) -> float | None:
     """None for no values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+    return geometric_mean(values) if values else None
 
 
 def times(factor: float | None, clear: bool = True) -> str:

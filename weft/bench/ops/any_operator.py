@@ -24,9 +24,9 @@ from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Column, Operator, Variants
+from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.tables import Record, geomean, markdown_table, milliseconds, number, share, times
+from weft.bench.core.tables import Record, cell, geomean, markdown_table, milliseconds, number, share, times
 from weft.bench.ops.gemms import (
     BASELINE,
     OWN_SERIAL,
@@ -241,9 +241,7 @@ class GemmOperator(Operator[S]):
     matmul = True
     variants: type[GemmVariants]
     shape: type[S]
-    columns: ClassVar[tuple[Column, ...]] = (Column("added\nus", "added_us", 1),)
-    optional: tuple[str, ...] = ()
-    """Columns of the table of all shapes that a narrow terminal leaves out, the last first."""
+    columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
     def __init__(self, spec: Spec[Any]) -> None:
         self.name, self.spec = spec.name, spec
@@ -305,12 +303,10 @@ class GemmOperator(Operator[S]):
         return []
 
     def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
+        super().show_summary(written, options)
         for mode in options.modes:
-            if rows := [r for r in written if r["mode"] == mode]:
-                title = f"{options.op}, {mode}, {options.dtype}, {options.device}, milliseconds"
-                print_table(title, *self.lines(rows), self.notes(rows), optional=self.optional)
-                if by_kind := self._by_kind(rows):
-                    print_table(f"{title}: {_BY_KIND}", *by_kind)
+            if by_kind := self._by_kind([r for r in written if r["mode"] == mode]):
+                print_table(f"{options.op}, {mode}: {_BY_KIND}", *by_kind)
 
     def table(self, rows: Sequence[Record]) -> str:
         by_kind = self._by_kind(rows)
@@ -363,10 +359,10 @@ class AnyOperator(GemmOperator[Shape]):
 
     variants, shape = MatmulVariants, Shape
     refuses = {name: why for name, why in GemmOperator.refuses.items() if name != "option"}  # noqa: RUF012
-    columns = (
-        Column("over\nideal", "ideal_ratio", 2), Column("calibrated\nms", _PREDICTED[0], 4),
-        Column("blind\nms", _PREDICTED[1], 4), *GemmOperator.columns,
-    )  # fmt: skip
+    columns: ClassVar[Columns] = {
+        "over\nideal": cell("ideal_ratio", 2), "calibrated\nms": cell(_PREDICTED[0], 4), "blind\nms": cell(_PREDICTED[1], 4),
+        **GemmOperator.columns,
+    }  # fmt: skip
     narrow = ("over\nideal", "calibrated\nms", "blind\nms", *GemmOperator.narrow)
     head, tail = ("M x N x K",), ("ideal", f"{WEFT} / ideal")
 

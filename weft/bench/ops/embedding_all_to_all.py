@@ -17,13 +17,12 @@ from typing import ClassVar
 import torch
 
 from weft.bench.core.ceilings import Ceilings
-from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
-from weft.bench.core.operator import Column, Operator, Variants
+from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, geomean, markdown_table, times
+from weft.bench.core.tables import Record, cell, geomean, times
 from weft.bench.ops.embedding_arms import BASELINE, Arm, EmbeddingData, FusedArm, SerialArm, make_arm, why_not
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale
 from weft.words import counted
@@ -168,7 +167,7 @@ def choose_scale(preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -
 
 class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     name, baselines = "embedding_all_to_all", BASELINES
-    columns: ClassVar = (Column("pool\nms", "pool_ms", 3), Column("extra\nMB", "extra_bytes", 1, 1e6))
+    columns: ClassVar[Columns] = {"pool\nms": cell("pool_ms", 3), "extra\nMB": cell("extra_bytes", 1, 1e6)}
     narrow = ("pool\nms", "p20 - p80", "skew", "host\nus", "first\nms", "extra\nMB", "error")
     head, time = ("configuration",), "{}, ms"
 
@@ -190,20 +189,6 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
     def workload(self, preset: EmbeddingPreset, ranks: Ranks, options: BenchOptions) -> EmbeddingWorkload:
         config = preset.config(ranks.world_size, choose_scale(preset, ranks, options), DTYPES[options.dtype])
         return EmbeddingWorkload(config, ranks, input_sets=2 if options.quick else 3)
-
-    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        """Print the geometric mean of each variant's speedup over all configurations."""
-        others = [name for name in BASELINES if any(r["variant"] == name for r in written)]
-        rows = []
-        for mode in options.modes:
-            for name in dict.fromkeys(r["variant"] for r in written):
-                mine = [r["speedup_over"] for r in written if r["variant"] == name and r["mode"] == mode]
-                over = [[s[o] for s in mine if o in s] for o in others]
-                means, worst = [times(geomean(o)) for o in over], [times(min(o, default=None)) for o in over]
-                rows.append((name, mode, *means, *worst))
-        columns = ("variant", "mode", *(f"vs\n{o}" for o in others), *(f"worst vs\n{o}" for o in others))
-        count = len({r["config"] for r in written})
-        print_table(f"Geometric mean over {counted(count, 'configuration')}", columns, rows, section=1)
 
     # --- tables in documents ---
 
@@ -232,7 +217,8 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
                 cells.append(ratios.get(config, ""))
         return header, lines
 
-    def table(self, rows: Sequence[Record]) -> str:
+    def summary(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+        """With the geometric means of the gains."""
         header, lines = self.lines(rows)
         if len(lines) > 1:
             ms = {(r["config"], r["variant"]): r["p50_ms"] for r in rows}
@@ -243,7 +229,7 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
                 for over in overs
             }
             lines.append(["geometric mean", *(times(geomean(means.get(column, []))) for column in header[1:])])
-        return "\n\n".join([markdown_table(header, lines), *self.notes(rows)])
+        return header, lines
 
 
 OPERATOR = _EmbeddingAllToAll()

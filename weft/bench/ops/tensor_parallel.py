@@ -18,35 +18,24 @@ NaN; those of the last timed call are too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 
 import weft.nn
 from weft.bench.core import remarks
 from weft.bench.core.ceilings import Ceilings
-from weft.bench.core.console import print_table
-from weft.bench.core.harness import Mode, Ranks, Timing, time_arms
-from weft.bench.core.measure import STEPS, Step, first_calls
-from weft.bench.core.operator import Measured, Operator
+from weft.bench.core.harness import Call, Mode, Ranks
+from weft.bench.core.measure import Results
+from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.records import common_fields
-from weft.bench.core.tables import Record, milliseconds, number, times
+from weft.bench.core.tables import Record, milliseconds, table, times
+from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.asynctp import ASYNCTP
 from weft.bench.ops.gemms import BASELINE, WEFT
-from weft.bench.ops.tensor_parallel_arms import (
-    COMPILED,
-    COMPUTE,
-    Block,
-    Model,
-    arms_of,
-    fused_by_torch,
-    local,
-)
-from weft.words import counted
+from weft.bench.ops.tensor_parallel_arms import COMPILED, COMPUTE, Block, Model, arms_of, fused_by_torch, local
 
 MODELS = {
     "llama-3-8b": Model(4096, 14336, 32, 8, 8192),
@@ -55,22 +44,18 @@ MODELS = {
     "cpu": Model(256, 768, 8, 4, 512),
 }
 VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
-_CLAIMS = ((WEFT, BASELINE), (COMPILED, ASYNCTP))
 
 
-def limit(dtype: torch.dtype) -> float:
-    """How far from serial's results a variant's may be, relative to the largest element: both round what they keep a few times, and
-    add in orders of their own."""
-    return 4 * torch.finfo(dtype).eps + 1e-4
+class Comparison(Variants):
+    """A block's inputs and arms on one rank. What arms make are results and all gradients, and the reference is what `serial`
+    makes. Making one is collective."""
 
-
-class Comparison:
-    """A block's inputs and arms on one rank, and what `serial` makes of them. Making one is collective."""
+    baselines, claims, input_sets = (BASELINE, ASYNCTP), ((WEFT, BASELINE), (COMPILED, ASYNCTP)), 1
 
     def __init__(self, block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> None:
         torch.compiler.reset()
-        self.block, self.ranks, self.limit = block, ranks, limit(dtype)
-        self.arms = arms_of(block, wanted, ranks, dtype)
+        self.config, self.name, self.ranks, self.dtype = block, block.name, ranks, dtype
+        self.blocks = arms_of(block, wanted, ranks, dtype)
         model, device = block.model, ranks.device
         torch.manual_seed(1 + ranks.rank)
         shape = (model.length // ranks.world_size, 1, model.hidden)
@@ -78,11 +63,14 @@ class Comparison:
         self.grad = torch.randn(shape, device=device).to(dtype)
         rotary = weft.nn.rotary_embedding(model.length, model.head_dim, device=device)
         self.rest = (rotary,) if block.kind == "attention" else ()
-        self.wrong: dict[str, str] = {}
+        self.worst: dict[str, str] = {}
+
+    def arms(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
+        return {name: partial(self.call, name) for name in self.blocks}, {}, []
 
     def call(self, name: str, which: int = 0) -> torch.Tensor:
         """Forward and backward. Gradients are new ones."""
-        arm = self.arms[name]
+        arm = self.blocks[name]
         self.x.grad = None
         for parameter in arm.module.parameters():
             parameter.grad = None
@@ -90,68 +78,59 @@ class Comparison:
         y.backward(self.grad)
         return y
 
+    # --- what is compared ---
+
     def results(self, name: str, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of the last call, which was this arm's and returned `y`: this rank's part of that and of all gradients."""
-        gradients = {f"the gradient of {n}": local(p.grad) for n, p in self.arms[name].module.named_parameters()}
+        gradients = {f"the gradient of {n}": local(p.grad) for n, p in self.blocks[name].module.named_parameters()}
         return {"y": local(y.detach()), "the gradient of x": local(self.x.grad)} | gradients
 
-    def check(self, name: str) -> float:
-        """Call it, on memory full of NaN, and compare; the error. Collective."""
-        if name == BASELINE:
-            self.wanted = {key: value.clone() for key, value in self.results(name, self.call(name)).items()}
-        for value in self.results(name, self.call(name)).values():
+    @cached_property
+    def wanted(self) -> dict[str, torch.Tensor]:
+        """Collective."""
+        return {key: value.clone() for key, value in self.results(BASELINE, self.call(BASELINE)).items()}
+
+    def reference(self, which: int) -> dict[str, torch.Tensor]:
+        return self.wanted
+
+    def poison(self, name: str, output: torch.Tensor) -> None:
+        for value in self.results(name, output).values():
             value.fill_(math.nan)
-        return self.compare(name, self.call(name), "it was not timed")
 
-    def compare(self, name: str, y: torch.Tensor, so: str) -> float:
-        """The largest error of the last call's results, relative to the largest element of `serial`'s; what is too large is noted.
-        Collective."""
-        found = self.results(name, y)
-        mine = [_distance(found[key], wanted) for key, wanted in self.wanted.items()]
-        errors = dict(zip(self.wanted, map(max, zip(*self.ranks.gather(mine), strict=True)), strict=True))
-        worst = max(errors, key=errors.__getitem__)
-        if errors[worst] > self.limit:
-            self.wrong[name] = (
-                f"{self.block.name}: {worst} of {name} differs from {BASELINE}'s by {errors[worst]:.3g} of the largest element; at "
-                f"most {self.limit:.3g} is allowed: {so}"
-            )
-        return errors[worst]
+    def error(self, name: str, output: torch.Tensor, which: int, reference: Mapping[str, torch.Tensor]) -> float:
+        """The largest of any result, relative to the largest element of `serial`'s; of `compute`, which makes anything, 0."""
+        if name == COMPUTE:
+            return 0.0
+        found = self.results(name, output)
+        mine = [_distance(found[key], wanted) for key, wanted in reference.items()]
+        errors = dict(zip(reference, map(max, zip(*self.ranks.gather(mine), strict=True)), strict=True))
+        self.worst[name] = max(errors, key=errors.__getitem__)
+        return errors[self.worst[name]]
 
-    def measured(self, options: BenchOptions, ceilings: list[Ceilings], step: Step) -> Measured:
-        """Check and time the arms. Collective; the same times on every rank."""
-        name, checking = self.block.name, f"{self.block.name}: comparing every variant with {BASELINE}"
-        step(checking, 0)
-        checked = [arm for arm in self.arms if arm != COMPUTE]
-        first_call_ms = first_calls({arm: partial(self.call, arm) for arm in self.arms}, self.ranks)
-        errors = {arm: self.check(arm) for arm in checked}
-        fused = fused_by_torch(partial(self.call, ASYNCTP)) if ASYNCTP in self.arms else None
-        step(checking, STEPS)
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        """Both round what they keep a few times, and add in orders of their own."""
+        return 4 * torch.finfo(self.dtype).eps + 1e-4
 
-        def inspect(arm: str, which: int, y: Any) -> None:
-            if arm != COMPUTE:
-                errors[arm] = max(
-                    errors[arm], self.compare(arm, y, "that was its last timed call, and no time is kept")
-                )
+    def differs(self, name: str, how: str) -> str:
+        return f"{self.worst[name]} of {name} differs from {BASELINE}'s"
 
-        timings = time_arms(
-            {arm: partial(self.call, arm) for arm in self.arms if arm not in self.wrong}, self.ranks, "queued", input_sets=1,
-            seconds=options.time_s, repetitions=options.repetitions, claims=_CLAIMS,
-            advance=partial(step, f"{name}: timing"), inspect=inspect,
-        )  # fmt: skip
-        timings = {arm: timing for arm, timing in timings.items() if arm not in self.wrong}
-        world = self.ranks.world_size
-        common = common_fields(options, name, world, BASELINE, None, ceilings)
-        common |= {"mode": "queued", "length": self.block.model.length}
-        rows = []
-        for arm, timing in timings.items():
-            of: Record = {"first_call_ms": first_call_ms[arm], "error": errors.get(arm), "hidden": hidden(arm, timings)}
-            of |= {"fused_by_torch": fused} if arm == ASYNCTP else {}
-            over = {o: timings[o].p50_ms / timing.p50_ms for o in (BASELINE, ASYNCTP) if o in timings}
-            of |= {"speedup": over.get(BASELINE), "speedup_over": over}
-            rows.append(common | {"variant": arm} | asdict(timing) | of)
-        where = f"{options.dtype}, {counted(world, 'rank')}, {options.device}"
-        title = f"{options.op} {name} (a sequence of {self.block.model.length}), forward and backward, {where}"
-        return Measured(rows, (), title, OPERATOR.notes(rows), tuple(self.wrong.values()))
+    # --- what is recorded ---
+
+    def roofline_ms(self, ceilings: Sequence[Ceilings]) -> None:
+        return None
+
+    def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
+        return {"length": self.config.model.length}
+
+    def judged(self, mode: Mode, name: str, found: Results) -> Record:
+        serial, compute, mine = (found.ms(mode, of) for of in (BASELINE, COMPUTE, name))
+        judged: Record = (
+            {"hidden": None, "error": None} if name == COMPUTE else {"hidden": hidden(serial, compute, mine)}
+        )
+        return judged | ({"fused_by_torch": fused_by_torch(partial(self.call, name))} if name == ASYNCTP else {})
+
+    def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
+        return OPERATOR.notes(records)
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -162,18 +141,29 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def hidden(arm: str, timings: Mapping[str, Timing]) -> float | None:
+def hidden(serial: float | None, compute: float | None, mine: float | None) -> float | None:
     """The share of the communication that it hides; None without what it is compared with, or if communication took no time."""
-    if arm == COMPUTE or BASELINE not in timings:
+    if serial is None or compute is None or mine is None or serial <= compute:
         return None
-    serial, compute, mine = (timings[name].p50_ms for name in (BASELINE, COMPUTE, arm))
-    return (serial - mine) / (serial - compute) if serial > compute else None
+    return (serial - mine) / (serial - compute)
+
+
+def _hidden(r: Record) -> str:
+    return f"{r['hidden']:.0%}" if r.get("variant") == WEFT and r["hidden"] is not None else ""
+
+
+def _gain(one: Record | None, base: Record | None) -> str:
+    """In parentheses if it is unclear, where noise was recorded."""
+    if one and base and "p20_ms" not in one:
+        return times(base["p50_ms"] / one["p50_ms"])
+    return remarks.gain(one, base)
 
 
 class _TensorParallel(Operator[Block]):
     name = "tensor_parallel"
     refuses = {**Operator.refuses, "scale": "has sizes of models: give another preset"}  # noqa: RUF012
-    baselines = (BASELINE, ASYNCTP)
+    baselines = Comparison.baselines
+    columns: ClassVar[Columns] = {"hidden": _hidden}
 
     def modes(self, device: str) -> tuple[Mode, ...]:
         return ("queued",)
@@ -197,41 +187,28 @@ class _TensorParallel(Operator[Block]):
             raise ValueError(f"no preset {unknown[0]!r}: give some of {', '.join(MODELS)}")
         return [Block(name, kind, MODELS[name]) for name in dict.fromkeys(names) for kind in ("mlp", "attention")]
 
-    def measure(
-        self, preset: Block, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step
-    ) -> Measured:
-        step(f"{preset.name}: making inputs", 0)
+    def workload(self, preset: Block, ranks: Ranks, options: BenchOptions) -> Comparison:
         wanted = options.variants or tuple(v for v in VARIANTS if v != ASYNCTP or ranks.device.type == "cuda")
-        return Comparison(preset, wanted, ranks, DTYPES[options.dtype]).measured(options, ceilings, step)
-
-    def show(self, found: Measured, options: BenchOptions) -> None:
-        by_name, rows = {r["variant"]: r for r in found.records}, []
-        for name, r in by_name.items():
-            took = [f"{r['p50_ms']:.4f}", f"{r['p20_ms']:.4f} - {r['p80_ms']:.4f}", f"{r['skew_ms']:.4f}"]
-            gains = [times(1) if name == over else remarks.gain(r, by_name.get(over)) for over in self.baselines]
-            others = [_hidden(r), number(r["host_us"], 1), number(r["first_call_ms"], 1)]
-            rows.append([name, *took, *gains, *others, "" if r["error"] is None else f"{r['error']:.1e}"])
-        gains = [f"vs\n{over}" for over in self.baselines]
-        header = ["variant", "ms", "p20 - p80", "skew", *gains, "hidden", "host\nus", "first\nms", "error"]
-        print_table(found.title, header, rows, (*found.notes, *found.wrong), optional=self.narrow)
-
-    def show_summary(self, written: Sequence[Record], options: BenchOptions) -> None:
-        title = f"{options.op}, {options.dtype}, {options.device}, milliseconds"
-        print_table(title, *self.lines(written), self.notes(written))
+        return Comparison(preset, wanted, ranks, DTYPES[options.dtype])
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """Without columns of what nobody measured."""
-        header = ["block", COMPUTE, BASELINE, WEFT, f"{WEFT}: hidden", COMPILED, ASYNCTP, f"{COMPILED} vs {ASYNCTP}"]
-        lines = []
-        for config in dict.fromkeys(r["config"] for r in rows):
-            of = {r["variant"]: r for r in rows if r["config"] == config}
-            ms = {name: milliseconds(of[name]["p50_ms"]) for name in of}
-            share = _hidden(of[WEFT]) if WEFT in of else ""
-            cells = [*(ms.get(v, "") for v in (COMPUTE, BASELINE, WEFT)), share]
-            cells += [*(ms.get(v, "") for v in (COMPILED, ASYNCTP)), _gain(of.get(COMPILED), of.get(ASYNCTP))]
-            lines.append([config, *cells])
-        kept = [i for i in range(len(header)) if any(line[i] for line in lines)]
-        return [header[i] for i in kept], [[line[i] for i in kept] for line in lines]
+        configs: dict[str, dict[str, Record]] = {}
+        for r in rows:
+            configs.setdefault(r["config"], {})[r["variant"]] = r
+
+        def ms(variant: str) -> Callable[[Mapping[str, Record]], str]:
+            return lambda of: milliseconds(of[variant]["p50_ms"]) if variant in of else ""
+
+        columns = {
+            "block": lambda of: next(iter(of.values()))["config"],
+            **{v: ms(v) for v in (COMPUTE, BASELINE, WEFT)},
+        }
+        columns[f"{WEFT}: hidden"] = lambda of: _hidden(of.get(WEFT, {}))
+        columns |= {v: ms(v) for v in (COMPILED, ASYNCTP)}
+        columns[f"{COMPILED} vs {ASYNCTP}"] = lambda of: _gain(of.get(COMPILED), of.get(ASYNCTP))
+        _, header, lines = table("", [*configs.values()], columns)
+        return [*header], [[*line] for line in lines]
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
         header, lines = self.lines(rows)
@@ -251,17 +228,6 @@ class _TensorParallel(Operator[Block]):
         elif torchs:
             said.append(f"{ASYNCTP} gathers by NVLink multicast for M <= {remarks.MULTICAST_M} only, so not here.")
         return [*said, *(remarks.of_nccl(rows) if rows else [])]
-
-
-def _hidden(r: Record) -> str:
-    return f"{r['hidden']:.0%}" if r["variant"] == WEFT and r["hidden"] is not None else ""
-
-
-def _gain(one: Record | None, base: Record | None) -> str:
-    """In parentheses if it is unclear, where noise was recorded."""
-    if one and base and "p20_ms" not in one:
-        return times(base["p50_ms"] / one["p50_ms"])
-    return remarks.gain(one, base)
 
 
 OPERATOR = _TensorParallel()
