@@ -19,7 +19,7 @@ from weft.bench.core.operators import operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import run_rank
 from weft.bench.ops.gemms import Shape
-from weft.bench.ops.scaled_matmul_reduce_scatter import OPERATOR as measuring
+from weft.bench.ops.matmul_reduce_scatter import SCALED as measuring
 from weft.cli.app import app
 from weft.launch import Pool
 

@@ -10,8 +10,12 @@ from typing import Any
 
 from weft.schedule.problem import PROBLEMS
 
-_OTHERS = {"tensor_parallel": "weft.bench.ops.tensor_parallel", "inefficiency": "weft.studies.inefficiency"}
+_OTHERS = {
+    "tensor_parallel": "weft.bench.ops.tensor_parallel:OPERATOR", "inefficiency": "weft.studies.inefficiency:OPERATOR",
+}  # fmt: skip
 """What is measured beside single operators, and where."""
+_SHARING = {"scaled_matmul_reduce_scatter": "weft.bench.ops.matmul_reduce_scatter:SCALED"}
+"""Operators in another one's file."""
 
 
 def names() -> list[str]:
@@ -23,9 +27,9 @@ def operator(name: str) -> Any:
     """Its `weft.bench.core.operator.Operator`. Raises ValueError on a name that is no operator. One whose spec says how its calls
     are drawn, and what must come out, needs no file in `weft.bench.ops`, whether it is weft's or registered by somebody
     (`weft.operator`)."""
-    home = _OTHERS.get(name, f"weft.bench.ops.{name}")
+    home, _, what = (_OTHERS | _SHARING).get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in names() and importlib.util.find_spec(home) is not None:
-        return importlib.import_module(home).OPERATOR
+        return getattr(importlib.import_module(home), what)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(f"weft.ops.{name}")
     calls, any_operator = map(importlib.import_module, ("weft.operator.calls", "weft.bench.ops.any_operator"))

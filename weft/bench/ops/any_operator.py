@@ -241,6 +241,8 @@ class GemmOperator(Operator[S]):
     matmul = True
     variants: type[GemmVariants]
     shape: type[S]
+    shapes_of: ClassVar[str] = ""
+    """The operator whose shapes it has, if not shapes of its own."""
     columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
     def __init__(self, spec: Spec[Any]) -> None:
@@ -261,7 +263,7 @@ class GemmOperator(Operator[S]):
         return variant not in self.fixed
 
     def presets(self, options: BenchOptions) -> Sequence[S]:
-        return find_shapes(self.shape, shapes_file(self.name), options)
+        return find_shapes(self.shape, shapes_file(self.shapes_of or self.name), options)
 
     def check_options(self, options: BenchOptions) -> None:
         shapes = self.presets(options)

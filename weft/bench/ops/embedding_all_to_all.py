@@ -23,9 +23,8 @@ from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, cell, geomean, times
-from weft.bench.ops.embedding_arms import BASELINE, Arm, EmbeddingData, FusedArm, SerialArm, make_arm, why_not
+from weft.bench.ops.embedding_arms import BASELINE, Arm, EmbeddingData, SerialArm, make_arm, why_not
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale
-from weft.words import counted
 
 BASELINES = (BASELINE, "batched", "fbgemm")
 DEFAULT = "direct"  # what transport="auto" takes on CPU, and on H200s by their model
@@ -87,38 +86,11 @@ class EmbeddingWorkload(EmbeddingData, Variants):
 
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
         extra_bytes, how = self.built[name].peak_bytes
-        return {
-            "pool_ms": found.ms(mode, name + POOL), "extra_bytes": extra_bytes, "extra_bytes_how": how,
-            "kernel": self.built[name].resources, "put_us_per_slice": self.put_us_per_slice(mode, name, found),
-        }  # fmt: skip
-
-    def put_us_per_slice(self, mode: Mode, name: str, found: Results) -> float | None:
-        """What a program of `name` spends on a slice for staging, copy, fence and flag, beyond what `direct` takes.
-
-        (put's time - direct's) x resident programs / slices sent, on this rank; None where there is no such pair.
-        """
-        arm, direct = self.built[name], next((n for n in self.built if n == name.replace("put", "direct", 1)), DEFAULT)
-        longer, base = found.ms(mode, name), found.ms(mode, direct)
-        if not isinstance(arm, FusedArm) or arm.resources is None or longer is None or base is None:
-            return None
-        slices = arm.slices_sent()
-        return 1e3 * (longer - base) * arm.resources["grid"] / slices if slices else None
+        return {"pool_ms": found.ms(mode, name + POOL), "extra_bytes": extra_bytes, "extra_bytes_how": how}
 
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:
-        """With a line for each fused GPU kernel: what the compiler made of it and, for `put`, what a slice costs."""
         roofline = f"roofline {self.roofline_ms(ceilings):.3f} ms from {ceilings[0]}"
-        said = [f"{self.config.describe()}; {self.config.scale}", roofline]
-        for name, arm in self.built.items():
-            if (kernel := arm.resources) is None:
-                continue
-            line = (
-                f"{name}: {kernel['registers']} registers, {kernel['spills']} spilled, "
-                f"{counted(kernel['programs_per_sm'], 'program')} on an SM, {kernel['grid']} in all"
-            )
-            costs = [(r["mode"], r["put_us_per_slice"]) for r in records if r["variant"] == name]
-            costing = ", ".join(f"{cost:.3f} us ({mode})" for mode, cost in costs if cost is not None)
-            said.append(f"{line}; put, fence and flag of a slice: {costing}" if costing else line)
-        return said
+        return [f"{self.config.describe()}; {self.config.scale}", roofline]
 
     # --- bytes ---
 

@@ -6,7 +6,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -108,9 +108,6 @@ Pool = Callable[[int], torch.Tensor]
 
 class Arm(ABC):
     """One way to compute the output of a workload's input set: [local batch, sum of D], on the current stream."""
-
-    resources: Mapping[str, int] | None = None
-    """GPU: what the compiler made of the fused kernel that the calls launch, and how many programs of it are resident."""
 
     def __init__(self, work: EmbeddingData):
         self.work = work
@@ -256,7 +253,9 @@ class FusedArm(Arm):
         if per_table:
             self.inputs = [as_jagged(features) for features in work.inputs]
             self.checked = check_jagged(self.inputs[0], config.sharding, rank, config.batch_sizes, work.weights)
-            self.launching = self.operator()
+            self.launching = compiled(
+                plan_of(config.sharding, self.options), domain(work.ranks.group, work.ranks.device)
+            )
 
     def __call__(self, which: int, timeline: Timeline | None = None) -> torch.Tensor:
         work = self.work
@@ -276,26 +275,6 @@ class FusedArm(Arm):
 
     def traced(self, which: int, timeline: Timeline) -> None:
         self(which, timeline)
-
-    def operator(self) -> Any:
-        """What runs the calls. Collective where there has been no call yet."""
-        plan = plan_of(self.work.config.sharding, self.options)
-        return compiled(plan, domain(self.work.ranks.group, self.work.ranks.device))
-
-    @cached_property
-    def resources(self) -> dict[str, int] | None:  # type: ignore[override]
-        """Of a launch that opens the call, and, unless others follow for the other tables, closes it."""
-        if self.work.ranks.device.type != "cuda":
-            return None
-        closes, known = not self.per_table or len(self.work.slots) == 1, self.operator().kernel.occupancy
-        return asdict(next(found for key, found in known.items() if key.enter and key.leave == closes))
-
-    def slices_sent(self) -> int:
-        """Slices that this rank puts to its peers in a call."""
-        if self.options.transport == "direct":
-            return 0
-        per_sample: int = self.operator().plan.slices_per_sample[self.work.ranks.rank]
-        return (self.work.config.global_batch - self.work.local_batch) * per_sample
 
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {

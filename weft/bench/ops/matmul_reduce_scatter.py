@@ -1,13 +1,11 @@
 """Benchmark of the GEMM that feeds a reduce-scatter: shapes x variants.
 
 [m, k] @ [k, n] on each rank, k being its part of a layer's rows; a rank gets m / ranks rows of the sum. Inputs are ordinary
-tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. Variants:
+tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. With fp8 operands, which have a scale for each whole
+tensor, it is the operator scaled_matmul_reduce_scatter. Variants beside weft's:
 
-    serial    the baseline: torch.mm into a buffer made beforehand, reduce_scatter_tensor
-    asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter; GPUs only
-    weft      weft.matmul_reduce_scatter as it chooses
-    a name    weft.matmul_reduce_scatter with that schedule ("direct[chunks=2,by=dma,add=gemm]"; weft-serial: its "serial"); the
-              beginning of a name means all that begin so, "all" every one
+    serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a buffer made beforehand, reduce_scatter_tensor
+    asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter (fused_scaled_matmul_reduce_scatter); GPUs only
 
 Beside them run the two halves of an ideal overlap: the GEMM alone, and the copies of the peers' rows to them alone (copy engines
 on GPUs, memcpy into shared memory on CPUs). For information also the library's reduce-scatter alone.
@@ -20,10 +18,13 @@ from functools import cached_property
 import torch
 
 from weft.bench.core.harness import Call
+from weft.bench.core.options import BenchOptions
 from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.asynctp import TorchOperator, TorchVariants
-from weft.ops import matmul_reduce_scatter as op
+from weft.ops import matmul_reduce_scatter as plain
+from weft.ops import scaled_matmul_reduce_scatter as scaled
 from weft.runtime.collectives import reduce_scatter_single
+from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.unfused import reduce_scatter
 from weft.symm import SymmetricBuffer
 
@@ -75,8 +76,44 @@ class ScatterVariants(TorchVariants):
         return [(parts[peer], self._buffer.peer(peer)[rank]) for peer in peers]
 
 
+class ScaledScatterVariants(ScatterVariants):
+    """Operands in fp8 with a scale for each; products, sums and results in bf16. torch has an operator for that too."""
+
+    def draw(self) -> None:
+        self.dtype = torch.bfloat16
+        super().draw()
+
+    def gemm(self, which: int, out: torch.Tensor) -> None:
+        call = self.calls[which]
+        scaled_matmul(call.x, call.B, call.scale, call.B_scale, fast=call.fast, out=out)
+
+    def torchs(self) -> Arm:
+        name, shape = self.ranks.group.group_name, [self.config.m, self.config.n]
+
+        def call(which: int) -> torch.Tensor:
+            x, B, scale, B_scale, *_ = self.calls[which]
+            return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+                x, B, scale[0], B_scale[0], "sum", 0, 0, name, shape, None, None, self.dtype, False
+            )
+
+        return call
+
+
 class _MatmulReduceScatter(TorchOperator):
     variants = ScatterVariants
 
 
-OPERATOR = _MatmulReduceScatter(op.OPERATOR)
+class _ScaledMatmulReduceScatter(TorchOperator):
+    fp8, variants, shapes_of = True, ScaledScatterVariants, "matmul_reduce_scatter"
+
+    def default_dtype(self, device: str) -> str:
+        return "fp8"
+
+    def check_options(self, options: BenchOptions) -> None:
+        if options.dtype != "fp8":
+            raise ValueError(f"dtype={options.dtype!r}: the operands of {self.name} are fp8: leave it out")
+        super().check_options(options)
+
+
+OPERATOR = _MatmulReduceScatter(plain.OPERATOR)
+SCALED = _ScaledMatmulReduceScatter(scaled.OPERATOR)

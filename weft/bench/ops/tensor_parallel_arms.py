@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.runtime.collectives import all_gather_single, reduce_scatter_single
 
 COMPUTE, COMPILED = "compute", "weft-compiled"
+
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Model(NamedTuple):
@@ -75,7 +79,6 @@ def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtyp
         sizes = (model.hidden, model.heads, model.kv_heads)
         plain, fused = PlainAttention, weft.nn.ParallelAttention(*sizes, **given)
     serial, alone = plain(*sizes, **given), plain(*sizes, **given)
-    alone.before, alone.behind = Alone, AloneBehind
     alone.anything = torch.randn(model.length, 1, model.hidden, device=ranks.device).to(dtype)
     for module in (serial, alone):
         module.load_state_dict(fused.state_dict())
@@ -95,30 +98,17 @@ def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtyp
 # -- blocks of plain linear layers, each with a rank's part of the weights
 
 
-class Alone(torch.autograd.Function):
-    """In place of an all-gather: memory of that size, which holds anything."""
+class _Through(torch.autograd.Function):
+    """there(x), and back(gradient)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.length = len(x)
-        return whole.view_as(whole)
+    def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:  # type: ignore[override]
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad[: ctx.length], None
-
-
-class AloneBehind(torch.autograd.Function):
-    """In place of a reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.whole = whole
-        return x[: len(x) // dist.get_world_size()]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.whole, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.back(grad), None, None
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -137,46 +127,39 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
     return part
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _: Any) -> torch.Tensor:  # type: ignore[override]
-        return gathered(x)
+class Plain:
+    """anything: what takes the place of all that is gathered, and then nothing is communicated."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return scattered(grad), None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, _: Any) -> torch.Tensor:  # type: ignore[override]
-        return scattered(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gathered(grad), None
-
-
-class PlainMLP(weft.nn.ParallelMLP):
-    before: Any = Gather
-    behind: Any = Scatter
     anything: torch.Tensor | None = None
 
+    def exchanges(self) -> tuple[Exchange, Exchange]:
+        """(gather, scatter)"""
+        if self.anything is None:
+            return gathered, scattered
+        whole, world = self.anything.detach(), dist.get_world_size()
+        return lambda x: whole.view_as(whole), lambda x: x[: len(x) // world]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        gather, scatter = self.exchanges()
+        return _Through.apply(x, gather, scatter)  # type: ignore[no-any-return]
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        gather, scatter = self.exchanges()
+        return _Through.apply(x, scatter, gather)  # type: ignore[no-any-return]
+
+
+class PlainMLP(Plain, weft.nn.ParallelMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        whole = self.before.apply(x, self.anything)
+        whole = self.gather(x)
         h = F.silu(F.linear(whole, self.gate_proj.weight)) * F.linear(whole, self.up_proj.weight)
-        return self.behind.apply(F.linear(h, self.down_proj.weight), self.anything)
+        return self.scatter(F.linear(h, self.down_proj.weight))
 
 
-class PlainAttention(weft.nn.ParallelAttention):
-    before: Any = Gather
-    behind: Any = Scatter
-    anything: torch.Tensor | None = None
-
+class PlainAttention(Plain, weft.nn.ParallelAttention):
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        whole = self.before.apply(x, self.anything)
+        whole = self.gather(x)
         q, k, v = (F.linear(whole, layer.weight) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        return self.behind.apply(F.linear(self.attend(q, k, v, rotary), self.o_proj.weight), self.anything)
+        return self.scatter(F.linear(self.attend(q, k, v, rotary), self.o_proj.weight))
 
 
 # -- AsyncTP's
@@ -185,10 +168,7 @@ class PlainAttention(weft.nn.ParallelAttention):
 class StockMLP(nn.Module):
     def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-
-        def linear(k: int, n: int) -> nn.Linear:
-            return nn.Linear(k, n, False, device=device, dtype=dtype)
-
+        linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.gate_proj, self.up_proj = (linear(model.hidden, model.intermediate) for _ in range(2))
         self.down_proj = linear(model.intermediate, model.hidden)
 
@@ -199,10 +179,7 @@ class StockMLP(nn.Module):
 class StockAttention(nn.Module):
     def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-
-        def linear(k: int, n: int) -> nn.Linear:
-            return nn.Linear(k, n, False, device=device, dtype=dtype)
-
+        linear = partial(nn.Linear, bias=False, device=device, dtype=dtype)
         width, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.q_proj, self.k_proj, self.v_proj = (linear(model.hidden, n) for n in (width, kv, kv))
         self.o_proj = linear(width, model.hidden)
@@ -229,12 +206,11 @@ def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
     with warnings.catch_warnings():  # torch 2.13 does without
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)
-    columns = [name for name, _ in stock.named_children() if name not in ("down_proj", "o_proj")]
-    rows = next(name for name in ("down_proj", "o_proj") if hasattr(stock, name))
-    parallelize_module(
-        stock, mesh,
-        {name: ColwiseParallel() for name in columns} | {rows: RowwiseParallel(output_layouts=Shard(0))},
-    )  # fmt: skip
+    *columns, rows = (name for name, _ in stock.named_children())
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {
+        rows: RowwiseParallel(output_layouts=Shard(0))
+    }
+    parallelize_module(stock, mesh, styles)
     attention = rows == "o_proj"
     inputs = (Shard(0), None) if attention else (Shard(0),)
     wanted = (Replicate(), None) if attention else (Replicate(),)
