@@ -82,13 +82,10 @@ class Row:
     ms: dict[str, float]
     overlap: dict[str, float]
 
-    def has(self, variant: str) -> bool:
-        """Whether its loss is known."""
-        return variant in self.ms and BASELINES[variant] in self.ms
-
-    def loss(self, variant: str) -> float:
-        """Its time over that of what it is compared with; 1 is no loss."""
-        return self.ms[variant] / self.ms[BASELINES[variant]]
+    def loss(self, variant: str) -> float | None:
+        """Its time over that of what it is compared with, 1 is no loss; None where one was not recorded."""
+        mine, base = self.ms.get(variant), self.ms.get(BASELINES[variant])
+        return None if mine is None or base is None else mine / base
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
@@ -107,25 +104,32 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """GEMMs cut up, all-gathers cut up, both beside each other; the last rows are geometric means, here and in the paper. Columns
     of what was not recorded are left out."""
-    whole: _Columns = {
+
+    def ms(variant: str) -> Callable[[Row], str]:
+        return lambda row: milliseconds(row.ms.get(variant))
+
+    def overlap(variant: str) -> Callable[[Row], str]:
+        return lambda row: f"{row.overlap[variant]:.0%}" if variant in row.overlap else ""
+
+    whole = {
         "M x N x K": lambda r: str(r.gemm),
         "paper's over": lambda r: r.scaled,
         "ops /\nbyte": lambda r: f"{r.gemm.op_to_byte:.0f}",
         "traffic\nMB": lambda r: f"{r.gemm.traffic / 1e6:.0f}",
-        "whole\nms": lambda r: milliseconds(r.ms[WHOLE]),
+        "whole\nms": ms(WHOLE),
     }
     moved: _Columns = {"A, MB": lambda r: f"{r.gathered_bytes / 1e6:.1f}"}
-    moved |= {f"{by}\nms": partial(_alone, gather_name(by, 1)) for by in TRANSPORTS}
+    moved |= {f"{by}\nms": ms(gather_name(by, 1)) for by in TRANSPORTS}
     cuts = {variant.replace("-", "\n"): variant for variant in (cut_name(*cut) for cut in CUTS)}
     gathers = {f"{by}\nin {PIECES}": gather_name(by) for by in TRANSPORTS}
     beside = {f"GEMM,\n{by}": gemm_beside(by) for by in TRANSPORTS}
     beside |= {f"gather,\n{by}": gather_beside(by) for by in TRANSPORTS}
     beside |= {"GEMM,\nwhole shards": gemm_beside("dma", 1), "whole shards,\nGEMM": gather_beside("dma", 1)}
-    overlaps: _Columns = {f"overlap,\n{by}": partial(_overlap, gemm_beside(by)) for by in TRANSPORTS}
+    overlaps = {f"overlap,\n{by}": overlap(gemm_beside(by)) for by in TRANSPORTS}
     said = f"Beside each other, over alone: GEMM in {PIECES} by rows, all-gather in {PIECES} (figure 9), and whole shards by dma"
     made = [
-        _table("GEMM cut into 8 and 64, over the whole (figure 7)", rows, whole, cuts),
-        _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", rows, moved, gathers),
+        _table("GEMM cut into 8 and 64, over the whole (figure 7)", rows, whole, cuts, {}),
+        _table(f"All-gather in {PIECES} pieces, over one piece (figure 8)", rows, moved, gathers, {}),
         _table(said, rows, {}, beside, overlaps),
     ]
     return [one for one in made if len(one.cells) > len(rows)]
@@ -134,28 +138,17 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 _Columns = dict[str, Callable[[Row], str]]
 
 
-def _alone(variant: str, row: Row) -> str:
-    return milliseconds(row.ms.get(variant))
-
-
-def _overlap(variant: str, row: Row) -> str:
-    return f"{row.overlap[variant]:.0%}" if variant in row.overlap else ""
-
-
-def _loss(variant: str, row: Row) -> str:
-    return f"{row.loss(variant):.2f}" if row.has(variant) else ""
-
-
-def _table(
-    title: str, rows: Sequence[Row], first: _Columns, losses: dict[str, str], last: _Columns | None = None
-) -> Table:
+def _table(title: str, rows: Sequence[Row], first: _Columns, losses: dict[str, str], last: _Columns) -> Table:
     """losses: the variants of these columns, below which are means."""
-    columns: _Columns = {"GEMM": lambda r: r.gemm.name, **first}
-    columns |= {header: partial(_loss, variant) for header, variant in losses.items()} | (last or {})
-    here = {variant: geomean([row.loss(variant) for row in rows if row.has(variant)]) for variant in losses.values()}
+
+    def loss(variant: str) -> Callable[[Row], str]:
+        return lambda row: number(row.loss(variant), 2)
+
+    columns = {"GEMM": lambda r: r.gemm.name, **first, **{header: loss(v) for header, v in losses.items()}, **last}
+    here = {v: geomean([of for row in rows if (of := row.loss(v)) is not None]) for v in losses.values()}
     means = []
-    for label, of in (("mean", here), ("paper's", PAPER_MEANS)):
-        line = {header: number(of.get(v), 2) for header, v in losses.items() if here[v] is not None}
+    for label, mean in (("mean", here), ("paper's", PAPER_MEANS)):
+        line = {header: number(mean.get(v), 2) for header, v in losses.items() if here[v] is not None}
         means += [{"GEMM": label, **line}] * any(line.values())
     return table(title, rows, columns, means)
 
@@ -227,12 +220,12 @@ def _ranks_of(values: ArrayLike) -> np.ndarray:
 def _trend(
     where: str, text: str, rows: Sequence[Row], along: Callable[[Row], float], variant: str, sign: int
 ) -> Claim | None:
-    rows = [row for row in rows if row.has(variant)]
-    if not rows:
+    pairs = [(along(row), loss) for row in rows if (loss := row.loss(variant)) is not None]
+    if not pairs:
         return None
-    x, y = [along(row) for row in rows], [row.loss(variant) for row in rows]
-    if len(rows) < _LEAST_GEMMS:
-        return Claim(where, text, None, f"of {counted(len(rows), 'GEMM')}; it takes {_LEAST_GEMMS}")
+    if len(pairs) < _LEAST_GEMMS:
+        return Claim(where, text, None, f"of {counted(len(pairs), 'GEMM')}; it takes {_LEAST_GEMMS}")
+    x, y = zip(*pairs, strict=True)
     rho = spearman(x, y)
     if np.isnan(rho):
         return Claim(where, text, None, "all GEMMs are alike in it")
@@ -242,15 +235,15 @@ def _trend(
 
 def _of_each(where: str, text: str, pairs: Sequence[tuple[Row, str, str]]) -> Claim | None:
     """Of (GEMM, variant, variant): that the first loses less than the second."""
-    pairs = [(row, less, more) for row, less, more in pairs if row.has(less) and row.has(more)]
-    if not pairs:
+    losses = [(row.gemm.name, row.loss(less), row.loss(more)) for row, less, more in pairs]
+    known = [(name, less > _ALIKE * more) for name, less, more in losses if less is not None and more is not None]
+    if not known:
         return None
-    exceptions = [row.gemm.name for row, less, more in pairs if row.loss(less) > _ALIKE * row.loss(more)]
-    holding = [row.gemm.name for row, _, _ in pairs if row.gemm.name not in exceptions]
-    numbers = f"{len(holding)} of {len(pairs)}"
+    holding, exceptions = ([name for name, exception in known if exception is which] for which in (False, True))
+    numbers = f"{len(holding)} of {len(known)}"
     if exceptions and holding:
         numbers += f"; not {', '.join(exceptions)}" if len(exceptions) < len(holding) else f": {', '.join(holding)}"
-    return Claim(where, text, len(exceptions) <= _EXCEPTIONS * len(pairs), numbers)
+    return Claim(where, text, len(exceptions) <= _EXCEPTIONS * len(known), numbers)
 
 
 _COLOURS = ("#4063a3", "#e1812c", "#2f7d5b")
@@ -277,7 +270,7 @@ def draw(directory: Path, rows: Sequence[Row], title: str) -> list[Path]:
         labels = [f"{row.gemm.name}\n{_said(row, along)}" for row in ordered]
         with figure(path, title, (11, 1 + 2.9 * len(panels)), len(panels)) as axes:
             for axis, (what, variant) in zip(axes, panels.items(), strict=True):
-                _bars(axis, labels, {group: [row.loss(variant(group)) for row in ordered] for group in groups})
+                _bars(axis, labels, {group: [row.loss(variant(group)) or 0.0 for row in ordered] for group in groups})
                 axis.set_title(what, fontsize=10, loc="left", fontweight="bold")
             axes[-1].set_xlabel(below)
     written.append(directory / "figure-10-shares.png")
@@ -309,7 +302,7 @@ def _shares(axes: Any, rows: Sequence[Row]) -> None:
     }
     for axis, (what, (cut, beside)) in zip(axes, panels.items(), strict=True):
         ordered = sorted(rows, key=lambda r: r.gemm.traffic * (r.gemm.op_to_byte if beside == of_gemm else 1))
-        parts = 100 * np.array([shares(r.loss(cut), r.loss(beside)) for r in ordered])
+        parts = 100 * np.array([shares(r.loss(cut) or 1.0, r.loss(beside) or 1.0) for r in ordered])
         names, of = [r.gemm.name for r in ordered], {"width": 0.7}
         axis.bar(names, parts[:, 0], color=_COLOURS[0], label="decomposition loss", **of)
         axis.bar(names, parts[:, 1], bottom=parts[:, 0], color=_COLOURS[1], label="contention loss", **of)
