@@ -26,7 +26,7 @@ from pathlib import Path
 from weft.bench.core import records
 from weft.bench.core.harness import HARNESS
 from weft.bench.core.operators import operator
-from weft.bench.core.tables import Record, geomean, times
+from weft.bench.core.tables import Record, by_config, geomean, times
 from weft.words import counted
 
 _GAIN = re.compile(
@@ -122,11 +122,9 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
 def gain(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> str:
     """How many times as fast `variant` is: the geometric mean over the configurations in which both were timed."""
-    ms: dict[str, dict[str, float]] = {}
-    for r in _long_enough(_latest_runs(found)):
-        if (r["mode"], r["dtype"]) == (mode, dtype):
-            ms.setdefault(r["config"], {})[r["variant"]] = r["p50_ms"]
-    gains = [of[baseline] / of[variant] for of in ms.values() if {variant, baseline} <= of.keys()]
+    cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
+    both = [(of[baseline], of[variant]) for of in cases.values() if {variant, baseline} <= of.keys()]
+    gains = [base["p50_ms"] / mine["p50_ms"] for base, mine in both]
     if not gains:
         raise ValueError(f"no configuration has {mode} {dtype} times of both {variant!r} and {baseline!r}")
     return times(geomean(gains))

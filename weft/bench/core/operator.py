@@ -20,7 +20,7 @@ from weft.bench.core.console import print_table
 from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Arms, Results, Step, Workload, measure_arms
 from weft.bench.core.options import BenchOptions
-from weft.bench.core.tables import Record, cell, markdown_table, milliseconds, table, times
+from weft.bench.core.tables import Record, by_config, cell, markdown_table, milliseconds, table, times
 from weft.words import counted
 
 P = TypeVar("P")
@@ -149,8 +149,9 @@ class Operator(ABC, Generic[P]):
         raise NotImplementedError
 
     def shown(self, rows: Sequence[Record]) -> list[str]:
-        """Variants that have a column of times."""
-        raise NotImplementedError
+        """Variants that have a column of times: baselines first, and none that pins a schedule."""
+        there = dict.fromkeys(r["variant"] for r in rows if not self.pinned(r["variant"]))
+        return [*(v for v in self.baselines if v in there), *(v for v in there if v not in self.baselines)]
 
     def described(self, record: Record) -> list[str]:
         """Cells of `head`, from any record of a configuration."""
@@ -209,8 +210,7 @@ class Operator(ABC, Generic[P]):
         pairs = [(variant, over) for variant, overs in self.compared(rows).items() for over in overs]
         header = [*self.head, *map(self.time.format, variants), *(f"{v} vs {over}" for v, over in pairs), *self.tail]
         lines = []
-        for config in dict.fromkeys(r["config"] for r in rows):
-            by_variant = {r["variant"]: r for r in rows if r["config"] == config}
+        for by_variant in by_config(rows).values():
             cells = self.described(next(iter(by_variant.values())))
             cells += [milliseconds(by_variant.get(v, {}).get("p50_ms")) for v in variants]
             for v, over in pairs:

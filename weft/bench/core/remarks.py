@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from weft.bench.core import harness
 from weft.bench.core.tables import Record, times
@@ -19,12 +20,14 @@ _NO_MULTICAST, _NO_NVLS = "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"
 
 def gain(one: Record | None, base: Record | None, same: bool = False) -> str:
     """How many times as fast as `base`: "1.25x", in parentheses if that is within twice the noise, or both are the same schedule;
-    nothing without either."""
+    nothing without either. Records without a noise are believed."""
     if not (one and base):
         return ""
-    noises = [harness.noise(r["p20_ms"], r["p50_ms"], r["p80_ms"], r["repetitions"]) for r in (one, base)]
+    noises = [
+        harness.noise(r["p20_ms"], r["p50_ms"], r["p80_ms"], r["repetitions"]) for r in (one, base) if "p20_ms" in r
+    ]
     factor = base["p50_ms"] / one["p50_ms"]
-    return times(factor, not same and harness.is_clear(factor, *noises))
+    return times(factor, not same and (len(noises) < 2 or harness.is_clear(factor, *noises)))
 
 
 def unclear(cells: Sequence[str]) -> list[str]:
@@ -81,12 +84,9 @@ def of_nccl(rows: Sequence[Record]) -> list[str]:
 
 def _by_variables(rows: Sequence[Record]) -> list[tuple[Mapping[str, str], str, list[Record]]]:
     """(variables that change the libraries beside weft, how they are known, rows)"""
-    found: list[tuple[Mapping[str, str], str, list[Record]]] = []
+    found: dict[tuple[Any, str], list[Record]] = {}
     for row in rows:
         known = row["variables"] is not None
-        mine = (row["variables"], "") if known else (row.get("variables_by_hand", {}), ", noted by hand")
-        some = next((some for *same, some in found if tuple(same) == mine), None)
-        if some is None:
-            found.append((*mine, some := []))
-        some.append(row)
-    return found
+        variables = row["variables"] if known else row.get("variables_by_hand", {})
+        found.setdefault((tuple(variables.items()), "" if known else ", noted by hand"), []).append(row)
+    return [(dict(variables), how, some) for (variables, how), some in found.items()]

@@ -26,6 +26,14 @@ def table(
     return Table(title, tuple(shown), [*lines, *(tuple(line.get(name, "") for name in shown) for line in last)])
 
 
+def by_config(rows: Sequence[Record]) -> dict[str, dict[str, Record]]:
+    """The records of each configuration, by variant, in the order of first appearance."""
+    found: dict[str, dict[str, Record]] = {}
+    for r in rows:
+        found.setdefault(r["config"], {})[r["variant"]] = r
+    return found
+
+
 def cell(field: str, digits: int, unit: float = 1) -> Callable[[Record], str]:
     """What a column says of a record; nothing where the field is missing or None."""
 

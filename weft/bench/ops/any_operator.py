@@ -285,9 +285,6 @@ class GemmOperator(Operator[S]):
         there = {(r["variant"], over) for r in rows for over in r["speedup_over"]}
         return {v: tuple(o for o in overs if (v, o) in there) for v, overs in self.variants.compared.items()}
 
-    def shown(self, rows: Sequence[Record]) -> list[str]:
-        return [v for v in self.fixed if any(r["variant"] == v for r in rows)]
-
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """With the best schedule where schedules were pinned."""
         header, lines = super().lines(rows)

@@ -22,7 +22,7 @@ from weft.bench.core.measure import Results
 from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.bench.core.tables import Record, cell, geomean, times
+from weft.bench.core.tables import Record, by_config, cell, geomean, times
 from weft.bench.ops.embedding_arms import BASELINE, Arm, EmbeddingData, SerialArm, make_arm, why_not
 from weft.bench.ops.embedding_presets import EmbeddingPreset, Scale, find_presets, fitting_scale
 
@@ -164,10 +164,6 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
 
     # --- tables in documents ---
 
-    def shown(self, rows: Sequence[Record]) -> list[str]:
-        variants = dict.fromkeys(r["variant"] for r in rows)
-        return [v for v in BASELINES if v in variants] + [v for v in variants if v not in BASELINES]
-
     def compared(self, rows: Sequence[Record]) -> dict[str, tuple[str, ...]]:
         """Every arm's time is shown; ratios only of what the operator does when nobody chooses, or a reader drowns in them."""
         variants = self.shown(rows)
@@ -193,14 +189,12 @@ class _EmbeddingAllToAll(Operator[EmbeddingPreset]):
         """With the geometric means of the gains."""
         header, lines = self.lines(rows)
         if len(lines) > 1:
-            ms = {(r["config"], r["variant"]): r["p50_ms"] for r in rows}
-            configs = dict.fromkeys(r["config"] for r in rows)
-            means = {
-                f"{v} vs {over}": [ms[c, over] / ms[c, v] for c in configs if {(c, v), (c, over)} <= ms.keys()]
-                for v, overs in self.compared(rows).items()
-                for over in overs
-            }
-            lines.append(["geometric mean", *(times(geomean(means.get(column, []))) for column in header[1:])])
+            cases, means = by_config(rows).values(), {}
+            for v, overs in self.compared(rows).items():
+                for over in overs:
+                    gains = [of[over]["p50_ms"] / of[v]["p50_ms"] for of in cases if {v, over} <= of.keys()]
+                    means[f"{v} vs {over}"] = times(geomean(gains))
+            lines.append(["geometric mean", *(means.get(column, "") for column in header[1:])])
         return header, lines
 
 

@@ -31,7 +31,7 @@ from weft.bench.core.harness import Call, Mode, Ranks
 from weft.bench.core.measure import Results
 from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
-from weft.bench.core.tables import Record, milliseconds, table, times
+from weft.bench.core.tables import Record, by_config, milliseconds, table
 from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.asynctp import ASYNCTP
 from weft.bench.ops.gemms import BASELINE, WEFT
@@ -152,13 +152,6 @@ def _hidden(r: Record) -> str:
     return f"{r['hidden']:.0%}" if r.get("variant") == WEFT and r["hidden"] is not None else ""
 
 
-def _gain(one: Record | None, base: Record | None) -> str:
-    """In parentheses if it is unclear, where noise was recorded."""
-    if one and base and "p20_ms" not in one:
-        return times(base["p50_ms"] / one["p50_ms"])
-    return remarks.gain(one, base)
-
-
 class _TensorParallel(Operator[Block]):
     name = "tensor_parallel"
     refuses = {**Operator.refuses, "scale": "has sizes of models: give another preset"}  # noqa: RUF012
@@ -193,9 +186,6 @@ class _TensorParallel(Operator[Block]):
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
         """Without columns of what nobody measured."""
-        configs: dict[str, dict[str, Record]] = {}
-        for r in rows:
-            configs.setdefault(r["config"], {})[r["variant"]] = r
 
         def ms(variant: str) -> Callable[[Mapping[str, Record]], str]:
             return lambda of: milliseconds(of[variant]["p50_ms"]) if variant in of else ""
@@ -206,8 +196,8 @@ class _TensorParallel(Operator[Block]):
         }
         columns[f"{WEFT}: hidden"] = lambda of: _hidden(of.get(WEFT, {}))
         columns |= {v: ms(v) for v in (COMPILED, ASYNCTP)}
-        columns[f"{COMPILED} vs {ASYNCTP}"] = lambda of: _gain(of.get(COMPILED), of.get(ASYNCTP))
-        _, header, lines = table("", [*configs.values()], columns)
+        columns[f"{COMPILED} vs {ASYNCTP}"] = lambda of: remarks.gain(of.get(COMPILED), of.get(ASYNCTP))
+        _, header, lines = table("", [*by_config(rows).values()], columns)
         return [*header], [[*line] for line in lines]
 
     def notes(self, rows: Sequence[Record]) -> list[str]:
