@@ -1,13 +1,7 @@
 """FiCCO's evaluation: its schedules against serial and shard overlap on its GEMMs, and how often its heuristic picks the best.
 
 `simulated` makes the records of a machine that nobody here owns. `weft bench all_gather_matmul --preset table-1,synthetic` makes
-those of one that is there. From either come the same tables and pictures:
-
-    figure 13        ideal, shard overlap and FiCCO's best over the ratio of the GEMM's time to the communication's
-    figure 12(b)     each GEMM's four schedules, the best of all eight, and which one the heuristic picks
-    choices          how often the heuristic's pick is the best, or within 3% of it, and what a wrong one loses (VI-D); and
-                     weft's own choice, where it was measured
-    figure 14        geometric means of each kind
+those of one that is there. From either come the same tables and pictures: figures 13, 12(b), 14, and how good choices are (VI-D).
 
 Times are those of calls that follow one another ("queued"). A speedup is over serial: the library's all-gather, then its GEMM. The
 ideal is serial over the longer of the GEMM alone and the communication alone: nothing lost, all hidden. The paper studies four of

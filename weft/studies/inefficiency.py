@@ -1,14 +1,10 @@
 """What a GEMM and an all-gather lose by being cut up, and what they lose beside each other: the FiCCO paper's characterisation
-on the machine at hand.
+on the machine at hand. docs/characterisation.md explains it.
 
-For each GEMM of its table I, N divided by the ranks (`weft.bench.table_1`), made smaller where need be: the library's GEMM
-against its pieces, an all-gather of its A against its pieces, and both at once, the all-gather by copy engines, by a copying
-kernel and by the library (`weft.studies.inefficiency_measure`). From records, a `Row` for each GEMM, come tables, pictures after
-figures 7 to 10, and whether the observations of the paper held.
-
-A claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign and so
-clear a one would come up by chance, values put to GEMMs at random, in at most 5% of cases. A claim about each GEMM
-holds if at most one in ten is an exception: the other way round, by more than the 2% that repetitions may differ.
+From records, a `Row` for each GEMM, come tables, pictures after figures 7 to 10, and whether the observations of the paper held. A
+claim about a trend is a rank correlation (Spearman's rho) over the GEMMs. It holds if rho has the claimed sign and so clear a one
+would come up by chance, values put to GEMMs at random, in at most 5% of cases. A claim about each GEMM holds if at most one in ten
+is an exception: the other way round, by more than the 2% that repetitions may differ.
 
 Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", IV.
 """

@@ -7,13 +7,9 @@ A sub-layer is a GEMM [tokens, k] @ [k, hidden] on each rank, its reduce-scatter
     FC-1  backward, the gradient of the MLP's input      k = 4 hidden / ranks
     IP    backward, the gradient of the attention's      k = 3 hidden / ranks
 
-`simulated` makes the records of a machine's model: the schedule that weft's planner takes, for the paper's models and numbers of
-ranks. `weft bench matmul_reduce_scatter --preset t3` makes those of a machine that is there, without the all-gather. From either
-come the same tables:
-
-    figures 15, 16   what GEMM, reduce-scatter and all-gather take, and the speedup of a sub-layer; ideal: the GEMM and the
-                     reduce-scatter beside each other, nothing lost
-    figure 18        bytes through a GPU's memory, counted (`weft.sim.traffic`)
+`simulated` makes the records of a machine's model: the schedule that weft's planner takes. `weft bench matmul_reduce_scatter
+--preset t3` makes those of a machine that is there, without the all-gather. From either come the same tables: what GEMM,
+reduce-scatter and all-gather take, the speedup (figures 15, 16), and the bytes through a GPU's memory, counted (figure 18).
 
 T3 is hardware: a tracker that triggers copies, memory that adds. Here tiles set signals, streams wait for them, and kernels add, so
 the partial sums that T3's memory adds up are read again.

@@ -1,18 +1,13 @@
-"""Benchmark of the all-gather that feeds a GEMM: shapes x variants.
+"""Benchmark of the all-gather that feeds a GEMM: shapes x variants. benchmarks/README.md says what they and their numbers mean.
 
-Inputs are ordinary tensors (those of shapes named "-symmetric" lie in torch's symmetric memory), the weight lies as `nn.Linear`
-has it, outputs are new at each call. With fp8 the operators are the scaled ones, with a scale for each whole tensor, and results
-are bf16. Variants:
+With fp8 the operators are the scaled ones, with a scale for each whole tensor, and results are bf16. Inputs of shapes named
+"-symmetric" lie in torch's symmetric memory. Presets of FiCCO's GEMMs: `weft.bench.ops.ficco_shapes`. Variants beside weft's:
 
     serial    the baseline: all_gather_into_tensor into a buffer made beforehand, torch.mm (fp8: torch._scaled_mm)
     asynctp   torch's own, torch.ops.symm_mem.fused_all_gather_matmul(..., return_A=False); GPUs only
-    autotune, heuristic     weft.all_gather_matmul as it chooses by measurement, or by FiCCO's heuristic, if they are named
-    weft, names of schedules     as of any operator, such as "shard[chunks=2,send=in_turn,by=dma]"
 
-Presets are shapes; those of FiCCO's GEMMs have N over the ranks, and M halved until they fit (`weft.bench.ops.ficco_shapes`).
-
-Beside them run the two halves of an ideal overlap: the GEMM alone on gathered rows, and the shard's copies to the peers alone
-(copy engines on GPUs, memcpy into shared memory on CPUs). For information also the library's all-gather alone.
+Beside them run the two halves of an ideal overlap, the GEMM alone on gathered rows and the shard's copies to the peers alone, and
+the library's all-gather alone.
 """
 
 from __future__ import annotations

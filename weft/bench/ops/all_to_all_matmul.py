@@ -1,17 +1,16 @@
 """Benchmark of tokens that go to the ranks of their experts and are multiplied there: mixture-of-experts layers x variants.
 
-Tokens are sorted by expert, a router has drawn how many there are for each (`weft.bench.ops.all_to_all_matmul`); weights lie as
-[experts, K, N]; outputs are new at each call. Variants:
+Tokens are sorted by expert, a router has drawn how many there are for each; weights lie as [experts, K, N]. Variants
+(benchmarks/README.md says more of them):
 
-    serial    the baseline, as a careful user writes it: all_to_all_single of the splits, which the host reads, all_to_all_single of
-              the tokens, a copy into the order of experts, torch's grouped GEMM
-    padded    what can be captured without weft, the baseline of `graph`: as much room for every expert as the largest count of
-              this workload needs, equal all_to_all_single, torch.bmm over everything. What padding costs shows
+    serial    the baseline: all_to_all_single of the splits, which the host reads, and of the tokens, torch's grouped GEMM
+    padded    what can be captured without weft, the baseline of `graph`: as much room for every expert as the largest count needs,
+              equal all_to_all_single, torch.bmm over everything
     weft, names of schedules     as of any operator, for exactly the rows that arrive: for them the host waits in each call
     ...-bounded     the same with max_rows, the most rows that any rank gets, rounded up to 128: no wait on the host
 
-Beside them run, for information, torch's GEMMs alone on rows that lie in the order of experts, grouped and one by one (weft's own
-kernel can be faster), and the library's all-to-all of the tokens alone, sizes known.
+Beside them run torch's GEMMs alone on rows that lie in the order of experts, grouped and one by one, and the library's
+all-to-all of the tokens alone, sizes known.
 """
 
 from __future__ import annotations

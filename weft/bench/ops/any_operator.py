@@ -1,12 +1,9 @@
 """Benchmark of any operator that is registered (`weft.operator`), shapes x variants, and what those with baselines of their own
-build on: which variants there are (`GemmVariants`), and what is said of many shapes (`GemmOperator`).
+build on.
 
-Variants are the serial schedule, which is the baseline, `weft`, the operator as it chooses, and names of schedules
-("weft-serial": its serial one): the beginning of a name means all that begin so, "all" every one. Calls are those that an
-operator's spec draws, and what must come out is what it says.
-
-The ideal is the longer of the GEMM alone and the communication alone, where an operator measures these, in the same run and mode.
-It is no bound: two halves of a GEMM may be faster than the whole, and each row runs at the clock that it finds.
+Calls are those that an operator's spec draws, and what must come out is what it says. Variants are the serial schedule, which is
+the baseline, `weft`, the operator as it chooses, and names of schedules ("weft-serial": its serial one): the beginning of a name
+means all that begin so, "all" every one.
 """
 
 from __future__ import annotations
@@ -27,20 +24,8 @@ from weft.bench.core.measure import Results
 from weft.bench.core.operator import Columns, Operator, Variants
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record, cell, geomean, markdown_table, milliseconds, number, share, times
-from weft.bench.ops.gemms import (
-    BASELINE,
-    OWN_SERIAL,
-    WEFT,
-    Problems,
-    S,
-    Shape,
-    check_room,
-    check_variants,
-    find_shapes,
-    gemm_limit,
-    pinned_schedules,
-    shapes_file,
-)
+from weft.bench.ops import gemms
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, S, Shape
 from weft.operator import choosing
 from weft.operator.calls import made, prepared_calls
 from weft.operator.spec import Operator as Spec
@@ -79,7 +64,7 @@ class GemmVariants(Variants):
     def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
         self.name, self.dtype, self.operands = shape.name, DTYPES[dtype], DTYPES[dtype]
-        self.problems: Problems = shape.problems(spec.name, ranks.world_size, dtype)
+        self.problems: gemms.Problems = shape.problems(spec.name, ranks.world_size, dtype)
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
         self.schedules: dict[str, Schedule] = {}  # of the variants that pin one
@@ -115,14 +100,14 @@ class GemmVariants(Variants):
                 arms[name] = self.weft(name, None)
         arms |= {rule: self.weft(rule, rule) for rule in self.rules if rule in wanted}
         names = [name for name in wanted if name not in (*self.baselines, *self.compared, *self.rules)]
-        pinned, left_out = pinned_schedules(self.problems, names, self.ranks)
+        pinned, left_out = gemms.pinned_schedules(self.problems, names, self.ranks)
         arms |= {one.variant: self.weft(one.variant, one.candidate.name) for one in pinned}
         self.schedules = {one.variant: one.schedule for one in pinned}
         self.waiting = [name for name in arms if self.waits(name)]
         return arms, beside, notes + left_out
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
-        return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
+        return gemms.gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE])
 
     def is_mine(self, p: Any, variant: str) -> bool:
         """Whether that is the description of a variant's calls."""
@@ -263,15 +248,15 @@ class GemmOperator(Operator[S]):
         return variant not in self.fixed
 
     def presets(self, options: BenchOptions) -> Sequence[S]:
-        return find_shapes(self.shape, shapes_file(self.shapes_of or self.name), options)
+        return gemms.find_shapes(self.shape, gemms.shapes_file(self.shapes_of or self.name), options)
 
     def check_options(self, options: BenchOptions) -> None:
         shapes = self.presets(options)
         problems = [shape.problems(self.name, options.ranks, options.dtype) for shape in shapes]
-        check_variants([name for name in options.variants if self.pinned(name)], problems, self.fixed)
+        gemms.check_variants([name for name in options.variants if self.pinned(name)], problems, self.fixed)
 
     def workload(self, preset: S, ranks: Ranks, options: BenchOptions) -> GemmVariants:
-        check_room(preset, ranks, DTYPES[options.dtype].itemsize)
+        gemms.check_room(preset, ranks, DTYPES[options.dtype].itemsize)
         return self.variants(self.spec, preset, ranks, options.dtype)
 
     # --- what is said of the records of one mode ---

@@ -1,15 +1,8 @@
-"""Benchmark of rows that are multiplied at the ranks of their experts and go back: mixture-of-experts layers x variants.
+"""Benchmark of rows that are multiplied at the ranks of their experts and go back: layers and variants as of all_to_all_matmul.
 
-Rows lie as `weft.all_to_all_matmul` returns them, for a router's choice as in its benchmark; [k, n] is an expert's last matrix.
-Variants:
-
-    serial    the baseline, as a careful user writes it: torch's grouped GEMM, a copy into the order of source ranks,
-              all_to_all_single. Its sizes are on the host already, from the dispatch before it: it waits for nothing, and can be
-              captured (a replay has the same sizes)
-    weft, names of schedules     as of any operator, without `rows`: the host waits in each call for the number of tokens
-    ...-bounded     the same with `rows`: no wait on the host
-
-Beside them run, for information, torch's GEMMs alone, grouped and one by one, and the library's all-to-all of as many rows alone.
+[k, n] is an expert's last matrix. `serial`, the baseline: torch's grouped GEMM, a copy into the order of source ranks,
+all_to_all_single. Its sizes are on the host already, from the dispatch before it, so it waits for nothing, and can be captured.
+weft waits in each call for the number of tokens; ...-bounded, which is given `rows`, does not.
 """
 
 from __future__ import annotations

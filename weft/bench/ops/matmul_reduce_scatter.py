@@ -1,14 +1,13 @@
 """Benchmark of the GEMM that feeds a reduce-scatter: shapes x variants.
 
-[m, k] @ [k, n] on each rank, k being its part of a layer's rows; a rank gets m / ranks rows of the sum. Inputs are ordinary
-tensors, the weight lies as `nn.Linear` has it, outputs are new at each call. With fp8 operands, which have a scale for each whole
-tensor, it is the operator scaled_matmul_reduce_scatter. Variants beside weft's:
+[m, k] @ [k, n] on each rank, k being its part of a layer's rows; a rank gets m / ranks rows of the sum. With fp8 operands, which
+have a scale for each whole tensor, it is the operator scaled_matmul_reduce_scatter. Variants beside weft's:
 
     serial    the baseline: torch.mm (fp8: torch._scaled_mm) into a buffer made beforehand, reduce_scatter_tensor
     asynctp   torch's own, torch.ops.symm_mem.fused_matmul_reduce_scatter (fused_scaled_matmul_reduce_scatter); GPUs only
 
-Beside them run the two halves of an ideal overlap: the GEMM alone, and the copies of the peers' rows to them alone (copy engines
-on GPUs, memcpy into shared memory on CPUs). For information also the library's reduce-scatter alone.
+Beside them run the two halves of an ideal overlap, the GEMM alone and the copies of the peers' rows to them alone, and the
+library's reduce-scatter alone.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """Benchmark of whole blocks of tensor-parallel Llamas, forward and backward: how much of their communication is hidden.
 
-Presets are models, with an MLP and an attention each, of one sequence of 8192 positions (preset cpu: 512). Variants:
+Presets are models, with an MLP and an attention each, of one sequence. Variants:
 
     serial           the baseline: torch's all-gather before GEMMs and reduce-scatter behind them
     weft             weft.nn.ParallelMLP, weft.nn.ParallelAttention
     weft-compiled    the same under torch.compile
     asynctp          torch's styles (parallelize_module) under torch.compile with its AsyncTP; GPUs only
 
-Beside them runs `compute`: the same GEMMs, attention and elementwise operations on one rank's part, without any communication, on
-whatever data. `hidden` is (serial - variant) / (serial - compute): 0 is all communication exposed, 1 none. Of compiled
-variants it also has what the compiler gains elsewhere, so tables show it of `weft` alone.
-
-Before anything is timed, results and all gradients of each variant are compared with those of `serial`, in memory that was full of
-NaN; those of the last timed call are too.
+Beside them runs `compute`: the same work on one rank's part, without any communication, on whatever data. `hidden` is
+(serial - variant) / (serial - compute): 0 is all communication exposed, 1 none. Of compiled variants it also has what the compiler
+gains elsewhere, so tables show it of `weft` alone.
 """
 
 from __future__ import annotations
