@@ -82,7 +82,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         traces.sort(key=lambda t: max(s.end_us for s in t) - min(s.start_us for s in t))
         timelines[label] = traces[len(traces) // 2]
     config, here = work.config, records.environment("cpu")
-    title = f"{OPERATOR.name}, {config.name}, {config.scale}:\n{config.describe()}\n{here['machine']}; commit {here['commit']}"
+    title = f"{OPERATOR.name}, {work.name}, {config.scale}:\n{config.describe()}\n{here['machine']}; commit {here['commit']}"
     if rank == 0:
         OPERATOR.show(measured, options)
     error = max(r["error"] for r in measured.records if r["variant"] in ("direct", "put"))

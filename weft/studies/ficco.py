@@ -80,13 +80,12 @@ PAPER_SAYS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One GEMM, as it ran: N over the ranks, M perhaps smaller. ms: by variant, serial among them."""
+    """One GEMM, as it ran: N over the ranks, M perhaps smaller. pick: the heuristic's, by the file of the machine, or of the
+    paper's. ms: by variant, serial among them."""
 
     config: str
     gemm: Gemm
-    ranks: int
-    dtype: str
-    machine: str
+    pick: str
     ms: Mapping[str, float]
     gemm_ms: float
     communication_ms: float
@@ -111,14 +110,6 @@ class Row:
         """Which part of the best speedup `chosen` loses; None where either was not recorded."""
         best, mine = self.speedup(*among), self.speedup(chosen)
         return None if best is None or mine is None else max(0.0, 1 - mine / best)
-
-    @property
-    def pick(self) -> str:
-        """The heuristic's, by the machine's file; of a machine that has none by the paper's."""
-        problem = AllGatherMatmul.even(self.gemm.m, self.gemm.n, self.gemm.k, self.ranks, self.dtype)
-        found = static_pick(problem, load_machine(file_of(self.machine.rpartition(" x ")[2]) or "mi300x"))
-        assert found is not None
-        return found
 
 
 def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[Gemm] | None = None) -> list[Record]:
@@ -164,7 +155,10 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         halves = first["gemm_ms"], first["communication_ms"]
         if SERIAL not in ms or None in halves:
             raise ValueError(f"{config}: no times of serial, GEMM and communication: measure it again")
-        rows.append(Row(config, gemm, first["ranks"], first["dtype"], first["machine"], ms, *halves))
+        machine = load_machine(file_of(first["machine"].rpartition(" x ")[2]) or "mi300x")
+        pick = static_pick(AllGatherMatmul.even(gemm.m, gemm.n, gemm.k, first["ranks"], first["dtype"]), machine)
+        assert pick is not None
+        rows.append(Row(config, gemm, pick, ms, *halves))
     return rows
 
 

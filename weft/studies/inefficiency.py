@@ -173,10 +173,10 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         pairs = [(r, *(both[::-1] if r.gemm.m < r.gemm.k else both)) for r in rows]
         found.append(_of_each("IV-C1", f"in {pieces}, rows lose more where M < K, columns else", pairs))
     for cut, pieces in CUTS:
-        along, name = partial(_op_to_byte_of_piece, cut, pieces), cut_name(cut, pieces)
-        found.append(_trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte", rows, along, name, -1))
+        name, of_pieces = cut_name(cut, pieces), [row.gemm.piece(**{cut: pieces}).op_to_byte for row in rows]
+        found.append(_trend("IV-C1", f"{name}: loss falls with the pieces' op-to-byte", rows, of_pieces, name, -1))
     for name in map(gather_name, TRANSPORTS):
-        found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, lambda r: r.gathered_bytes, name, -1))
+        found.append(_trend("IV-C2", f"{name}: loss falls with size", rows, [r.gathered_bytes for r in rows], name, -1))
     for by in TRANSPORTS[:0:-1]:
         pairs = [(r, gemm_beside("dma"), gemm_beside(by)) for r in rows]
         found.append(_of_each("IV-D1", f"a GEMM loses less beside dma than {by}", pairs))
@@ -184,12 +184,9 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         ("IV-D1", "a GEMM's loss beside {} grows with its traffic", gemm_beside),
         ("IV-D2", "{}'s loss beside a GEMM grows with the GEMM's traffic", gather_beside),
     ):
-        found += [_trend(where, text.format(by), rows, lambda r: r.gemm.traffic, variant(by), 1) for by in TRANSPORTS]
+        traffic = [row.gemm.traffic for row in rows]
+        found += [_trend(where, text.format(by), rows, traffic, variant(by), 1) for by in TRANSPORTS]
     return [claim for claim in found if claim is not None]
-
-
-def _op_to_byte_of_piece(cut: str, pieces: int, row: Row) -> float:
-    return row.gemm.piece(**{cut: pieces}).op_to_byte
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
@@ -213,10 +210,8 @@ def _ranks_of(values: ArrayLike) -> np.ndarray:
     return (last - (count - 1) / 2)[which]
 
 
-def _trend(
-    where: str, text: str, rows: Sequence[Row], along: Callable[[Row], float], variant: str, sign: int
-) -> Claim | None:
-    pairs = [(along(row), loss) for row in rows if (loss := row.loss(variant)) is not None]
+def _trend(where: str, text: str, rows: Sequence[Row], along: Sequence[float], variant: str, sign: int) -> Claim | None:
+    pairs = [(x, loss) for x, row in zip(along, rows, strict=True) if (loss := row.loss(variant)) is not None]
     if not pairs:
         return None
     if len(pairs) < _LEAST_GEMMS:

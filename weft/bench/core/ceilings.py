@@ -32,6 +32,10 @@ class Ceilings:
     link: float
     matmul: float | None = None
 
+    def ms(self, memory: float, link: float = 0.0, flops: float = 0.0) -> float:
+        """What so many bytes through memory, bytes over the link, and operations take beside each other: the longest."""
+        return 1e3 * max(memory / self.memory, link / self.link, flops / (self.matmul or float("inf")))
+
     def __str__(self) -> str:
         link = "" if self.link == float("inf") else f", {self.link / 1e9:.1f} GB/s to a peer"
         matmul = "" if self.matmul is None else f", {self.matmul / 1e12:.4g} TFLOP/s"

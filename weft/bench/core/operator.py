@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from weft.bench.core import records, remarks
 from weft.bench.core.ceilings import Ceilings
@@ -40,9 +40,10 @@ class Measured:
 
 
 class Variants(Workload):
-    """One configuration's data and the ways to compute its output. config: what has a `name`, and is `about` something."""
+    """One configuration's data and the ways to compute its output."""
 
-    config: Any
+    about: str
+    """Of the configuration, which has a `name` too."""
     baselines: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -80,14 +81,14 @@ class Variants(Workload):
         notes = [*self.said(rows, ceilings), *notes]
         notes += [f"{name} cannot be captured: {why}" for name, why in found.not_captured.items()]
         where = f"{options.dtype}, {counted(self.ranks.world_size, 'rank')}, {options.device}"
-        title = f"{options.op} {self.config.name} ({self.config.about}), {where}"
+        title = f"{options.op} {self.name} ({self.about}), {where}"
         return Measured(rows, others, title, notes, tuple(found.wrong.values()))
 
     def _records(
         self, mode: Mode, arms: Arms, found: Results, options: BenchOptions, ceilings: list[Ceilings]
     ) -> list[Record]:
         base, roofline_ms, world = self.baseline(mode), self.roofline_ms(ceilings), self.ranks.world_size
-        common = records.common_fields(options, self.config.name, world, base, roofline_ms, ceilings)
+        common = records.common_fields(options, self.name, world, base, roofline_ms, ceilings)
         common |= self.shared(mode, found, ceilings)
         rows = []
         for name in arms:

@@ -25,13 +25,8 @@ from weft.words import counted
 
 
 def common_fields(
-    options: BenchOptions,
-    config: str,
-    world_size: int,
-    baseline: str,
-    roofline_ms: float | None,
-    ceilings: list[Ceilings],
-) -> Record:
+    options: BenchOptions, config: str, world_size: int, baseline: str, roofline_ms: float | None, ceilings: list[Ceilings]
+) -> Record:  # fmt: skip
     """What all records of a configuration share, whatever the operator; beside the `run`. roofline_ms: None where there is none."""
     return {
         "op": options.op, "config": config, "device": options.device, "ranks": world_size, "dtype": options.dtype,

@@ -15,7 +15,6 @@ all-to-all of the tokens alone, sizes known.
 
 from __future__ import annotations
 
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, GemmVariants
 from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape
+from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.runtime.exchanged import Sizes, exchange_counts, multiplied_by_library
@@ -190,9 +190,7 @@ class ExpertVariants(GemmVariants):
         rows = load.rank_skew * shape.rows
         traffic = (self.experts * shape.k * shape.n + rows * (shape.k + shape.n)) * self.dtype.itemsize
         flops = 2 * rows * shape.k * shape.n
-        return 1e3 * max(
-            max(traffic / c.memory, flops / (c.matmul or math.inf), load.busiest_bytes / c.link) for c in ceilings
-        )
+        return max(c.ms(traffic, load.busiest_bytes, flops) for c in ceilings)
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         sizes = {field: getattr(self.config, field) for field in ("n", "k", "experts", "top_k", "skew", "rows")}
@@ -329,13 +327,10 @@ class ExpertsOperator(GemmOperator[MoeShape]):
     shape = MoeShape
     tail = ("GEMMs alone", "roofline")
 
-    @property
-    def head(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("tokens x N x K", "most / mean rows", *["padded rows"] * (PADDED in self.baselines))
-
-    @property
-    def optional(self) -> tuple[str, ...]:  # type: ignore[override]
-        return *self.head[1:], "best schedule", "of them", "GEMMs alone"
+    def __init__(self, spec: Spec[Any], variants: type[ExpertVariants] | None = None) -> None:
+        super().__init__(spec, variants)
+        self.head = ("tokens x N x K", "most / mean rows", *["padded rows"] * (PADDED in self.baselines))
+        self.optional = (*self.head[1:], "best schedule", "of them", "GEMMs alone")
 
     def check_options(self, options: BenchOptions) -> None:
         for shape in self.presets(options):

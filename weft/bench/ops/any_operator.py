@@ -53,6 +53,8 @@ _PREDICTED = ("predicted_ms", "predicted_blind_ms")
 class GemmVariants(Variants):
     """Of an operator with a GEMM: baselines, the operator as it chooses (`compared`), schedules under their names."""
 
+    config: Any
+    """Its shape."""
     baselines: ClassVar[tuple[str, ...]] = (BASELINE,)
     compared: ClassVar[Mapping[str, tuple[str, ...]]] = {WEFT: (BASELINE,)}
     """Variants that choose: the baselines with which they are compared, their own first."""
@@ -63,7 +65,7 @@ class GemmVariants(Variants):
 
     def __init__(self, spec: Spec[Any], shape: Shape, ranks: Ranks, dtype: str, input_sets: int = 2) -> None:
         self.spec, self.config, self.ranks, self.input_sets = spec, shape, ranks, input_sets
-        self.name, self.dtype, self.operands = shape.name, DTYPES[dtype], DTYPES[dtype]
+        self.name, self.about, self.dtype, self.operands = shape.name, shape.about, DTYPES[dtype], DTYPES[dtype]
         self.problems: gemms.Problems = shape.problems(spec.name, ranks.world_size, dtype)
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
@@ -167,7 +169,7 @@ class MatmulVariants(GemmVariants):
         """Inputs and results once through memory."""
         outputs = self.spec.outputs(self.calls[0], self.ranks.world_size).values()
         tensors = [t for t in (*self.spec.tensors(self.calls[0]), *outputs) if isinstance(t, torch.Tensor)]
-        return max(1e3 * sum(t.nbytes for t in tensors) / c.memory for c in ceilings)
+        return max(c.ms(sum(t.nbytes for t in tensors)) for c in ceilings)
 
     def ideal_ms(self, mode: Mode, found: Results) -> float | None:
         gemm, communication = (found.ms(mode, name) for name in (GEMM, COMMUNICATION))
@@ -230,19 +232,13 @@ class GemmOperator(Operator[S]):
     """The operator whose shapes it has, if not shapes of its own."""
     columns: ClassVar[Columns] = {"added\nus": cell("added_us", 1)}
 
-    def __init__(self, spec: Spec[Any]) -> None:
-        self.name, self.spec = spec.name, spec
+    def __init__(self, spec: Spec[Any], variants: type[GemmVariants] | None = None) -> None:
+        self.name, self.spec, self.variants = spec.name, spec, variants or self.variants
+        self.baselines = self.variants.baselines
+        self.fixed = *self.baselines, *self.variants.compared, *self.variants.rules
+        """Variants that pin no schedule."""
         smaller = f"has none, which is for tables: name a smaller shape, such as --preset {self.shape.example}"
         self.refuses = {**type(self).refuses, "scale": smaller}
-
-    @property
-    def baselines(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.variants.baselines
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """Variants that pin no schedule."""
-        return *self.baselines, *self.variants.compared, *self.variants.rules
 
     def pinned(self, variant: str) -> bool:
         return variant not in self.fixed

@@ -56,7 +56,7 @@ class TorchVariants(MatmulVariants):
     def roofline_ms(self, ceilings: Sequence[Ceilings]) -> float:
         """Operands and result once through memory, the GEMM, or what leaves a rank over the link: the longest."""
         memory, wire, flops = self.moved()
-        return max(1e3 * max(memory / c.memory, wire / c.link, flops / (c.matmul or 1.0)) for c in ceilings)
+        return max(c.ms(memory, wire, flops) for c in ceilings)
 
     @abstractmethod
     def moved(self) -> tuple[float, float, float]:

@@ -52,9 +52,8 @@ class Traffic:
         return self.rows + self.ids + self.offsets + self.outputs
 
     def roofline_ms(self, ceilings: Ceilings) -> float:
-        """The larger of memory traffic and wire traffic over what this rank was measured to do. Rows that are read again may come
-        from a cache, and then a call takes less."""
-        return 1e3 * max(self.memory / ceilings.memory, self.wire / ceilings.link)
+        """Rows that are read again may come from a cache, and then a call takes less."""
+        return ceilings.ms(self.memory, self.wire)
 
 
 class EmbeddingWorkload(EmbeddingData, Variants):
@@ -85,7 +84,7 @@ class EmbeddingWorkload(EmbeddingData, Variants):
         return scales | {"shape": self.config.describe(), "traffic_bytes": traffic}
 
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
-        extra_bytes, how = self.built[name].peak_bytes
+        extra_bytes, how = self.built[name].extra_bytes
         return {"pool_ms": found.ms(mode, name + POOL), "extra_bytes": extra_bytes, "extra_bytes_how": how}
 
     def said(self, records: Sequence[Record], ceilings: Sequence[Ceilings]) -> list[str]:

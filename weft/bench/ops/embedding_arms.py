@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -39,9 +38,9 @@ _CHUNK_BYTES = 128 << 20  # of gathered rows in float64 while the reference is c
 class EmbeddingData(Workload):
     """Tables (uniform in [-1, 1)), `input_sets` inputs of the global batch for this rank's features."""
 
-    def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int, seed: int = 0):
+    def __init__(self, config: EmbeddingConfig, ranks: Ranks, *, input_sets: int):
         self.config, self.ranks, self.input_sets = config, ranks, input_sets
-        self.name, self.dtype = config.name, config.sharding.dtype
+        self.name, self.about, self.dtype = config.preset.name, config.preset.about, config.sharding.dtype
         sharding, device, rank = config.sharding, ranks.device, ranks.rank
         self.slots = sharding.local_slots(rank)
         self.local_dim = sum(slot.dim for slot in self.slots)
@@ -52,7 +51,7 @@ class EmbeddingData(Workload):
         for t, weight in zip(owned, self.weights, strict=True):
             weight.uniform_(-1, 1, generator=generator.manual_seed(77 + t))
         bags, rows, law = [config.bags[t] for t in owned], [rows for rows, _ in shapes], config.preset.indices
-        drawn = [(bags, rows, law, config.global_batch, owned, seed + i, device) for i in range(input_sets)]
+        drawn = [(bags, rows, law, config.global_batch, owned, i, device) for i in range(input_sets)]
         self.inputs = [jagged_input(*of_set) for of_set in drawn]
 
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
@@ -106,35 +105,11 @@ Pool = Callable[[int], torch.Tensor]
 """This rank's pooled vectors of an input set, [global batch, local columns], contiguous."""
 
 
-class Arm(ABC):
-    """One way to compute the output of a workload's input set: [local batch, sum of D], on the current stream."""
-
-    def __init__(self, work: EmbeddingData):
-        self.work = work
-
-    @abstractmethod
-    def __call__(self, which: int) -> torch.Tensor: ...
-
-    @abstractmethod
-    def extra_bytes(self) -> int:
-        """Bytes held at the worst moment beyond tables and inputs, output included, counted from the arm's buffers."""
-
-    @cached_property
-    def peak_bytes(self) -> tuple[int, str]:
-        """The same on the worst rank, and how that is known. Collective."""
-        return int(self.work.ranks.most(self.extra_bytes())), "counted"
-
-    @abstractmethod
-    def traced(self, which: int, timeline: Timeline) -> None:
-        """One call whose spans go into `timeline`; CPU only, times on the monotonic clock that all ranks share."""
-
-
-class SerialArm(Arm):
+class SerialArm:
     """Pool, then exchange, then unpack."""
 
     def __init__(self, work: EmbeddingData, pooling: Callable[[EmbeddingData], Pool]):
-        super().__init__(work)
-        sharding = work.config.sharding
+        self.work, sharding = work, work.config.sharding
         dims = [sum(s.dim for s in sharding.local_slots(r)) for r in range(sharding.world_size)]
         self.send_splits = [size * work.local_dim for size in work.config.batch_sizes]
         self.receive_splits = [work.local_batch * dim for dim in dims]
@@ -162,18 +137,17 @@ class SerialArm(Arm):
         with torch.no_grad():
             return self.unpack(self.exchange(self.pool(which)))
 
-    def extra_bytes(self) -> int:
-        """Of tables one by one and put together; sent and received; received and output."""
-        config = self.work.config
-        pooled = config.global_batch * self.work.local_dim * config.itemsize
-        output = self.work.local_batch * config.sharding.total_dim * config.itemsize
-        return max(2 * pooled * self.pooled_twice, pooled + output, 2 * output)
-
     @cached_property
-    def peak_bytes(self) -> tuple[int, str]:
-        """On GPUs it is measured."""
-        if self.work.ranks.device.type != "cuda":
-            return super().peak_bytes
+    def extra_bytes(self) -> tuple[int, str]:
+        """What it holds at the worst moment beyond tables and inputs, output included, on the worst rank, and how that is known: on
+        GPUs it is measured, elsewhere counted from buffers. Collective."""
+        work, config = self.work, self.work.config
+        if work.ranks.device.type != "cuda":
+            pooled = config.global_batch * work.local_dim * config.itemsize
+            received = work.local_batch * config.sharding.total_dim * config.itemsize
+            # Of tables one by one and put together; sent and received; received and output.
+            most = max(2 * pooled * self.pooled_twice, pooled + received, 2 * received)
+            return int(work.ranks.most(most)), "counted"
         self(0)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -181,7 +155,7 @@ class SerialArm(Arm):
         output = self(0)
         torch.cuda.synchronize()
         del output
-        return int(self.work.ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
+        return int(work.ranks.most(torch.cuda.max_memory_allocated() - before)), "measured"
 
     def traced(self, which: int, timeline: Timeline) -> None:
         work = self.work
@@ -242,13 +216,12 @@ def parse(name: str) -> EmbeddingOptions | None:
     return EmbeddingOptions("put" if found[1] == "put" else "direct", order, slice_size, outputs=_OUTPUT_BUFFERS)
 
 
-class FusedArm(Arm):
+class FusedArm:
     """weft's operator. per_table: its kernel launched once for each table instead of once for all. (So does the fused paper within
     a node, by a kernel that is not persistent; this one is.)"""
 
     def __init__(self, work: EmbeddingData, options: EmbeddingOptions, per_table: bool = False):
-        super().__init__(work)
-        self.per_table, config, rank = per_table, work.config, work.ranks.rank
+        self.work, self.per_table, config, rank = work, per_table, work.config, work.ranks.rank
         self.options = replace(options, slice_size=options.slice_size or config.preset.slice_size)
         if per_table:
             self.inputs = [as_jagged(features) for features in work.inputs]
@@ -269,13 +242,19 @@ class FusedArm(Arm):
             batch_sizes=work.config.batch_sizes, timeline=timeline, **vars(self.options),
         )  # fmt: skip
 
-    def extra_bytes(self) -> int:
+    @property
+    def extra_bytes(self) -> tuple[int, str]:
         config = self.work.config
-        return _OUTPUT_BUFFERS * max(config.batch_sizes) * config.sharding.total_dim * config.itemsize
+        output = max(config.batch_sizes) * config.sharding.total_dim * config.itemsize
+        return _OUTPUT_BUFFERS * output, "counted"
 
     def traced(self, which: int, timeline: Timeline) -> None:
         self(which, timeline)
 
+
+Arm = SerialArm | FusedArm
+"""One way to compute the output of a workload's input set: [local batch, sum of D], on the current stream. `traced`, on CPU: one
+call whose spans go into a timeline, times on the monotonic clock that all ranks share."""
 
 POOLS: Mapping[str, Callable[[EmbeddingData], Pool]] = {
     BASELINE: embedding_bags, "batched": batched, "fbgemm": fbgemm,

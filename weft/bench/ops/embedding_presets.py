@@ -142,14 +142,6 @@ class EmbeddingConfig:
     scale: Scale
 
     @property
-    def name(self) -> str:
-        return self.preset.name
-
-    @property
-    def about(self) -> str:
-        return self.preset.about
-
-    @property
     def global_batch(self) -> int:
         return sum(self.batch_sizes)
 

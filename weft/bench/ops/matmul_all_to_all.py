@@ -73,8 +73,4 @@ class CombineVariants(ExpertVariants):
         )  # fmt: skip
 
 
-class _MatmulAllToAll(ExpertsOperator):
-    variants = CombineVariants
-
-
-OPERATOR = _MatmulAllToAll(SPEC)
+OPERATOR = ExpertsOperator(SPEC, CombineVariants)

@@ -98,12 +98,8 @@ class ScaledScatterVariants(ScatterVariants):
         return call
 
 
-class _MatmulReduceScatter(TorchOperator):
-    variants = ScatterVariants
-
-
 class _ScaledMatmulReduceScatter(TorchOperator):
-    fp8, variants, shapes_of = True, ScaledScatterVariants, "matmul_reduce_scatter"
+    fp8, shapes_of = True, "matmul_reduce_scatter"
 
     def default_dtype(self, device: str) -> str:
         return "fp8"
@@ -114,5 +110,5 @@ class _ScaledMatmulReduceScatter(TorchOperator):
         super().check_options(options)
 
 
-OPERATOR = _MatmulReduceScatter(plain.OPERATOR)
-SCALED = _ScaledMatmulReduceScatter(scaled.OPERATOR)
+OPERATOR = TorchOperator(plain.OPERATOR, ScatterVariants)
+SCALED = _ScaledMatmulReduceScatter(scaled.OPERATOR, ScaledScatterVariants)

@@ -51,9 +51,10 @@ class Comparison(Variants):
 
     def __init__(self, block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtype) -> None:
         torch.compiler.reset()
-        self.config, self.name, self.ranks, self.dtype = block, block.name, ranks, dtype
+        self.name, self.ranks, self.dtype = block.name, ranks, dtype
+        self.about = f"a sequence of {block.model.length}, forward and backward"
         self.blocks = arms_of(block, wanted, ranks, dtype)
-        model, device = block.model, ranks.device
+        model, device, self.length = block.model, ranks.device, block.model.length
         torch.manual_seed(1 + ranks.rank)
         shape = (model.length // ranks.world_size, 1, model.hidden)
         self.x = torch.randn(shape, device=device).to(dtype).requires_grad_()
@@ -117,7 +118,7 @@ class Comparison(Variants):
         return None
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
-        return {"length": self.config.model.length}
+        return {"length": self.length}
 
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
         serial, compute, mine = (found.ms(mode, of) for of in (BASELINE, COMPUTE, name))

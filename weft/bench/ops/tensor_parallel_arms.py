@@ -53,10 +53,6 @@ class Block:
     def name(self) -> str:
         return f"{self.of} {self.kind}"
 
-    @property
-    def about(self) -> str:
-        return f"a sequence of {self.model.length}, forward and backward"
-
 
 class Arm(NamedTuple):
     """call: forward. module: whose parameters get gradients."""
