@@ -357,7 +357,7 @@ class _Inefficiency(Operator[Gemm]):
         self.presets(options)
 
     def presets(self, options: BenchOptions) -> Sequence[Gemm]:
-        return find_gemms([name.strip() for name in (options.preset or "").split(",") if name.strip()])
+        return find_gemms(options.presets)
 
     def measure(
         self, preset: Gemm, ranks: Ranks, options: BenchOptions, ceilings: list[Ceilings], step: Step

@@ -68,6 +68,11 @@ class BenchOptions:
         op.check_options(self)
 
     @property
+    def presets(self) -> tuple[str, ...]:
+        """Names in `preset`; none: all that suit the device."""
+        return tuple(name.strip() for name in self.preset.split(",")) if self.preset is not None else ()
+
+    @property
     def time_s(self) -> float:
         """What the slowest arm of a mode should take."""
         return self.seconds or (0.1 if self.quick else 1.0)

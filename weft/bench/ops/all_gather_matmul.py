@@ -12,6 +12,7 @@ the library's all-gather alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -36,7 +37,6 @@ from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.schedule import Compute, Schedule, named
-from weft.symm import SymmetricBuffer
 
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
@@ -147,10 +147,8 @@ class GatherVariants(TorchVariants):
 
     @cached_property
     def _targets(self) -> list[torch.Tensor]:
-        """This rank's rows in each peer's memory, the next rank's first. Made late: a first call pays for its own memory."""
-        rank, world, shape = self.ranks.rank, self.ranks.world_size, (self.config.m, self.config.k)
-        self._buffer = SymmetricBuffer(shape, self.operands, group=self.ranks.group, device=self.ranks.device)
-        return [self._buffer.peer((rank + i) % world).chunk(world)[rank] for i in range(1, world)]
+        """Made late: a first call pays for its own memory."""
+        return self.places(self.problem.rows[self.ranks.rank], self.config.k, self.operands)
 
 
 def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -164,12 +162,10 @@ def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 def roundings(schedule: Schedule) -> int:
     """How often an output is rounded to its dtype at most: every step that adds to it rounds it again."""
-    count: dict[object, int] = {}
-    for lane in schedule.of_rank(0):
-        for step in lane.steps:
-            if isinstance(step, Compute) and step.accumulate:
-                count[step.out] = count.get(step.out, 1) + 1
-    return max(count.values(), default=1)
+    steps = (
+        step for lane in schedule.of_rank(0) for step in lane.steps if isinstance(step, Compute) and step.accumulate
+    )
+    return 1 + max(Counter(step.out for step in steps).values(), default=0)
 
 
 class _AllGatherMatmul(TorchOperator):

@@ -123,6 +123,7 @@ class ExpertVariants(GemmVariants):
     """Normally distributed rows, weights scaled so that results are about 1; other rows and splits in each input set."""
 
     beside = (GEMM, GEMM_EACH, EXCHANGE)
+    sent_columns: ClassVar = "k"
     ahead: ClassVar[str]
     """The baseline that can be captured."""
     arrived: Sequence[torch.Tensor]
@@ -174,12 +175,8 @@ class ExpertVariants(GemmVariants):
             capacity=_round_up(int(splits.max()), 8),
             rank_skew=float((of_rank.amax(1) / of_rank.double().mean(1)).mean()),
             expert_skew=float((of_expert.amax(1) / of_expert.double().mean(1)).mean()),
-            busiest_bytes=float(busiest) * self.sent_columns * self.dtype.itemsize,
+            busiest_bytes=float(busiest) * getattr(self.config, self.sent_columns) * self.dtype.itemsize,
         )
-
-    @property
-    def sent_columns(self) -> int:
-        return self.config.k
 
     def baseline(self, mode: Mode) -> str:
         return self.ahead if mode == "graph" else BASELINE

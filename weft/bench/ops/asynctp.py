@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,8 +18,18 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record, geomean, times
 from weft.bench.ops.any_operator import COMMUNICATION, GEMM, AnyOperator, Arm, MatmulVariants
 from weft.bench.ops.gemms import BASELINE, WEFT
+from weft.symm import SymmetricBuffer
 
 ASYNCTP, COLLECTIVE = "asynctp", "collective"
+
+
+def enable_symmetric_memory(group_name: Any) -> None:
+    """For torch's operators. torch 2.13 does without."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group_name)
 
 
 class TorchVariants(MatmulVariants):
@@ -45,11 +55,7 @@ class TorchVariants(MatmulVariants):
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
         arms: dict[str, Arm] = {BASELINE: self.serial}
         if self.ranks.device.type == "cuda" and ASYNCTP in (wanted or (ASYNCTP,)):
-            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-            with warnings.catch_warnings():  # torch 2.13 does without
-                warnings.simplefilter("ignore", FutureWarning)
-                enable_symm_mem_for_group(self.ranks.group.group_name)
+            enable_symmetric_memory(self.ranks.group.group_name)
             arms[ASYNCTP] = self.torchs()
         return arms, dict(zip(self.beside, self.alone(), strict=True)), []
 
@@ -61,6 +67,12 @@ class TorchVariants(MatmulVariants):
     @abstractmethod
     def moved(self) -> tuple[float, float, float]:
         """(bytes of operands and result, bytes that leave a rank, operations)"""
+
+    def places(self, rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of this rank in each peer's memory, the next rank's first."""
+        rank, world = self.ranks.rank, self.ranks.world_size
+        self._box = SymmetricBuffer((world, rows, columns), dtype, group=self.ranks.group, device=self.ranks.device)
+        return [self._box.peer((rank + i) % world)[rank] for i in range(1, world)]
 
     def copy_to_peers(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Each (source, target) with others beside it; on GPUs by copy engines, a stream for each."""

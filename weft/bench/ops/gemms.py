@@ -97,7 +97,7 @@ def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ..
     groups = tomllib.loads(file.read_text()) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
     found: dict[str, Any] = {}
-    for name in suiting if options.preset is None else map(str.strip, options.preset.split(",")):
+    for name in options.presets or suiting:
         shapes = kind.named(name, groups)
         if not shapes:
             known = ", ".join(groups) or f"nothing (there is no {file}: shapes are in the repository, not in the wheel)"

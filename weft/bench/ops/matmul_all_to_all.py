@@ -26,7 +26,7 @@ class CombineVariants(ExpertVariants):
     """k columns of a row at its expert, n when it returns."""
 
     compared: ClassVar = {WEFT: (BASELINE,), WEFT + BOUNDED: (BASELINE,)}
-    ahead = BASELINE
+    ahead, sent_columns = BASELINE, "n"
 
     def draw_rows(self) -> None:
         self.arrived = [self.rows_at(which, self.ranks.rank) for which in range(self.input_sets)]
@@ -43,10 +43,6 @@ class CombineVariants(ExpertVariants):
                 of_sources = [next(segments) for _ in range(self.ranks.world_size)]
                 parts.append(of_sources[mine].double() @ self.expert(rank, number).double())
         return torch.cat(parts)
-
-    @property
-    def sent_columns(self) -> int:
-        return self.config.n
 
     def others(self, wanted: Sequence[str]) -> tuple[dict[str, Arm], dict[str, Call], list[str]]:
         found = super().others(wanted)

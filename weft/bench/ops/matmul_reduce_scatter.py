@@ -25,7 +25,6 @@ from weft.ops import scaled_matmul_reduce_scatter as scaled
 from weft.runtime.collectives import reduce_scatter_single
 from weft.runtime.scaled_matmul import scaled_matmul
 from weft.runtime.unfused import reduce_scatter
-from weft.symm import SymmetricBuffer
 
 
 class ScatterVariants(TorchVariants):
@@ -67,12 +66,11 @@ class ScatterVariants(TorchVariants):
 
     @cached_property
     def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each peer's rows, the next rank's first, to a place in its memory. Made late: a first call pays for its own memory."""
+        """Of each peer's rows, the next rank's first. Made late: a first call pays for its own memory."""
         rank, world = self.ranks.rank, self.ranks.world_size
-        shape = (world, self.problem.rows, self.config.n)
-        self._buffer = SymmetricBuffer(shape, self.dtype, group=self.ranks.group, device=self.ranks.device)
-        parts, peers = self.product.chunk(world), [(rank + i) % world for i in range(1, world)]
-        return [(parts[peer], self._buffer.peer(peer)[rank]) for peer in peers]
+        parts = self.product.chunk(world)
+        theirs = [parts[(rank + i) % world] for i in range(1, world)]
+        return [*zip(theirs, self.places(self.problem.rows, self.config.n, self.dtype), strict=True)]
 
 
 class ScaledScatterVariants(ScatterVariants):

@@ -173,7 +173,7 @@ class _TensorParallel(Operator[Block]):
 
     def presets(self, options: BenchOptions) -> Sequence[Block]:
         suiting = [name for name in MODELS if (name == "cpu") == (options.device == "cpu")]
-        names = suiting if options.preset is None else [name.strip() for name in options.preset.split(",")]
+        names = options.presets or suiting
         if unknown := [name for name in names if name not in MODELS]:
             raise ValueError(f"no preset {unknown[0]!r}: give some of {', '.join(MODELS)}")
         return [Block(name, kind, MODELS[name]) for name in dict.fromkeys(names) for kind in ("mlp", "attention")]

@@ -7,7 +7,6 @@ scattered.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from torch import nn
 
 import weft.nn
 from weft.bench.core.harness import Ranks
-from weft.bench.ops.asynctp import ASYNCTP
+from weft.bench.ops.asynctp import ASYNCTP, enable_symmetric_memory
 from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.runtime.collectives import all_gather_single, reduce_scatter_single
 
@@ -188,7 +187,6 @@ class StockAttention(nn.Module):
 
 
 def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -199,9 +197,7 @@ def asynctp(stock: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
     )
 
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    with warnings.catch_warnings():  # torch 2.13 does without
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+    enable_symmetric_memory(mesh.get_group().group_name)
     *columns, rows = (name for name, _ in stock.named_children())
     styles: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {
         rows: RowwiseParallel(output_layouts=Shard(0))
