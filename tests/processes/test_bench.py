@@ -15,6 +15,7 @@ from weft.bench.core import console, harness
 from weft.bench.core.ceilings import Ceilings, measure_ceilings
 from weft.bench.core.harness import Ranks, summarise, time_arms
 from weft.bench.core.measure import check
+from weft.bench.core.operator import Measured
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for
 from weft.bench.ops.embedding_all_to_all import OPERATOR, EmbeddingWorkload, Traffic
@@ -116,6 +117,59 @@ def test_a_narrow_terminal_loses_optional_columns_only(monkeypatch, capsys) -> N
     assert "1.250" in shown
     assert "0.123456789" in shown
     assert "0.987654321" not in shown
+
+
+def test_a_table_has_no_empty_columns_and_only_times_of_what_ran_beside(capsys) -> None:
+    timed = {
+        "mode": "queued",
+        "p20_ms": 1.9,
+        "p50_ms": 2.0,
+        "p80_ms": 2.1,
+        "skew_ms": 0.5,
+        "repetitions": 9,
+        "host_us": None,
+    }
+    judged = {"roofline_ratio": 1.25, "first_call_ms": 7.5, "error": 3e-7, "pool_ms": None, "extra_bytes": 2_000_000}
+    faster = {"variant": "direct", "p20_ms": 0.9, "p50_ms": 1.0, "p80_ms": 1.1}
+    rows, beside = [timed | judged | {"variant": BASELINE}, timed | judged | faster], [timed | {"variant": "alone"}]
+    OPERATOR.show(
+        Measured(rows, beside, "of what", ["a note"], ["a wrong one"]), BenchOptions(OPERATOR.name, modes=("queued",))
+    )
+    shown = capsys.readouterr().out
+    lines = {
+        cells[0].strip(): [cell.strip() for cell in cells]
+        for line in shown.splitlines()
+        if (cells := line.split("│")[1:-1])
+    }
+    times = ["2.0000", "1.9000 - 2.1000", "0.5000"]
+    assert lines[BASELINE] == [BASELINE, "queued", *times, "1.00x", "1.25", "2.0", "7.5", "3.0e-07"]
+    assert lines["direct"][5] == "2.00x"
+    assert lines["alone"] == ["alone", "queued", *times, "", "", "", "", ""]
+    assert "host" not in shown
+    assert "batched" not in shown, "nobody ran it"
+    assert "a note" in shown
+    assert "a wrong one" in shown
+
+
+def test_several_configurations_have_means_below(capsys) -> None:
+    timed = {
+        "mode": "queued",
+        "p20_ms": 2.0,
+        "p80_ms": 2.0,
+        "repetitions": 9,
+        "scale": 1.0,
+        "rows_scale": 1.0,
+        "roofline_ratio": 1.25,
+    }
+    rows = [
+        timed | {"config": config, "variant": name, "p50_ms": ms}
+        for config, fused in (("one", 1.0), ("two", 0.25)) for name, ms in ((BASELINE, 2.0), ("put", fused))
+    ]  # fmt: skip
+    OPERATOR.show_summary(rows, BenchOptions(OPERATOR.name, modes=("single", "queued")))
+    shown = capsys.readouterr().out
+    assert "single" not in shown
+    (mean,) = (line.split("│")[1:-1] for line in shown.splitlines() if "geometric mean" in line)
+    assert [cell.strip() for cell in mean] == ["geometric mean", "", "", "4.00x", ""]
 
 
 def test_progress_says_each_step_once_where_nobody_watches(capsys) -> None:
