@@ -42,16 +42,6 @@ class Memory:
     output_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """What the compiler made of one variant, and how many programs of it are resident at once."""
-
-    registers: int
-    spills: int
-    programs_per_sm: int
-    grid: int
-
-
 class VariantKey(NamedTuple):
     """What a compiled kernel depends on beyond the plan."""
 
@@ -68,9 +58,11 @@ class VariantKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
+    """resident: how many programs run at once."""
+
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
-    occupancy: Occupancy
+    resident: int
     staging: torch.Tensor
     programs: dict[int, _core.StreamProgram | None]
     """By grid: a launch whose arguments are told in each call; None where Triton has to do it."""
@@ -242,7 +234,7 @@ class EmbeddingKernel:
             batch, per_sample * batch, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
             int(deadline_s * 1e9), max(1, per_sample), self._slices_before, self._slices_in_all,
         )  # fmt: skip
-        grid = max(1, min(variant.occupancy.grid, per_sample * batch))
+        grid = max(1, min(variant.resident, per_sample * batch))
         if variant.compiled is None:
             device_code.embedding_all_to_all_kernel[grid, 1, 1](*tensors, *numbers, *variant.constants)
             return
@@ -304,20 +296,17 @@ class EmbeddingKernel:
     def _compile(self, key: VariantKey) -> _Variant:
         """Compile and load a variant before anything waits for it: a load behind a waiting kernel would deadlock."""
         constants = self.constants(key)
-        compiled, occupancy = None, Occupancy(0, 0, 1, self._sms)
+        compiled, resident = None, self._sms
         if not self._interpreted:
             with torch.cuda.device(self.device):
                 compiled = self.compile(key, constants)
                 compiled._init_handles()
-            registers, spills = int(compiled.n_regs), int(compiled.n_spills)
             # One warp each: registers come in blocks of 256 per warp, an SM holds 65536 of them and at most 32 programs.
             # Other makers' rules are not known here: 16 is a safe number.
-            per_sm = min(32, 65536 // (-(-registers * 32 // 256) * 256)) if self._on_nvidia else 16
-            occupancy = Occupancy(registers, spills, per_sm, per_sm * self._sms)
-        staging = torch.empty(
-            occupancy.grid * constants["STAGE_WIDTH"], dtype=self.plan.sharding.dtype, device=self.device
-        )
-        self._variants[key] = variant = _Variant(compiled, tuple(constants.values()), occupancy, staging, {})
+            per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
+            resident = per_sm * self._sms
+        staging = torch.empty(resident * constants["STAGE_WIDTH"], dtype=self.plan.sharding.dtype, device=self.device)
+        self._variants[key] = variant = _Variant(compiled, tuple(constants.values()), resident, staging, {})
         return variant
 
     def compile(self, key: VariantKey, constants: dict[str, Any]) -> Any:
@@ -336,11 +325,6 @@ class EmbeddingKernel:
         # Told nothing, ptxas saves registers and splits the loads of a block of rows; it takes what it may if told.
         limit = {"maxnreg": _REGISTERS[self._staged]} if self._on_nvidia else {}
         return kernel.warmup(*pointers, *numbers, grid=(1,), num_warps=1, **limit, **constants)
-
-    @property
-    def occupancy(self) -> dict[VariantKey, Occupancy]:
-        """Of every variant that has been compiled."""
-        return {key: variant.occupancy for key, variant in self._variants.items()}
 
 
 def _program(compiled: Any, grid: int, arguments: int) -> _core.StreamProgram | None:
