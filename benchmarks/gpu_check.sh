@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Build, test and measure weft on a machine with GPUs: bash benchmarks/gpu_check.sh OUT [--op NAME] [--tests-only|--bench-only]
 #
-# --op embedding_all_to_all (the default), all_gather_matmul, all_to_all_matmul: whose tests and benchmark. A call takes less
-# than 590 s.
+# --op embedding_all_to_all (the default), all_gather_matmul, all_to_all_matmul: whose benchmark. Tests are those of all operators;
+# ranks share GPUs where there are not enough. A call takes less than 590 s.
 #
 # Needs python3 (or PYTHON=...) with torch, Triton and pytest, and to build: a C++ compiler, cmake, ninja, nanobind. No
-# network, no .venv. Writes OUT/doctor.txt, OUT/tests-NAME.txt, OUT/gpu-tests.json (what the tests came to: append it to
+# network, no .venv. Writes OUT/doctor.txt, OUT/tests.txt, OUT/gpu-tests.json (what the tests came to: append it to
 # benchmarks/results/h200-tests.json), OUT/bench-NAME.txt and OUT/*.jsonl; goes on after a failure and exits with 1 if there was
 # one. In a copy without .git, records know the commit by benchmarks/.commit (make commit-note, before the copy).
 # WEFT_FBGEMM=folder with so.tar.xz and py.zip, or an installed fbgemm_gpu, adds that baseline.
@@ -51,20 +51,23 @@ at_most() {
   echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
 
+# Of all operators. Files take turns in six processes: ranks wait for each other and for compilers more than for a GPU.
 tests() {
-  local files=() file of
+  local files=(tests/multigpu/test_gpu_{four,matmul_all_reduce,norms,tensor_parallel}.py) junits=() file  # which take longest
   for file in tests/gpu/test_*.py tests/multigpu/test_*.py; do
-    case $file in
-      *dispatch* | *all_to_all_matmul* | *matmul_all_to_all*) of=all_to_all_matmul ;;
-      *schedule* | *matmul* | *plan*) of=all_gather_matmul ;;
-      *) of=embedding_all_to_all ;;
-    esac
-    [ $of = "$op" ] && files+=("$file")
+    [[ " ${files[*]} " == *" $file "* ]] || files+=("$file")
   done
-  timeout -k 10 "$(at_most 240)" "$python" -m pytest -p no:cacheprovider -q --durations=8 --junitxml="$scratch/tests.xml" \
-    "${files[@]}" 2>&1 | tee "$out/tests-$op.txt"
-  [ "${PIPESTATUS[0]}" -eq 0 ] || fail "tests of $op"
-  "$python" -m weft.bench.gpu_tests "$op" "$scratch/tests.xml" "$out/gpu-tests.json" || fail "the record of the tests"
+  export python scratch
+  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 420)" xargs -P 6 -I{} bash -c '
+    name=$(basename {} .py)
+    WEFT_CACHE_DIR=$scratch/weft-$name "$python" -m pytest -p no:cacheprovider -q --tb=short -rf --junitxml="$scratch/$name.xml" {} >"$scratch/$name.txt" 2>&1
+    status=$?
+    tail -n 1 "$scratch/$name.txt" | sed "s/^/$name: /"
+    exit $status' || fail "tests"
+  for file in "${files[@]}"; do junits+=("$scratch/$(basename "$file" .py).xml"); done
+  cat "$scratch"/test_*.txt >"$out/tests.txt"
+  grep -a "^FAILED\|^ERROR" "$out/tests.txt"
+  "$python" -m weft.bench.gpu_tests "$out/gpu-tests.json" "${junits[@]}" || fail "the record of the tests"
 }
 
 unpack_fbgemm() {
@@ -114,5 +117,6 @@ build
 ranks=$("$python" -c "import torch; print(torch.cuda.device_count())")
 "$python" -m weft.cli doctor 2>&1 | tee "$out/doctor.txt"
 [ "$what" = --bench-only ] || tests
+[ "$what" = --tests-only ] || [ "$ranks" -gt 1 ] || { echo "with one GPU there is nothing to measure" >&2; exit $failed; }
 [ "$what" = --tests-only ] || "bench_$op"
 exit $failed

@@ -26,15 +26,15 @@ def test_a_run_is_counted_by_outcome(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     subprocess.run([*command, f"--junitxml={tmp_path}/junit.xml", str(tmp_path)], capture_output=True, timeout=100)
     out = tmp_path / "gpu-tests.json"
-    main(["all_gather_matmul", str(tmp_path / "junit.xml"), str(out), "--device", "cpu"])
-    main(["all_to_all_matmul", str(tmp_path / "missing.xml"), str(out), "--device", "cpu"])
+    main([str(out), *[str(tmp_path / "junit.xml")] * 2, "--device", "cpu"])
+    main([str(out), str(tmp_path / "junit.xml"), str(tmp_path / "broke_off.xml"), "--device", "cpu"])
     first, second = json.loads(out.read_text())
-    assert (first["tests_of"], first["finished"]) == ("all_gather_matmul", True)
-    assert (first["passed"], first["failed"], first["skipped"]) == (3, 2, 1)
-    assert sorted(name.rpartition("::")[2] for name in first["failures"]) == ["test_error", "test_wrong"]
-    assert first["skips"] == {"torch sees 0 GPUs, 2 are needed": 1}
+    assert (first["finished"], first["missing"]) == (True, [])
+    assert (first["passed"], first["failed"], first["skipped"]) == (6, 4, 2)
+    assert sorted({name.rpartition("::")[2] for name in first["failures"]}) == ["test_error", "test_wrong"]
+    assert first["skips"] == {"torch sees 0 GPUs, 2 are needed": 2}
     assert first["seconds"] > 0
-    assert second["finished"] is False
+    assert (second["finished"], second["missing"], second["passed"]) == (False, ["broke_off"], 3)
     for one in (first, second):
         assert COMMIT.fullmatch(one["commit"])
         assert SOURCE.fullmatch(one["source"])

@@ -1,8 +1,8 @@
 """What a run of the GPU tests came to, as a record beside the benchmarks': how many passed, and which code it was.
 
-    python -m weft.bench.gpu_tests OPERATOR pytest's-junit.xml gpu-tests.json
+    python -m weft.bench.gpu_tests gpu-tests.json pytest's-junit.xml ...
 
-appends it to the list in that file. Without the first file the tests did not come to an end, which is recorded as well.
+appends it to the list in the first file. Where one of the others is missing, tests did not come to an end: that is recorded too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from weft.bench.core.records import environment
 
 
-def summary(junit: Path) -> dict[str, Any]:
-    """Counts, seconds, the names of tests that failed, and why how many were skipped."""
-    if not junit.exists():
-        return {"finished": False}
-    suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
+def summary(junits: Sequence[Path]) -> dict[str, Any]:
+    """Counts, seconds, the names of tests that failed, why how many were skipped, and what is missing."""
+    there = [junit for junit in junits if junit.exists()]
+    suites = [suite for junit in there for suite in ElementTree.parse(junit).getroot().iter("testsuite")]
     cases = [case for suite in suites for case in suite.iter("testcase")]
     failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases if _has(case, "failure", "error")]
     skips = Counter(skip.get("message", "") for case in cases for skip in case.iter("skipped"))
     return {
-        "finished": True,
+        "finished": there == list(junits),
+        "missing": [junit.stem for junit in junits if junit not in there],
         "passed": sum(not _has(case, "failure", "error", "skipped") for case in cases),
         "failed": len(failed),
         "skipped": skips.total(),
@@ -45,13 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m weft.bench.gpu_tests", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("operator")
-    parser.add_argument("junit", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("junit", type=Path, nargs="+")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args(arguments)
     known = json.loads(given.out.read_text()) if given.out.exists() else []
-    known.append({"tests_of": given.operator, **summary(given.junit), **environment(given.device)})
+    known.append({**summary(given.junit), **environment(given.device)})
     given.out.write_text(json.dumps(known, indent=1) + "\n")
 
 

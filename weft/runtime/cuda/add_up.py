@@ -16,7 +16,8 @@ from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
 
 _ARGUMENTS = 4
 """Parts that a launch is given as arguments: all, or if there are more the caller's, which lie elsewhere in each run."""
-_MANY = 2048  # KiB: from there on a program adds up more, and below it more programs do it
+_BLOCK_BYTES, _ROW_BYTES = 2048, 8192
+"""Of each part at a time, and where a program does a whole row."""
 
 
 class Place(NamedTuple):
@@ -99,7 +100,7 @@ class AddUp:
         bits = cols * item | ALIGNMENT
         for place in (out, *parts, *following):
             bits |= place.pitch | (fixed[place.base] + place.offset if fixed[place.base] else 0)
-        block = 8192 if rows * cols * item > _MANY << 10 or norm else 2048
+        block = _ROW_BYTES if norm else _BLOCK_BYTES
         eps = norm.eps if norm else None
         # Tensors of the caller may begin anywhere.
         adds, steps = list(parts) != [out], sorted({bits & -bits, item}, reverse=True)
