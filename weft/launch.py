@@ -234,6 +234,23 @@ class Pool:
         return "\n".join(texts)
 
 
+def share_gpus(rank: int) -> None:
+    """Let this rank use a GPU that another rank of this host uses too; `run_ranks` and `Pool` do it where GPUs are too few. Under
+    torchrun, before `init_process_group`:
+
+        rank = int(os.environ["RANK"])
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        weft.launch.share_gpus(rank)
+
+    All works then, torch's collectives by NCCL and its symmetric memory too, and no time that is measured means anything. Sets
+    `NCCL_HOSTID` (NCCL refuses two ranks of one host on one GPU, so that each is told that it is on a host of its own),
+    `NCCL_SOCKET_IFNAME` and `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`.
+    """
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+
+
 def _kill(workers: list[tuple[process.BaseProcess, connection.Connection]], directory: Any) -> None:
     for worker, pipe in workers:
         worker.kill()
@@ -279,7 +296,7 @@ def _work(
     if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if world_size > torch.cuda.device_count():
-            _share_gpus(rank)
+            share_gpus(rank)
     world = 0
     while True:
         try:
@@ -303,13 +320,6 @@ def _work(
         pipe.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _share_gpus(rank: int) -> None:
-    """Let several ranks use one GPU. NCCL refuses that within one host: it is told that each rank is a host of its own."""
-    os.environ["NCCL_HOSTID"] = f"{os.getppid()}-{rank}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def _portable(error: Exception) -> bytes:
