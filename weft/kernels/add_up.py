@@ -83,8 +83,9 @@ def add_up_kernel(
     ALIGN items. Without ADD there is one part, which is `out` itself, and stays as it is.
     """
     cols = cols // ALIGN * ALIGN  # no change, but now the compiler knows it
-    program, within = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    within = tl.arange(0, BLOCK)
     if NORM:
+        program = tl.program_id(0).to(tl.int64)
         to = _row_of(out, out_pitch, program, DTYPE, ALIGN)
         squares = tl.zeros([BLOCK], tl.float32)
         for begin in range(0, cols, BLOCK):
@@ -109,8 +110,9 @@ def add_up_kernel(
             factor = tl.load(factors + columns, mask=inside, other=0).to(tl.float32)
             tl.store(result + columns, (x * scale * factor).to(DTYPE), mask=inside)
     else:
-        per_row = tl.cdiv(cols, BLOCK)
-        row, columns = program // per_row, program % per_row * BLOCK + within
+        per_row = tl.cdiv(cols, BLOCK).to(tl.int32)  # dividing 64 bits takes longer than all else of a small sum
+        row = (tl.program_id(0) // per_row).to(tl.int64)
+        columns = (tl.program_id(0) % per_row).to(tl.int64) * BLOCK + within
         inside = columns < cols
         total = _total(
             table, part1, part2, part3, part4, pitch1, pitch2, pitch3, pitch4, row, columns, inside, PARTS, DTYPE, ALIGN
