@@ -4,6 +4,7 @@ does lies between the caller's writes before it and reads behind it; tokens come
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here: it compiles the kernels that programs launch")
 
-from modelled_gpus import model, poison
+from modelled_gpus import SymmetricMemory, compiled, model, poison
 from played_gpus import Played
 from schedule_interpreter import interpret
 from slow import slow
 
 from weft.runtime.cuda.context import Tensors
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
-from weft.runtime.schedule_memory import TORCH_DTYPE
+from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
 from weft.schedule import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
@@ -209,3 +210,20 @@ def test_rows_of_experts_go_where_they_belong(monkeypatch: pytest.MonkeyPatch, n
             check(played, f"{candidate.name}, order {seed}")
         overlapping += 1
     assert overlapping >= 4
+
+
+def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is enqueued. The library's calls take rows and columns as they lie."""
+    model(monkeypatch)
+    for what in ("current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, what, lambda *_: contextlib.nullcontext())
+    schedule = next(c for c in candidates(AllGatherMatmul.even(64, 32, 32, 2)) if c.builder == "shard").build()
+    region = SymmetricMemory(2, layout_of(schedule).buffer_bytes)
+    context, items = compiled(schedule, 1, region)
+    tensors = {b.name: torch.ones(int(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype]) for b in context.given}
+    by_columns = {name: t.t().contiguous().t() for name, t in tensors.items()}
+    items.warm_up(tensors | {"w0": by_columns["w0"]})
+    with pytest.raises(
+        ValueError, match=r"buffer x_shard is \(32, 32\) with strides \(1, 32\): pass x_shard.contiguous"
+    ):
+        items.warm_up(tensors | {"x_shard": by_columns["x_shard"]})
