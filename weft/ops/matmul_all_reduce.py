@@ -272,9 +272,14 @@ def _through_norm(
 
         grads[1] + scale * (g - unit * the mean of g * unit)
 
-    in fp32, or in fp64.
+    in fp32, or in fp64; on GPUs by torch's kernel for it, which it has for these alone.
     """
-    dtype = saved[0].dtype
+    (of_normed, of_sum), (weight, y), dtype = grads, saved, saved[0].dtype
+    fused, columns = getattr(torch.ops.aten, "_fused_rms_norm_backward", None), [y.shape[1]]
+    if y.is_cuda and fused is not None and y.numel():
+        _, scale = torch.ops.aten._fused_rms_norm(y, columns, weight[0], eps)
+        of_y, of_weight = fused(of_normed.contiguous(), y, columns, scale, weight[0], [True, True])
+        return of_sum + of_y, of_weight.unsqueeze(0)
     of_normed, of_sum, weight, y = (one.to(torch.promote_types(dtype, torch.float32)) for one in (*grads, *saved))
     scale = torch.rsqrt(y.square().mean(1, keepdim=True) + eps)
     unit, g = y * scale, of_normed * weight
