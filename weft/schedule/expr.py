@@ -247,7 +247,7 @@ def _join(left: Index, sign: ast.operator, right: Index) -> Expr:
     return _joined(left, type(sign), right)  # type: ignore[arg-type]  # takes `__hash__` of the class for that of its instances
 
 
-@lru_cache(maxsize=1 << 13)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
+@lru_cache(maxsize=1 << 14)  # candidates for dozens of ranks have the same few expressions a hundred thousand times
 def _joined(left: Index, sign: type[ast.operator], right: Index) -> Expr:
     made = Expr.__new__(Expr)  # its parts were checked and written when they were made: a long sum grows term by term
     node, symbol, binds = _SIGNS[sign]

@@ -18,7 +18,7 @@ lane starts a run before its rank has been called, and a run ends on a rank when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, get_args
@@ -52,6 +52,7 @@ from weft.schedule.steps import (
     put_in,
     unrolled,
 )
+from weft.schedule.steps.base import getter
 from weft.words import counted, kind
 
 
@@ -141,14 +142,12 @@ class Schedule:
         return self.table()
 
 
-def _require_known(what: str, word: str, kind: Any) -> None:
-    if word not in _words(kind):
-        raise ValueError(f"{what}={word!r} is not known; use one of {', '.join(_words(kind))}")
+_ROLES, _RESOURCES, _COPY_BY, _READ_BY = map(get_args, (Role, Resource, CopyBy, ReadBy))
 
 
-@lru_cache(maxsize=16)  # asked for each copy
-def _words(kind: Any) -> tuple[str, ...]:
-    return get_args(kind)
+def _require_known(of: str, name: str, what: str, word: str, words: tuple[str, ...]) -> None:
+    if word not in words:
+        raise ValueError(f"{of} {name}: {what}={word!r} is not known; use one of {', '.join(words)}")
 
 
 class Draft:
@@ -166,7 +165,7 @@ class Draft:
             raise ValueError(f"schedule {self.name}: two buffers are named {name!r}: give each its own name")
         if dtype not in ITEM_BYTES:
             raise ValueError(f"buffer {name}: dtype {dtype!r} is not known; use one of {', '.join(ITEM_BYTES)}")
-        _require_known(f"buffer {name}: role", role, Role)
+        _require_known("buffer", name, "role", role, _ROLES)
         if role == "symmetric" and not isinstance(rows, int):
             raise ValueError(
                 f"buffer {name}: symmetric memory has one size on all ranks, and {rows} depends on the rank"
@@ -196,7 +195,7 @@ class Draft:
 
     def lane(self, name: str, resource: Resource = "compute") -> LaneDraft:
         """The lane of that name, made at the first use; the order of first use is the order in which lanes are issued."""
-        _require_known(f"lane {name}: resource", resource, Resource)
+        _require_known("lane", name, "resource", resource, _RESOURCES)
         return self._lanes.setdefault(name, LaneDraft(name, resource))
 
     def schedule(self) -> Schedule:
@@ -219,7 +218,7 @@ class LaneDraft:
         self.steps: list[Step] = []
 
     def copy(self, src: Region, dst: Region, by: CopyBy = "dma", accumulate: bool = False) -> LaneDraft:
-        _require_known(f"lane {self.name}: by", by, CopyBy)
+        _require_known("lane", self.name, "by", by, _COPY_BY)
         return self.then(Copy(src, dst, by, accumulate))
 
     def compute(self, op: str, out: Region, *inputs: Region, accumulate: bool = False) -> LaneDraft:
@@ -256,7 +255,7 @@ class LaneDraft:
         return self.then(Tiles(kernel, index, extent, body))
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
-        _require_known(f"lane {self.name}: by", by, ReadBy)
+        _require_known("lane", self.name, "by", by, _READ_BY)
         return self.then(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
@@ -271,25 +270,33 @@ class LaneDraft:
 
     def then(self, step: Step) -> LaneDraft:
         """A step of any kind."""
-        _require_step(step, f"lane {self.name}")
+        _require_step(step, "lane", self.name)
         self.steps.append(step)
         return self
 
 
-def _require_step(step: Any, where: str) -> None:
-    """`TypeError` for what is none, or has a comparison for a number."""
+def _require_step(step: Any, *where: str) -> None:
+    """`TypeError` for what is none, or has a comparison for a number. Large schedules have ten thousands: words are put together
+    for what is wrong only."""
     if not isinstance(step, Step):
         hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
-        raise TypeError(f"{where}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
-    for name in _index_fields(type(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
-        no_comparison(getattr(step, name), f"{where}: {name} of {step.kind!r}")
+        raise TypeError(f"{' '.join(where)}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
+    if bool in map(type, _indices(type(step))(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
+        for name in _index_fields(type(step)):  # type: ignore[arg-type]
+            no_comparison(getattr(step, name), f"{' '.join(where)}: {name} of {step.kind!r}")
     for region in (access.region for access in step.accesses()):
-        for name in _index_fields(Region):
-            no_comparison(getattr(region, name), f"{where}: {name} of {region.buffer} in {step.kind!r}")
+        if bool in map(type, _indices(Region)(region)):
+            for name in _index_fields(Region):
+                no_comparison(getattr(region, name), f"{' '.join(where)}: {name} of {region.buffer} in {step.kind!r}")
     for inner in step.inner:
-        _require_step(inner, f"{where}, in {step.kind!r}")
+        _require_step(inner, f"{' '.join(where)}, in {step.kind!r}")
 
 
 @lru_cache(maxsize=256)
 def _index_fields(of: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(of) if field.type in ("Index", Index))
+
+
+@lru_cache(maxsize=256)
+def _indices(of: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return getter(_index_fields(of))

@@ -69,8 +69,8 @@ def simulate(
     return result
 
 
-_KNOWN_SPEEDS = 4096
-"""Sets of steps at once whose speeds are remembered: long runs of ranks that differ have ever new ones."""
+_KNOWN_SPEEDS = 1 << 20
+"""Speeds that are remembered, of all sets of steps at once together: long runs of ranks that differ have ever new ones."""
 
 
 class _Lane:
@@ -86,6 +86,7 @@ class _Lane:
         "rank",
         "rest",
         "since",
+        "speed",
         "tasks",
     )
 
@@ -94,7 +95,7 @@ class _Lane:
         self.tasks: list[Task] = program.tasks
         self.next = self.joined = 0  # tasks, and collectives among them
         self.since = 0.0  # the beginning of the task that is under way
-        self.load, self.rest = 0, 0.0  # of its work
+        self.load, self.rest, self.speed = 0, 0.0, 0.0  # of its work
         self.pulses, self.mark = 0, 0.0  # raised so far, and what is left of the work at the next one
 
 
@@ -111,11 +112,10 @@ class _Rank:
 class _Part:
     """Lanes that can slow each other down; those of them that work, and until when nothing changes there."""
 
-    __slots__ = ("at_us", "changed", "ends", "speed", "working")
+    __slots__ = ("at_us", "changed", "ends", "working")
 
     def __init__(self) -> None:
         self.working: list[_Lane] = []
-        self.speed: dict[int, float] = {}
         self.at_us = 0.0  # what is left of the work is of then
         self.ends = 0  # which of the ends that were planned counts
         self.changed = False
@@ -126,28 +126,26 @@ class _Part:
         nearly = max(_DONE_US, 1e-12 * at_us)  # late in a long run the clock itself is no finer
         if len(self.working) == 1:  # mostly
             (lane,) = self.working
-            lane.rest -= passed * self.speed[lane.load]
-            if lane.rest <= nearly:
+            lane.rest = rest = lane.rest - passed * lane.speed
+            if rest <= nearly:
                 self.working = []
                 return ([lane] if lane.mark else []), [lane]
-            return ([lane] if lane.mark and lane.rest - lane.mark <= nearly else []), []
+            return ([lane] if lane.mark and rest - lane.mark <= nearly else []), []
         still: list[_Lane] = []
         done: list[_Lane] = []
         marked: list[_Lane] = []
-        speed = self.speed
         for lane in self.working:
-            lane.rest -= passed * speed[lane.load]
-            (still if lane.rest > nearly else done).append(lane)
-            if lane.mark and lane.rest - lane.mark <= nearly:
+            lane.rest = rest = lane.rest - passed * lane.speed
+            (still if rest > nearly else done).append(lane)
+            if lane.mark and rest - lane.mark <= nearly:
                 marked.append(lane)
         self.working = still
         return marked, done
 
     def next_us(self) -> float:
         """When a lane is next done or due."""
-        speed = self.speed
-        left = [(lane.rest - lane.mark) / speed[lane.load] for lane in self.working]
-        return self.at_us + max(0.0, left[0] if len(left) == 1 else min(left))
+        left = min([(lane.rest - lane.mark) / lane.speed for lane in self.working])
+        return self.at_us + (left if left > 0.0 else 0.0)
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
@@ -176,6 +174,8 @@ class _Engine:
         self.ends: list[tuple[float, int, _Part, int]] = []  # (when, order, part, which of its ends) of work
         self.changed: list[_Part] = []  # since the last step
         self.known_speeds: dict[tuple[int, ...], dict[int, float]] = {}
+        self.known = 0  # speeds in there
+        self.alone: dict[int, float] = {}  # the speed of a load with nothing beside it
         self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
         self.events: list[Event] = []
 
@@ -193,31 +193,36 @@ class _Engine:
 
     def _step(self) -> None:
         """To the next moment at which something begins or ends."""
-        ends, timed = self.ends, self.timed
+        ends, timed, pop = self.ends, self.timed, heapq.heappop
         while ends and ends[0][3] != ends[0][2].ends:
-            heapq.heappop(ends)  # the part's speeds are others by now
+            pop(ends)  # the part's speeds are others by now
         if not ends and not timed:
             return
-        self.now = now = min([heap[0][0] for heap in (ends, timed) if heap])
+        first = ends if not timed or (ends and ends[0][0] <= timed[0][0]) else timed
+        self.now = now = first[0][0]
         while ends and ends[0][0] <= now:
-            _, _, part, number = heapq.heappop(ends)
+            _, _, part, number = pop(ends)
             if number != part.ends:
                 continue
             self._change(part)
-            self._go_on(*part.to(now))
+            marked, done = part.to(now)
+            for lane in marked:
+                self._pulse(lane)
+            for lane in done:
+                self._finish(lane)
         while timed and timed[0][0] <= now:
-            _, _, lane, works, counter, times = heapq.heappop(timed)
-            if lane is None:
+            _, _, waiting, works, counter, times = pop(timed)
+            if waiting is None:
                 self._raise(counter, times)
             elif works:
-                self._work(lane)
+                self._work(waiting)
             else:
-                self._advance(lane)
+                self._advance(waiting)
         for part in self.changed:
             part.changed = False
             part.ends += 1
             if part.working:
-                part.speed = self._speeds(part.working)
+                self._set_speeds(part.working)
                 self.planned += 1
                 heapq.heappush(ends, (part.next_us(), self.planned, part, part.ends))
         self.changed.clear()
@@ -227,14 +232,23 @@ class _Engine:
             part.changed = True
             self.changed.append(part)
 
-    def _speeds(self, working: list[_Lane]) -> dict[int, float]:
-        key = (working[0].load,) if len(working) == 1 else tuple(sorted([lane.load for lane in working]))
+    def _set_speeds(self, working: list[_Lane]) -> None:
+        if len(working) == 1:  # mostly
+            (lane,) = working
+            speed = self.alone.get(lane.load)
+            if speed is None:
+                speed = self.alone[lane.load] = speeds(self.loads, {lane.load: 1})[lane.load]
+            lane.speed = speed
+            return
+        key = tuple(sorted([lane.load for lane in working]))
         found = self.known_speeds.get(key)
         if found is None:
-            if len(self.known_speeds) >= _KNOWN_SPEEDS:
-                self.known_speeds.pop(next(iter(self.known_speeds)))
             found = self.known_speeds[key] = speeds(self.loads, Counter(key))
-        return found
+            self.known += len(found)
+            while self.known > _KNOWN_SPEEDS:
+                self.known -= len(self.known_speeds.pop(next(iter(self.known_speeds))))
+        for lane in working:
+            lane.speed = found[lane.load]
 
     def _plan(
         self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1, times: int = 0
@@ -301,14 +315,11 @@ class _Engine:
             part.working.append(lane)
             self._change(part)
             if due:
-                self._go_on(*due)
+                for other in due[0]:
+                    self._pulse(other)
+                for other in due[1]:
+                    self._finish(other)
         else:
-            self._finish(lane)
-
-    def _go_on(self, marked: list[_Lane], done: list[_Lane]) -> None:
-        for lane in marked:
-            self._pulse(lane)
-        for lane in done:
             self._finish(lane)
 
     def _pulse(self, lane: _Lane) -> None:
@@ -322,7 +333,8 @@ class _Engine:
 
     def _finish(self, lane: _Lane) -> None:
         task = lane.tasks[lane.next]
-        while isinstance(task, Work) and task.raises and lane.pulses < _PULSES:
+        assert isinstance(task, Work)
+        while task.raises and lane.pulses < _PULSES:
             self._pulse(lane)
         self._note(lane)
         self._advance(lane)

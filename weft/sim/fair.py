@@ -57,22 +57,23 @@ def speeds(loads: Mapping[int, Load], counts: Mapping[int, int]) -> dict[int, fl
 
 
 def _fair(uses: _Uses, counts: Mapping[int, int], capacity: Mapping[int, float]) -> dict[int, float]:
-    takers: dict[int, list[tuple[float, int]]] = {}
+    wanted: dict[int, float] = {}
     for key, of_key in uses.items():
         n = counts[key]
         for resource, amount in of_key:
-            takers.setdefault(resource, []).append((amount, n))
-    room = {
-        r: capacity.get(r, 1.0)
-        for r, some in takers.items()
-        if sum([amount * n for amount, n in some]) > capacity.get(r, 1.0)
-    }
+            wanted[resource] = wanted.get(resource, 0.0) + amount * n
+    room = {r: left for r, amount in wanted.items() if amount > (left := capacity.get(r, 1.0))}
     if not room:
         return dict.fromkeys(counts, 1.0)
-    level = {r: _level(takers[r], left) for r, left in room.items()}
     uses = {key: [use for use in of_key if use[0] in room] for key, of_key in uses.items()}  # no other one stops a step
+    takers: dict[int, list[tuple[float, int]]] = {r: [] for r in room}
+    for key, of_key in uses.items():
+        n = counts[key]
+        for resource, amount in of_key:
+            takers[resource].append((amount, n))
+    level = {r: _level(takers[r], left) for r, left in room.items()}
     weights = {
-        key: min([(level[r] / amount, amount) for r, amount in of_key], default=(1.0, 1.0))[1]
+        key: min([(level[r] / amount, amount) for r, amount in of_key])[1] if of_key else 1.0
         for key, of_key in uses.items()
     }
     for _ in range(_ROUNDS):
@@ -85,8 +86,11 @@ def _fair(uses: _Uses, counts: Mapping[int, int], capacity: Mapping[int, float])
 
 def _level(takers: list[tuple[float, int]], left: float) -> float:
     """The amount that each gets of `left`, or less if it asks for less, if none is stopped elsewhere."""
-    waiting = sum([n for _, n in takers])
-    for amount, n in sorted(takers):
+    waiting = 0
+    for _, n in takers:
+        waiting += n
+    takers.sort()
+    for amount, n in takers:
         if amount * waiting > left:
             break
         left, waiting = left - amount * n, waiting - n
@@ -102,7 +106,10 @@ def _fill(
     result: dict[int, float] = {}
     stopped: dict[int, float] = {}
     growing = set(counts)
-    slope_of = {key: [(r, counts[key] * amount / weights[key]) for r, amount in uses[key]] for key in counts}
+    slope_of = {}
+    for key in counts:
+        n, weight = counts[key], weights[key]
+        slope_of[key] = [(r, n * amount / weight) for r, amount in uses[key]]
     while growing:
         level = min([weights[key] for key in growing])  # where the next one is at full speed
         slopes: dict[int, float] = {}
@@ -113,17 +120,21 @@ def _fill(
         first = min(full_at, default=(level, 0))
         if first[0] < level:
             level = first[0]
-            full = {resource for at, resource in full_at if at <= level * (1 + 1e-9)}
+            up_to = level * (1 + 1e-9)
+            full = {resource for at, resource in full_at if at <= up_to}
             by = {key: [amount for resource, amount in uses[key] if resource in full] for key in growing}
             ended = {key for key, amounts in by.items() if amounts}
-            stopped |= {key: weights[key] if weights[key] in by[key] else max(by[key]) for key in ended}
+            for key in ended:
+                stopped[key] = weights[key] if weights[key] in by[key] else max(by[key])
         else:
             ended = {key for key in growing if weights[key] <= level}
+        growing -= ended
         for key in ended:
             result[key] = speed = min(1.0, level / weights[key])
-            for resource, amount in uses[key]:
-                left[resource] = max(0.0, left[resource] - counts[key] * amount * speed)
-        growing -= ended
+            if growing:
+                n = counts[key]
+                for resource, amount in uses[key]:
+                    left[resource] = max(0.0, left[resource] - n * amount * speed)
     return result, stopped
 
 

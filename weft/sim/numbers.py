@@ -365,18 +365,30 @@ def _at_all_ranks(index: Expr, turn: Turn, world: int) -> ByRank:
 
 def key_of(step: Step) -> tuple:
     """The same for steps that have the same numbers, and cost the same where these are, whatever their turn is."""
-    return step.kind, *[_key_of(value) for value in step.values()]
+    return step.kind, *_key_of(step.values())
 
 
-def _key_of(value: Any) -> Any:
-    kind = value.__class__
-    if kind is Region:
-        return value.buffer, _text(value.rows), _text(value.cols), _text(value.at)
-    if kind is tuple:
-        return tuple([_key_of(part) for part in value])
-    if kind is Norm:
-        return _key_of((value.out, value.weight))
-    return value.text if kind is Expr else value
+def _key_of(values: tuple[Any, ...]) -> list[Any]:
+    key: list[Any] = []
+    for value in values:
+        kind = value.__class__
+        if kind is Region:
+            rows, cols, at = value.rows, value.cols, value.at
+            key.append(
+                (
+                    value.buffer,
+                    rows if rows.__class__ is int else _text(rows),
+                    cols if cols.__class__ is int else _text(cols),
+                    at.text if at.__class__ is Expr else at,
+                )
+            )
+        elif kind is tuple:
+            key.append(tuple(_key_of(value)))
+        elif kind is Norm:
+            key.append(tuple(_key_of((value.out, value.weight))))
+        else:
+            key.append(value.text if kind is Expr else value)
+    return key
 
 
 def _text(index: Index) -> int | str:

@@ -110,7 +110,7 @@ class Step:
 
     def values(self) -> tuple[Any, ...]:
         """Of its fields, in order."""
-        return tuple([getattr(self, name) for name in _names_of(type(self))])
+        return values_of(self)
 
     def with_fields(self, change: Callable[[Any], Any]) -> Self:
         """With each field as `change` makes it."""
@@ -149,7 +149,7 @@ def put_in(item: Any, values: Values, *, partly: bool = False) -> Any:
 def _fields_put_in(item: Any, values: Values, partly: bool) -> Any:
     """Itself, if that changes nothing."""
     kind = type(item)
-    old = [getattr(item, name) for name in _names_of(kind)]
+    old = values_of(item)
     new = [one if type(one) in (int, str, bool) else put_in(one, values, partly=partly) for one in old]
     return item if all(map(operator.is_, old, new)) else kind(*new)
 
@@ -162,6 +162,24 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     if kind not in _NAMES:
         _NAMES[kind] = tuple(field.name for field in fields(kind))
     return _NAMES[kind]
+
+
+_VALUES: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+
+
+def values_of(item: Any) -> tuple[Any, ...]:
+    """Of its fields, in order."""
+    found = _VALUES.get(type(item))
+    if found is None:
+        found = _VALUES[type(item)] = getter(_names_of(type(item)))
+    return found(item)
+
+
+def getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Of these attributes: a large schedule has a million."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda item: tuple([getattr(item, name) for name in names])
 
 
 def variables_of(item: Any) -> Set[str]:
