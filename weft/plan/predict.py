@@ -34,6 +34,7 @@ from weft.schedule import (
     Set,
     Step,
     Tiles,
+    Wait,
     builders_of,
     candidates,
     named,
@@ -317,7 +318,8 @@ class _Counts:
     def of_lane(self, steps: Sequence[Step]) -> Counter[_Priced]:
         times: Counter[int] = Counter()  # by identity: a step's hash goes through all that it has
         for step, turn in self._written_out(steps, {}):
-            if step.accesses() and not isinstance(step, Read):
+            # Most are copies and GEMMs, whose accesses need not be put together to know that there are some.
+            if isinstance(step, (Copy, Compute)) or (not isinstance(step, (Read, Set, Wait)) and step.accesses()):
                 if (priced := self._priced(step, turn)) is None:
                     continue
                 times[id(priced)] += 1

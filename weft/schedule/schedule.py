@@ -281,11 +281,12 @@ def _require_step(step: Any, *where: str) -> None:
     if not isinstance(step, Step):
         hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
-    if bool in map(type, _indices(type(step))(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
+    indices = _indices(type(step))  # type: ignore[arg-type]  # as `_join` in expr.py
+    if indices and bool in map(type, indices(step)):
         for name in _index_fields(type(step)):  # type: ignore[arg-type]
             no_comparison(getattr(step, name), f"{' '.join(where)}: {name} of {step.kind!r}")
     for region in (access.region for access in step.accesses()):
-        if bool in map(type, _indices(Region)(region)):
+        if bool in map(type, _INDICES_OF_REGION(region)):
             for name in _index_fields(Region):
                 no_comparison(getattr(region, name), f"{' '.join(where)}: {name} of {region.buffer} in {step.kind!r}")
     for inner in step.inner:
@@ -298,5 +299,9 @@ def _index_fields(of: Any) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _indices(of: Any) -> Callable[[Any], tuple[Any, ...]]:
-    return getter(_index_fields(of))
+def _indices(of: Any) -> Callable[[Any], tuple[Any, ...]] | None:
+    names = _index_fields(of)
+    return getter(names) if names else None
+
+
+_INDICES_OF_REGION = getter(_index_fields(Region))

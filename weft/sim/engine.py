@@ -144,7 +144,11 @@ class _Part:
 
     def next_us(self) -> float:
         """When a lane is next done or due."""
-        left = min([(lane.rest - lane.mark) / lane.speed for lane in self.working])
+        working = self.working
+        if len(working) == 1:
+            left = (working[0].rest - working[0].mark) / working[0].speed
+        else:
+            left = min([(lane.rest - lane.mark) / lane.speed for lane in working])
         return self.at_us + (left if left > 0.0 else 0.0)
 
 
@@ -206,8 +210,9 @@ class _Engine:
                 continue
             self._change(part)
             marked, done = part.to(now)
-            for lane in marked:
-                self._pulse(lane)
+            if marked:
+                for lane in marked:
+                    self._pulse(lane)
             for lane in done:
                 self._finish(lane)
         while timed and timed[0][0] <= now:
@@ -218,14 +223,15 @@ class _Engine:
                 self._work(waiting)
             else:
                 self._advance(waiting)
-        for part in self.changed:
-            part.changed = False
-            part.ends += 1
-            if part.working:
-                self._set_speeds(part.working)
-                self.planned += 1
-                heapq.heappush(ends, (part.next_us(), self.planned, part, part.ends))
-        self.changed.clear()
+        if self.changed:
+            for part in self.changed:
+                part.changed = False
+                part.ends += 1
+                if part.working:
+                    self._set_speeds(part.working)
+                    self.planned += 1
+                    heapq.heappush(ends, (part.next_us(), self.planned, part, part.ends))
+            self.changed.clear()
 
     def _change(self, part: _Part) -> None:
         if not part.changed:
@@ -305,7 +311,8 @@ class _Engine:
                 other.since = self.now
                 self._plan(self.now + task.latency_us, other, works=True)
         else:
-            self._plan(self.now + task.latency_us, lane, works=True)
+            self.planned += 1  # as `_plan` does, which most steps would call
+            heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _work(self, lane: _Lane) -> None:
         if lane.rest > _DONE_US:
@@ -313,7 +320,9 @@ class _Engine:
             due = part.to(self.now) if part.working and part.at_us < self.now else None
             part.at_us = self.now
             part.working.append(lane)
-            self._change(part)
+            if not part.changed:
+                part.changed = True
+                self.changed.append(part)
             if due:
                 for other in due[0]:
                     self._pulse(other)
@@ -334,8 +343,9 @@ class _Engine:
     def _finish(self, lane: _Lane) -> None:
         task = lane.tasks[lane.next]
         assert isinstance(task, Work)
-        while task.raises and lane.pulses < _PULSES:
-            self._pulse(lane)
+        if task.raises:
+            while lane.pulses < _PULSES:
+                self._pulse(lane)
         self._note(lane)
         self._advance(lane)
 
