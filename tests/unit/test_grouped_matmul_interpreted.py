@@ -334,8 +334,7 @@ SLOW: tuple[str, ...] = (
     "one rank, one expert", "stored in halves", "whole tiles", "three ranks", "one column, one K",
 )  # fmt: skip
 BACK = (
-    "two ranks, bf16", "stored in halves", "awkward K and N", "transposed weights", "own rows are none", "no rows",
-    "misaligned tokens",
+    "two ranks, bf16", "stored in halves", "awkward K and N", "no rows", "misaligned tokens",
 )  # fmt: skip
 SLOW += tuple(f"back, {name}" for name in CASES if name not in BACK)
 

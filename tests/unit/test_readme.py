@@ -64,6 +64,7 @@ def test_the_pages_of_operators_run_and_leave_traces(page: str, tmp_path: Path) 
         _run_on_two_ranks(snippet, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_on_tensor_parallelism_runs(tmp_path: Path) -> None:
     (snippet,) = PYTHON.findall((ROOT / "docs" / "tensor_parallel.md").read_text())
     _run_on_two_ranks(snippet, tmp_path)
