@@ -58,7 +58,7 @@ tests() {
     [[ " ${files[*]} " == *" $file "* ]] || files+=("$file")
   done
   export python scratch
-  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 420)" xargs -P 6 -I{} bash -c '
+  printf '%s\n' "${files[@]}" | timeout -k 10 "$(at_most 545)" xargs -P 6 -I{} bash -c '
     name=$(basename {} .py)
     WEFT_CACHE_DIR=$scratch/weft-$name "$python" -m pytest -p no:cacheprovider -q --tb=short -rf --junitxml="$scratch/$name.xml" {} >"$scratch/$name.txt" 2>&1
     status=$?

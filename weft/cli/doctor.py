@@ -112,7 +112,9 @@ def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
                 "GPUs: one Triton kernel per call, stores into peers' memory (direct) or slices and flags (put)"
             )
         else:
-            uses.append("one GPU: the same Triton kernel, without peers; several need peer access and symmetric memory")
+            uses.append(
+                "one GPU: all of weft works on ranks that share it (weft.launch.run_ranks), to try it; nothing is faster so"
+            )
     return tuple(uses)
 
 
@@ -198,7 +200,8 @@ def _peer_access() -> Finding:
     torch: Any = _import("torch")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        return Finding("peer access", "missing", f"{counted(count, 'GPU')}: nobody to reach")
+        fix = "none needed to try weft: ranks can share a GPU" if count else ""
+        return Finding("peer access", "missing", f"{counted(count, 'GPU')}: nobody to reach", fix)
     cut = [(i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)]
     if cut:
         pairs = ", ".join(f"{i} to {j}" for i, j in cut)
