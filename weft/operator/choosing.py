@@ -240,9 +240,11 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
         verify(schedule)
 
 
+@torch.inference_mode(False)
 def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Executor:
     """What runs `schedule`, of the candidate `name` for `p`, whose operator its messages say. Collective. Those of one family that
-    have the same name share memory on GPUs, and ranks compare the first of them only: what makes them is the house's."""
+    have the same name share memory on GPUs, and ranks compare the first of them only: what makes them is the house's. Its memory is
+    for calls in inference mode and for others, whichever comes first."""
     if p is not None:
         schedule = replace(schedule, name=f"{schedule.name} of {p.title}")
     if domain.device.type == "cuda":

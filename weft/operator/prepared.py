@@ -316,14 +316,12 @@ class Known(NamedTuple):
 
 
 def _place(call: Any, tensor: Any) -> tuple[int, int | None] | None:
-    """Where in a call this very tensor is."""
+    """Where in a call this very tensor is. None also if it is there twice: in the next call two may be there."""
+    places: list[tuple[int, int | None]] = []
     for field, value in enumerate(call):
-        if value is tensor:
-            return field, None
-        for nth, one in enumerate(value if isinstance(value, list) else ()):
-            if one is tensor:
-                return field, nth
-    return None
+        places += [(field, None)] if value is tensor else []
+        places += [(field, nth) for nth, one in enumerate(value if isinstance(value, list) else ()) if one is tensor]
+    return places[0] if len(places) == 1 else None
 
 
 class _OfGroup:

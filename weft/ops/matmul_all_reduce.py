@@ -72,7 +72,7 @@ def matmul_all_reduce(
         dtype before they are added up, and these cannot hold sums. Copied if it is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     group: a process group, or its name.
-    op: "sum", or "avg": the sum, divided by the number of ranks.
+    op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare it.
     bias, residual: [N], and [..., N] as the result, in x's dtype: added to the sum, to each row by who adds it up, before it is
         rounded and goes to the others. So they must be equal on all ranks, which nothing checks. Not with "avg".
     norm: [N], in x's dtype: the weight of an RMSNorm, which is wanted beside the sum. Not with "avg".

@@ -49,7 +49,7 @@ def matmul_reduce_scatter(
         hold sums (for fp8 with scales there is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not
         contiguous.
     B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
-    reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
+    reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare it.
     scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
     group: a process group, or its name.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward only;

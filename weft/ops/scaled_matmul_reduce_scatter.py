@@ -62,7 +62,7 @@ def scaled_matmul_reduce_scatter(
     A_scale: fp32. One element: the scale of all of A. A's shape with a last dimension of 1: one for each row, which goes where the
         row goes.
     B_scale: fp32, one element; with a scale for each row of A, [1, N] (or one element, for all columns).
-    reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
+    reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare it.
     orig_scatter_dim: any dimension of output_shape but the last; its size must be divisible by the number of ranks.
     scatter_dim_after_maybe_reshape: the same in A: orig_scatter_dim, or 0 where A is flattened to [rows, K] and output_shape is
         not. None: whichever it is.

@@ -178,10 +178,13 @@ class _Given:
             )
         (rows, cols), (row_stride, col_stride) = wanted, tensor.stride()
         # The stride of a dimension of size one means nothing.
-        col_stride = 1 if cols <= 1 else col_stride
-        row_stride = max(1, cols) if rows <= 1 else row_stride
-        row_major = col_stride == 1 and row_stride >= cols
-        if not row_major and not (self.transposable and row_stride == 1 and col_stride >= rows):
+        row_major = (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1)
+        by_columns = self.transposable and (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1)
+        if row_major:
+            col_stride, row_stride = 1, max(1, cols) if rows <= 1 else row_stride
+        elif by_columns:
+            row_stride, col_stride = 1, max(1, rows) if cols <= 1 else col_stride
+        else:
             like = "rows or columns" if self.transposable else "rows"
             raise ValueError(
                 f"{self.name} has strides {tensor.stride()}: its {like} must be in one piece each and not overlap; pass "

@@ -12,6 +12,7 @@ Before a run ranks meet, and one may refuse it: `weft.runtime.meeting`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -98,7 +99,10 @@ class CpuSchedule(Executor):
         with run.meeting.lock:
             self.domain.check()
             deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-            if refusal := program.bind(tensors):
+            # Views of tensors stay, and may be of use in calls outside of inference mode.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+                refusal = program.bind(tensors)
+            if refusal:
                 run.refuse(refusal, deadline_s)
             lanes = program.lanes
             spans: list[list[Span] | None] = [None if timeline is None else [] for _ in lanes]

@@ -186,5 +186,6 @@ class CudaSchedule(Executor):
         program = self._programs.get(timed)
         if program is None:
             torch.cuda.synchronize(self.device)
-            program = self._programs[timed] = compile_streams(self.context, timed)
+            with torch.inference_mode(False):  # what is made stays, for calls outside of it too
+                program = self._programs[timed] = compile_streams(self.context, timed)
         return program
