@@ -1,4 +1,4 @@
-"""Gradients of weft's operators are taken once: a second derivative is refused, whichever way it is asked for, and never a number
+"""Gradients of weft's operators are taken once, backward: others are refused, whichever way they are asked for, and never a number
 that lacks a term. What the first derivatives are is tested with each operator."""
 
 from __future__ import annotations
@@ -120,3 +120,29 @@ def first_with_graph(group: dist.ProcessGroup, name: str) -> bool:
 @pytest.mark.parametrize("name", CALLS)
 def test_first_derivatives_with_a_graph_are_the_same(pool: Pool, name: str) -> None:
     assert pool.run(first_with_graph, name, ranks=2, timeout_s=60) == [True, True]
+
+
+def otherwise(group: dist.ProcessGroup, name: str) -> list[str]:
+    """What is told in forward mode, and inside of transforms of torch.func; the group lives on."""
+    call, x, w = CALLS[name](group), torch.randn(4, 8), torch.randn(1, 8, 3)
+
+    def forward() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            call(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w)
+
+    said = [
+        told(forward),
+        told(lambda: torch.vmap(call, in_dims=(0, None))(x.expand(2, 4, 8), w)),
+        told(lambda: torch.func.grad(lambda x: call(x, w).sum())(x)),
+    ]
+    with torch.autograd.forward_ad.dual_level():
+        call(x, w)
+    return said
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul"])
+def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
+    for forward, mapped, transformed in pool.run(otherwise, name, ranks=2, timeout_s=60):
+        assert f"{name} has no forward derivative" in forward
+        assert f"{name} inside of a transform of torch.func" in mapped
+        assert f"{name} inside of a transform of torch.func" in transformed

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.operator import choosing
-from weft.operator.derivatives import once, refused
+from weft.operator.derivatives import once, refused, require_plain
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
@@ -59,6 +59,7 @@ def made(
     group = group_of(group)
     with together(op.title, group, like, deadline_s):
         call = form(group)
+        require_plain(op.name, op.tensors(call))
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that may be taken once: who differentiates them again is told so.
+"""Gradients that may be taken once, backward: who differentiates them again, or forward, or maps a call, is told so.
 
 A backward that calls collectives is no function that autograd can look into. What it returns depends on the gradients that
 came in and, through what forward saved, on the operator's inputs: leave a part of that out, and second derivatives lack a term
@@ -9,10 +9,11 @@ node by, which leads nowhere. Here the results hang on everything that they were
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 
 def once(operator: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
@@ -43,6 +44,22 @@ def refused(operator: str) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+def require_plain(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    """`ValueError` for a call whose tangents would be lost without a word, and for one inside of vmap or another transform of
+    torch.func, which reaches into no memory that ranks share."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            f"{operator} inside of a transform of torch.func (vmap, grad, jvp, ...): ranks make a call together, and such a "
+            f"transform does not reach into it. Make the call outside, on all that it maps, and differentiate by backward()"
+        )
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise ValueError(
+            f"{operator} has no forward derivative, and would lose the tangents: differentiate by backward()"
+        )
 
 
 class _Refusing(torch.autograd.Function):
