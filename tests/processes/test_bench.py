@@ -119,6 +119,16 @@ def test_a_narrow_terminal_loses_optional_columns_only(monkeypatch, capsys) -> N
     assert "0.987654321" not in shown
 
 
+def test_a_table_that_goes_to_no_terminal_is_as_wide_as_it_must_be(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = [f"column {i} of a table" for i in range(20)]
+    rows = [["a name that is not short", *(f"{row + i / 1000:.6f}" for i in range(1, 20))] for row in range(3)]
+    console.print_table("", columns, rows, optional=(columns[7],))
+    shown = capsys.readouterr().out
+    assert all(cell in shown for cell in (*columns, *(cell for row in rows for cell in row)))
+    assert "…" not in shown
+
+
 def test_a_table_has_no_empty_columns_and_only_times_of_what_ran_beside(capsys) -> None:
     timed = {
         "mode": "queued",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +39,19 @@ def test_sub_layers_have_the_papers_sizes() -> None:
     assert tokens["T-NLG"] == (4256, 8192)
     k = {layer: p.k for layer, p in t3.problems(t3.NETWORKS[1], 16)}
     assert k == {"OP": 4256 // 16, "FC-2": 4 * 4256 // 16, "FC-1": 4 * 4256 // 16, "IP": 3 * 4256 // 16}
+
+
+@pytest.mark.parametrize("pinned", [None, "serial"])
+def test_a_machine_that_is_not_here_is_nothing_to_warn_of(monkeypatch: pytest.MonkeyPatch, pinned: str | None) -> None:
+    """Some of the sub-layers take serial, though there are others; and what is pinned for calls here is not pinned there."""
+    monkeypatch.setattr(importlib.import_module("weft.plan.choose"), "_warned", False)
+    monkeypatch.delenv("WEFT_QUIET", raising=False)
+    with warnings.catch_warnings(), plan.use(pinned):
+        warnings.simplefilter("error")
+        found = t3.simulated("h200", None, [next(network for network in t3.NETWORKS if network.name == "PALM")])
+    chosen = {r["chosen"] for r in found if r["variant"] == "weft"}
+    assert "serial" in chosen
+    assert len(chosen) > 1
 
 
 def test_rows_of_measured_sub_layers_and_what_they_say() -> None:

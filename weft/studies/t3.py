@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from weft import plan
 from weft.bench.core.records import last_runs
 from weft.bench.core.tables import Record, Table, geomean, milliseconds, table, times
 from weft.hw import file_of, load_machine
+from weft.plan.choose import decide
 from weft.schedule import Draft, MatmulReduceScatter, named
 from weft.sim import Model, simulate
 from weft.sim.losses import gemms_us
@@ -115,7 +115,9 @@ def simulated(hw: str, topology: str | None = None, networks: Sequence[Network] 
         for ranks in network.ranks:
             model, common = model_for(machine, ranks, topology), head(OP, machine, ranks, topology)
             for layer, p in problems(network, ranks):
-                choice = plan.choose(p, model)
+                choice = decide(
+                    p, model, mode="queued"
+                )  # of a machine that is not here: nothing to warn of, none pinned
                 of_layer = {
                     "config": f"{p.m}x{p.n}x{p.k}", "m": p.m, "n": p.n, "k": p.k, "gemm_ms": gemms_us(p, model) / 1e3,
                     "collective_ms": _alone_ms(p, model, "reduce_scatter"), "gather_ms": _alone_ms(p, model, "all_gather"),

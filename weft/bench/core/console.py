@@ -15,6 +15,7 @@ try:
 except ImportError:
     Console = None  # type: ignore[assignment,misc]
 
+_ANY_WIDTH = 100_000
 _FEWER = 5  # times as long between lines, once there was one
 
 
@@ -24,7 +25,7 @@ def print_table(
 ) -> None:  # fmt: skip
     """A table on stdout: the first column left, the others right; a line where the value of column `section` changes.
 
-    On a terminal too narrow for it, `optional` columns are left out, the last first.
+    On a terminal too narrow for it, `optional` columns are left out, the last first. Elsewhere it is as wide as it must be.
     """
     if Console is None:
         header = [column.replace("\n", " ") for column in columns]
@@ -35,7 +36,10 @@ def print_table(
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     for count in range(len(optional) + 1):
         table = _rich_table(columns, rows, section, optional[len(optional) - count :])
-        if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        needed = console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum
+        if not sys.stdout.isatty():
+            console.width = max(console.width, needed)
+        if needed <= console.width:
             break
     console.print(f"\n[bold]{escape(title)}[/bold]", table, *(f"[dim]{escape(note)}[/dim]" for note in notes), sep="\n")
     sys.stdout.flush()
