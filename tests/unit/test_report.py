@@ -244,6 +244,21 @@ def test_only_what_is_marked_is_rewritten(tmp_path: Path) -> None:
     assert path.read_text() == new
 
 
+def test_without_a_document_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "cpu.jsonl", tmp_path / "later.jsonl"]
+    for path, factor in zip(paths, (1.0, 2.0), strict=True):
+        records.append(path, _records("one", factor=factor))
+    main([str(path) for path in paths])
+    shown = capsys.readouterr().out
+    assert shown == f"cpu\n\n{markdown(_records('one'))}\nlater\n\n{markdown(_records('one', factor=2.0))}\n"
+    assert "| one |" in shown
+    paths[0].write_text("")
+    with pytest.raises(SystemExit) as end:
+        main([str(paths[0])])
+    assert end.value.code == 2
+    assert "cpu has no records: record a run" in capsys.readouterr().err
+
+
 def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:
     sentence = "**<!-- gain:cpu queued fp32 direct/embedding_bag -->9x<!-- /gain --> as fast.** <!-- /x -->\n"
     new = rewrite(sentence, {"cpu": [*_records("one"), *_records("two", factor=3)]})

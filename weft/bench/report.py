@@ -2,7 +2,9 @@
 
     python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
 
-rewrites documents in place. NAME is a results file's name without ".jsonl".
+rewrites documents in place. NAME is a results file's name without ".jsonl". Without a document it prints the tables of each file:
+
+    python -m weft.bench.report results.jsonl
 
 - `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the
   operator knows its columns. A block stays empty until its results are recorded.
@@ -130,6 +132,12 @@ def gain(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline:
     return times(geomean(gains))
 
 
+def _printed(name: str, found: Sequence[Record]) -> str:
+    if not found:
+        raise ValueError(f"{name} has no records: record a run (weft bench OPERATOR --json FILE)")
+    return f"{name}\n\n{markdown(found)}"
+
+
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
     """Of each (operator, configuration, dtype, mode) the records of its last run, in the order of first appearance."""
 
@@ -148,6 +156,8 @@ def main(arguments: Sequence[str]) -> None:
         written = {path: rewrite(path.read_text(), results) for path in documents}
         for path, text in written.items():
             path.write_text(text)
+        if not documents:
+            print("\n".join(_printed(name, found) for name, found in results.items()), flush=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except TypeError as error:
