@@ -132,7 +132,7 @@ def checked_eps(eps: Any) -> float:
         with contextlib.suppress(OverflowError):  # of whole numbers beyond float's
             if 0 <= float(eps) < math.inf:
                 return float(eps)
-    raise ValueError(f"eps={eps!r} must be a number from 0 on: it is added to the mean of a row's squares")
+    raise ValueError(f"eps={eps!r} must be a finite number from 0 on: it is added to the mean of a row's squares")
 
 
 def _whole(name: str, given: Any, fix: str) -> Any:

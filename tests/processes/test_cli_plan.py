@@ -45,6 +45,15 @@ def test_help_teaches_by_examples() -> None:
         assert words in text
 
 
+def test_help_speaks_of_options_that_there_are() -> None:
+    text = {op: runner.invoke(app, ["plan", op, "--help"]).output for op in ("matmul_all_reduce", "all_gather_matmul")}
+    assert "RMSNorm" in text["matmul_all_reduce"]
+    assert "With `eps`" not in text["matmul_all_reduce"]
+    assert "With eps" not in text["matmul_all_reduce"]
+    assert "g1 to g16" in " ".join(text["all_gather_matmul"].split())
+    assert "g16" not in text["matmul_all_reduce"]
+
+
 def test_a_shape_on_a_machine_nobody_has_here(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     arguments = [*COMMAND, "--shape", "131072,2048,16384", "--hw", "mi300x", "--ranks", "8", "--json", str(file)]

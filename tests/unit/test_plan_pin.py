@@ -53,6 +53,14 @@ def test_a_pin_holds_in_its_own_thread() -> None:
     assert seen == [None]
 
 
+def test_what_is_no_name_is_refused_as_such() -> None:
+    said = "schedule=3 is an int: pass the name of a schedule, a text such as 'serial', or None"
+    with pytest.raises(ValueError, match=said):
+        plan.pinned(3)
+    with plan.use(3), pytest.raises(ValueError, match=said):  # type: ignore[arg-type]
+        plan.choose(LARGE, H200)
+
+
 def test_unknown_names_give_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"nearest are .*shard\[chunks=2,send=in_turn,by=dma\]"):
         plan.choose(LARGE, H200, pinned="shard[chunk=2,send=in_turn,by=dma]")

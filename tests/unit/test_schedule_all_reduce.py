@@ -188,8 +188,10 @@ def test_each_byte_of_a_sum_is_copied_once(name: str) -> None:
         ({"n": -1}, "m=14, n=-1, k=4, world_size=2: sizes are whole numbers from 0"),
         ({"dtype": "fp8"}, "dtype='fp8': what ranks compute is added up in one of fp32, bf16, fp16, fp64"),
         ({"dtype": "int64"}, "dtype='int64'"),
-        ({"eps": -1.0}, "eps=-1.0 must be a number from 0 on"),
+        ({"eps": -1.0}, "eps=-1.0 must be a finite number from 0 on"),
         ({"eps": float("nan")}, "eps=nan must be"),
+        ({"eps": float("inf")}, "eps=inf must be a finite number from 0 on"),
+        ({"m": True}, "m=True, n="),
     ],
 )
 def test_what_cannot_be(change: dict[str, object], fault: str) -> None:
@@ -277,7 +279,7 @@ def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] =
         ("out", {"out": (2, 3)}, "the norm [2, 3] of [4, 3] with a weight of [1, 3]: shapes are those of the sum, and [1, 3]"),
         ("place", {}, "a sum and its norm are written in one place"),
         ("input", {}, "is written, and a is an input"),
-        ("eps", {"eps": -1.0}, "eps=-1.0 must be a number from 0 on"),
+        ("eps", {"eps": -1.0}, "eps=-1.0 must be a finite number from 0 on"),
         ("eps", {"eps": float("inf")}, "eps=inf must be"),
         ("updates", {"accumulate": True}, "a sum that is added to what is there is not normed"),
     ],

@@ -91,7 +91,7 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     given.modes = tuple(mode for mode in _MODES if mode in (given.modes or op.modes(given.device)))
     given.dtype = given.dtype or op.default_dtype(given.device)
     given.scale = None if given.scale is None else parse_scale(given.scale)
-    given.option = tuple(map(parse_option, given.option))
+    given.option = tuple(parse_option(given.op, one) for one in given.option)
     # A comma before `parameter=` belongs to a schedule's name: "weft, shard[chunks=2,send=in_turn,put" are three.
     given.variants = tuple(name for part in re.split(r",(?!\s*\w+=)", given.variants) if (name := part.strip()))
     if env.under_torchrun():

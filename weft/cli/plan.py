@@ -35,7 +35,7 @@ class PlanMode(enum.StrEnum):
 # candidate is built and simulated. Towards this number that takes minutes, and beyond it gigabytes too.
 _MOST_RANKS = 256
 _SAYS_EVERY_S = 2.0  # what it does, where there is no terminal for a bar
-_ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
+_GEMMS_OF = "all_gather_matmul"  # whose shape may be the name of one of FiCCO's GEMMs
 _MANY = "A plan's time grows with their square: for hundreds it may be minutes."
 _MOST_UNEVEN_RANKS = 72  # of one NVLink domain: where ranks differ, each is simulated
 
@@ -67,16 +67,21 @@ plan = typer.Typer(
 def _command(problem: type[Problem]) -> Any:
     """Its help is the problem's first paragraph and what `sized` says of M, N, K and examples, where it has words of its own;
     its options are those of all, and the keywords of `sized` behind the dtype, with their types, texts and defaults."""
+    from weft.schedule.options import keywords
     from weft.schedule.problem import Problem
 
     def command(**given: Any) -> None:
         _run(problem.name, **given)
 
     sized = inspect.signature(problem.sized, eval_str=True).parameters
-    own = [_option(one) for name, one in sized.items() if name not in _ALL_HAVE]
+    own = [_option(one) for one in keywords(problem.sized)]
     common = [
         one for one in inspect.signature(_run, eval_str=True).parameters.values() if one.name not in ("op", "options")
     ]
+    if problem.name != _GEMMS_OF:
+        common = [
+            one.replace(annotation=Annotated[str, _shape_option("")]) if one.name == "shape" else one for one in common
+        ]
     if (dtype := sized["dtype"].default) is not inspect.Parameter.empty:
         common = [one.replace(default=dtype) if one.name == "dtype" else one for one in common]
     taken = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*common[:2], *own, *common[2:])]
@@ -98,16 +103,17 @@ def _option(keyword: inspect.Parameter) -> inspect.Parameter:
     )
 
 
+def _shape_option(also: str) -> Any:
+    """also: what else may be said."""
+    sizes = "M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or of a table. K: what is summed over."
+    return typer.Option(metavar="M,N,K", help=sizes + also)
+
+
 def _run(
     op: str,
     shape: Annotated[
         str,
-        typer.Option(
-            metavar="M,N,K",
-            help="M: rows, tokens, or samples. N: columns of one rank's weight, of an expert's, or "
-            "of a table. K: what is summed over. all_gather_matmul: also g1 to g16 and s1 to s16, FiCCO's GEMMs with N "
-            "over the ranks.",
-        ),
+        _shape_option(" Also g1 to g16 and s1 to s16, FiCCO's GEMMs with N over the ranks."),
     ],
     ranks: Annotated[
         int,
@@ -151,7 +157,7 @@ def _run(
     from weft.plan import explanation
     from weft.schedule import described
 
-    m, n, k = _shape(shape, ranks if op == "all_gather_matmul" else None)
+    m, n, k = _shape(shape, ranks if op == _GEMMS_OF else None)
     p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > _MOST_UNEVEN_RANKS else None
     if p is not None and p.uneven:
         raise ValueError(f"{p.uneven}, and more than {_MOST_UNEVEN_RANKS} ranks that differ take too long to simulate")

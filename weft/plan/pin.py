@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from weft.words import kind
+
 AUTOTUNE = "autotune"
 """In place of a schedule's name: measure at the first call of a shape (`weft.operator.choosing`), and remember."""
 
@@ -37,10 +39,14 @@ def use(schedule: str | None) -> Iterator[None]:
 
 
 def pinned(given: object = None) -> str | None:
-    """What an operator was given as `schedule`; if that is None, the innermost `use` around the caller. What is no string is shown
-    as one: it names no schedule, and is refused as other wrong names are."""
+    """What an operator was given as `schedule`; if that is None, the innermost `use` around the caller. `ValueError` for what is no
+    text."""
     name = _pinned.get() if given is None else given
-    return name if name is None or isinstance(name, str) else repr(name)
+    if name is None or isinstance(name, str):
+        return name
+    raise ValueError(
+        f"schedule={name!r} is {kind(name)}: pass the name of a schedule, a text such as 'serial', or None"
+    )
 
 
 def names_schedule(pinned: str | None) -> bool:

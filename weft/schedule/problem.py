@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from weft.schedule import options as own
 from weft.schedule.candidate import Candidate
-from weft.words import counted
+from weft.words import counted, kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ PROBLEMS: dict[str, type[Problem]] = {}
 
 def require_sizes(m: int, n: int, k: int, world_size: int) -> None:
     """Raises `ValueError` for sizes that cannot be."""
-    if not all(isinstance(size, int) and size >= 0 for size in (m, n, k)) or world_size < 1:
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in (m, n, k))
+    if not whole or world_size < 1:
         raise ValueError(f"m={m}, n={n}, k={k}, world_size={world_size}: sizes are whole numbers from 0, ranks from 1")
 
 
@@ -102,13 +104,25 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:
     """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go. options:
-    of its `Problem.sized`."""
+    of its `Problem.sized`, of the types that these keywords are annotated with."""
     if op not in PROBLEMS:
         raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(PROBLEMS)}")
-    if unknown := options.keys() - inspect.signature(PROBLEMS[op].sized).parameters.keys():
-        said = ", ".join(f"{name}={options[name]!r}" for name in sorted(unknown))
-        having = ", ".join(
-            name for name, one in sorted(PROBLEMS.items()) if unknown <= inspect.signature(one.sized).parameters.keys()
-        )
-        raise ValueError(f"{said}: {op} has none of it{having and f', {having} has'}")
+    sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise ValueError(f"{name}={size!r} is {kind(size)}: pass a size, a whole number")
+    if options:
+        own.check_names(op, {name: repr(value) for name, value in options.items()}, PROBLEMS)
+        known = own.keywords(PROBLEMS[op].sized)
+        options = {
+            one.name: own.checked(one.name, options[one.name], one.annotation) for one in known if one.name in options
+        }
+    m, n, k, ranks = map(operator.index, sizes.values())
     return PROBLEMS[op].sized(m, n, k, ranks, dtype, **options)
+
+
+def option_from_text(op: str, name: str, text: str) -> Any:
+    """What a text says for an option of that operator. `ValueError` for one that it does not have, or if the text says nothing."""
+    own.check_names(op, {name: text}, PROBLEMS)
+    (annotation,) = (one.annotation for one in own.keywords(PROBLEMS[op].sized) if one.name == name)
+    return own.from_text(name, text, annotation)

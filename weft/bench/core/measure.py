@@ -45,6 +45,9 @@ class Workload(ABC):
         """Arms that run the same schedule as another one does: how far their times differ is noise, and no claim."""
         return {}
 
+    def called(self, name: str) -> None:  # noqa: B027  # most have nothing to do
+        """After the first call of arm `name`."""
+
     @abstractmethod
     def limit(self, name: str, errors: Mapping[str, float]) -> float:
         """What arm `name` may err, given everybody's errors."""
@@ -146,7 +149,7 @@ def measure_arms(
     """Check `arms`, then time them and the calls `beside` them, whose results nobody looks at; in `graph` without those that
     wait for the device. Collective."""
     step(f"{work.name}: checking every variant", 0)
-    first_call_ms = first_calls(arms, work.ranks)
+    first_call_ms = first_calls(arms, work.ranks, work.called)
     found = check(arms, work)
     found.first_call_ms = first_call_ms
     baseline = next(iter(arms))
@@ -199,8 +202,8 @@ def _poison(captured: Mapping[str, list[Captured]]) -> None:
                 output.fill_(math.nan)
 
 
-def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
-    """Milliseconds of each arm's first call with a synchronisation, the slowest rank's. Collective."""
+def first_calls(arms: Arms, ranks: Ranks, called: Callable[[str], None] = lambda name: None) -> dict[str, float]:
+    """Milliseconds of each arm's first call with a synchronisation, the slowest rank's. called: told of each. Collective."""
     found = {}
     for name, arm in arms.items():
         ranks.start_together()
@@ -208,6 +211,7 @@ def first_calls(arms: Arms, ranks: Ranks) -> dict[str, float]:
         arm(0)
         ranks.synchronize()
         found[name] = 1e3 * ranks.most(time.perf_counter() - start)
+        called(name)
     return found
 
 

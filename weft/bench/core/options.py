@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 
 from weft.bench.core.harness import Mode
 from weft.bench.core.operators import operator
+from weft.schedule.problem import option_from_text
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
@@ -83,14 +82,15 @@ class BenchOptions:
         return (3, 5) if self.quick else (9, 25) if self.time_s >= 0.5 else (5, 25)
 
 
-def parse_option(text: str) -> tuple[str, Any]:
-    """ "dst=2" as a name and a number; what is no number, True or False is a text. Raises ValueError if there is no name."""
+def parse_option(op: str, text: str) -> tuple[str, Any]:
+    """ "dst=2" as a name and what its text says for an option of `op` (`weft.schedule.options`); the text where benchmarks of `op`
+    take none, which `BenchOptions` refuses. Raises ValueError if there is no name, no value, or one that the option cannot have."""
     name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
+    if not name.isidentifier():
         raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
-    with contextlib.suppress(ValueError, SyntaxError):
-        return name, ast.literal_eval(value)
-    return name, value
+    if not equals or not value:
+        raise ValueError(f"option {text!r} has no value: write it as {name}=VALUE")
+    return name, value if "option" in operator(op).refuses else option_from_text(op, name, value)
 
 
 def parse_scale(text: str) -> float:

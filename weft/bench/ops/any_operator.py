@@ -70,6 +70,7 @@ class GemmVariants(Variants):
         self.problem = self.problems[0][0]
         self.claims = [(variant, over) for variant, overs in self.compared.items() for over in overs]
         self.schedules: dict[str, Schedule] = {}  # of the variants that pin one
+        self._taken: dict[str, tuple[str, str]] = {}  # of the variants that choose and were called
         self.draw()
 
     @abstractmethod
@@ -115,14 +116,25 @@ class GemmVariants(Variants):
         """Whether that is the description of a variant's calls."""
         return bool(p == self.problem)
 
+    def called(self, name: str) -> None:
+        """Note what the operator took: it forgets calls when there are many others. RuntimeError if none is of this problem: then
+        what was timed is not what the records say."""
+        if name not in self.compared and name not in self.rules:
+            return
+        calls, rule = prepared_calls(self.spec, self.ranks.group), name if name in self.rules else None
+        of_rule = [call for call in calls if call.pinned == rule]
+        found = [call.taken for call in of_rule if self.is_mine(call.p, name)]
+        if not found:
+            made = "; ".join(str(call.p) for call in of_rule) or "nothing"
+            raise RuntimeError(f"{name} of {self.spec.name} was to do {self.problem}, and its calls do {made}")
+        self._taken[name] = found[-1]
+
     def taken(self, variant: str, mode: Mode) -> str:
-        """Which schedule the operator took for a variant that pins none; serial if it was not called."""
-        calls, rule = prepared_calls(self.spec, self.ranks.group), variant if variant in self.rules else None
-        found = [call.taken for call in calls if call.pinned == rule and self.is_mine(call.p, variant)]
-        return found[-1][mode == "graph"] if found else "serial"
+        """Which schedule the operator took for a variant that pins none, and was called."""
+        return self._taken[variant][mode == "graph"]
 
     def twins(self, mode: Mode) -> dict[str, str]:
-        return {WEFT: BASELINE} if self.taken(WEFT, mode) == "serial" else {}
+        return {WEFT: BASELINE} if WEFT in self._taken and self.taken(WEFT, mode) == "serial" else {}
 
     def shared(self, mode: Mode, found: Results, ceilings: Sequence[Ceilings]) -> Record:
         beside = {f"{name.replace('-', '_')}_ms": found.ms(mode, name) for name in self.beside}
@@ -182,7 +194,7 @@ class MatmulVariants(GemmVariants):
 
     def judged(self, mode: Mode, name: str, found: Results) -> Record:
         ms, ideal = found.ms(mode, name), self.ideal_ms(mode, found)
-        schedule = {WEFT: self.taken(WEFT, mode), OWN_SERIAL: "serial"}.get(name, name)
+        schedule = self.taken(WEFT, mode) if name == WEFT else "serial" if name == OWN_SERIAL else name
         predicted = {
             field: of.get(schedule) for field, of in zip(_PREDICTED, self.predicted.get(mode, ({}, {})), strict=True)
         }
@@ -205,14 +217,15 @@ class MatmulVariants(GemmVariants):
         and blind, by the machine's file (and `weft plan calibrate`) alone."""
         found = {}
         for mode, choice in self.choices.items():
-            model, p, taken = self._model(), choice.problem, self.taken(WEFT, mode)
+            model, p = self._model(), choice.problem
             assert model is not None
             blind = model.with_measured({})
             calibrated_ms, blind_ms = (
                 {row.candidate.name: row.predicted_us / 1e3 for row in rows if row.predicted_us is not None}
                 for rows in (choice.rows, decide(p, blind, mode=choice.mode).rows)
             )
-            if taken not in blind_ms:  # predicted to be hopeless
+            taken = self.taken(WEFT, mode) if WEFT in self._taken else None
+            if taken is not None and taken not in blind_ms:  # predicted to be hopeless
                 blind_ms[taken] = predict(named(p, taken).build(), blind, choice.mode, least_us(p, blind)) / 1e3
             found[mode] = calibrated_ms, blind_ms
         return found

@@ -15,8 +15,10 @@ from weft.words import counted
 
 @dataclass(frozen=True, slots=True)
 class MatmulAllReduce(Problem):
-    """y = the sum of all ranks' x @ w, on every rank; with `bias` and `residual`, what they name is added to it. With `eps` its
-    RMSNorm is wanted too: normed = y / sqrt(the mean of a row's squares + eps) * norm.
+    """y = the sum of all ranks' x @ w, on every rank. A residual may be added to it, and its RMSNorm wanted too: normed = y /
+    sqrt(the mean of a row's squares + eps) * norm.
+
+    bias, residual: whether one is added. eps: of the norm; None: there is none.
 
     Buffers: x [m, k], w [k, n], bias [1, n], residual [m, n] and norm [1, n] in; normed [m, n] and y [m, n] out. Source: "T3:
     Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3 (all-reduce as reduce-scatter and
@@ -38,7 +40,9 @@ class MatmulAllReduce(Problem):
 
     def __post_init__(self) -> None:
         if self.eps is not None and not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps={self.eps} must be a number from 0 on: it is added to the mean of a row's squares")
+            raise ValueError(
+                f"eps={self.eps} must be a finite number from 0 on: it is added to the mean of a row's squares"
+            )
         if self.dtype not in SUMMED:
             raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in one of {', '.join(SUMMED)}")
         require_sizes(self.m, self.n, self.k, self.world_size)

@@ -167,7 +167,7 @@ class Reduce(Step):
         ):
             yield "a sum and its norm are written in one place: give each its own"
         if not 0 <= norm.eps < math.inf:
-            yield f"eps={norm.eps} must be a number from 0 on"
+            yield f"eps={norm.eps} must be a finite number from 0 on"
         if self.accumulate:
             yield "a sum that is added to what is there is not normed, since others may add to that too: norm it when all have"
 

@@ -1,0 +1,115 @@
+"""Options of an operator's own: the keywords behind the dtype of its problem's `sized`.
+
+They are given as values (`weft.plan.explain`) or as texts (`weft bench --option`). Both are held against the keyword's annotation:
+bool, int, float, str, Literal, or several of these and None. What is none of it is refused, so that no text is taken for true. With
+other annotations a keyword takes values alone, and its problem checks them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from weft.words import kind
+
+ALL_HAVE = ("m", "n", "k", "ranks", "dtype")
+"""Keywords that are no operator's own."""
+_TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_NOTHING = "none"
+
+
+def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
+    """A problem's own, with their annotations."""
+    return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
+
+
+def from_text(name: str, text: str, annotation: Any) -> Any:
+    """What a text says for a keyword. `ValueError`, with what may be said, if it says nothing for it."""
+    wanted = _alternatives(annotation)
+    if type(None) in wanted and text.lower() == _NOTHING:
+        return None
+    for one in wanted:
+        if one is bool and text.lower() in _TRUTHS:
+            return _TRUTHS[text.lower()]
+        if get_origin(one) is Literal:
+            for value in get_args(one):
+                if text == str(value):
+                    return value
+        if one is str:
+            return text
+        if one in (int, float):
+            try:
+                number = one(text)
+            except ValueError:
+                continue
+            if math.isfinite(number):
+                return number
+    known = [_TEXTS.get(one) or _listed(one, str) for one in wanted if one in _TEXTS or get_origin(one) is Literal]
+    if not known:
+        of = ", ".join(getattr(one, "__name__", str(one)) for one in wanted)
+        raise ValueError(f"{name}={text}: no text stands for {of}; for bool, int, float, str, Literal some do")
+    raise ValueError(f"{name}={text}: give {' or '.join(known)}")
+
+
+def checked(name: str, value: Any, annotation: Any) -> Any:
+    """The value for a keyword; `ValueError` if its type is another one."""
+    wanted = _alternatives(annotation)
+    for one in wanted:
+        if one not in _VALUES and get_origin(one) is not Literal:
+            return value
+        if get_origin(one) is Literal:
+            if any(value == other and type(value) is type(other) for other in get_args(one)):
+                return value
+        elif one in (bool, str, type(None)):
+            if isinstance(value, one):
+                return value
+        elif one is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            return int(value)
+        elif one is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return float(value)
+    allowed = " or ".join(_VALUES.get(one) or _listed(one, repr) for one in wanted)
+    raise ValueError(f"{name}={value!r} is {kind(value)}: pass {allowed}")
+
+
+def check_names(op: str, given: Mapping[str, str], problems: Mapping[str, Any]) -> None:
+    """`ValueError` for options that `problems[op]` does not have, with those that it has. given: what to call their values."""
+    having = {name: _names(one) for name, one in problems.items()}
+    unknown = given.keys() - having[op]
+    if not unknown:
+        return
+    said = ", ".join(f"{name}={given[name]}" for name in sorted(unknown))
+    others = ", ".join(name for name in sorted(having) if unknown <= set(having[name]))
+    own = f"its own options are {', '.join(having[op])}" if having[op] else "it has no options of its own"
+    raise ValueError(f"{said}: {op} has none of it{others and f', {others} has'}; {own}")
+
+
+def _names(problem: Any) -> list[str]:
+    return [name for name in inspect.signature(problem.sized).parameters if name not in ALL_HAVE]
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types of which one is wanted; None's is the last."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        found = [one for of in get_args(annotation) for one in _alternatives(of)]
+        return tuple(sorted(found, key=lambda one: one is type(None)))
+    return (annotation,)
+
+
+_TEXTS = {
+    bool: "true or false (1 or 0, yes or no)", int: "a whole number", float: "a finite number", type(None): _NOTHING,
+}  # fmt: skip
+_VALUES = {
+    bool: "True or False", int: "a whole number, an int", float: "a number, a float", str: "a text, a str",
+    type(None): "None",
+}  # fmt: skip
+
+
+def _listed(one: Any, show: Callable[[Any], str]) -> str:
+    """What a Literal allows."""
+    return ", ".join(map(show, get_args(one)))
