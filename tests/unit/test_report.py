@@ -252,6 +252,11 @@ def test_without_a_document_the_tables_are_printed(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert shown == f"cpu\n\n{markdown(_records('one'))}\nlater\n\n{markdown(_records('one', factor=2.0))}\n"
     assert "| one |" in shown
+    records.append(paths[1], _records("short", factor=0.2))
+    main([str(paths[1])])
+    shown = capsys.readouterr().out
+    assert "| short |" in shown
+    assert shown.endswith("\nTimes under 1 ms on CPU are here too; documents leave them out.\n\n")
     paths[0].write_text("")
     with pytest.raises(SystemExit) as end:
         main([str(paths[0])])

@@ -45,9 +45,10 @@ TOO_SHORT_MS = 1.0
 """On CPU a row of a table with a shorter time is left out: that is how long the system may keep a process waiting."""
 
 
-def markdown(found: Sequence[Record]) -> str:
-    """The tables of one results file, with a line that says where and with what they were measured."""
-    latest = _long_enough(_latest_runs(found))
+def markdown(found: Sequence[Record], *, short: bool = False) -> str:
+    """The tables of one results file, with a line that says where and with what they were measured. short: also of times that are
+    too short for a document."""
+    latest = _latest_runs(found) if short else _long_enough(_latest_runs(found))
     if not latest:
         raise ValueError(
             f"all {counted(len(found), 'record')} are of times under {TOO_SHORT_MS:g} ms on CPU, which are not shown"
@@ -135,7 +136,10 @@ def gain(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline:
 def _printed(name: str, found: Sequence[Record]) -> str:
     if not found:
         raise ValueError(f"{name} has no records: record a run (weft bench OPERATOR --json FILE)")
-    return f"{name}\n\n{markdown(found)}"
+    shown = markdown(found, short=True)
+    if len(_long_enough(found)) < len(found):
+        shown += f"\nTimes under {TOO_SHORT_MS:g} ms on CPU are here too; documents leave them out.\n"
+    return f"{name}\n\n{shown}"
 
 
 def _latest_runs(found: Sequence[Record]) -> list[Record]:
