@@ -8,7 +8,6 @@ which write them differently make the same call.
 from __future__ import annotations
 
 import contextlib
-import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -122,17 +121,6 @@ def checked_deadline(deadline_s: Any) -> float | None:
     raise ValueError(
         f"deadline_s={deadline_s!r} must be positive, and at most {env.MOST_S:.0f}: it is how many seconds a wait may take"
     )
-
-
-def checked_eps(eps: Any) -> float:
-    """What a norm adds to the mean of squares."""
-    if type(eps) is float and 0 <= eps < math.inf:
-        return eps
-    if isinstance(eps, numbers.Real) and not isinstance(eps, bool):
-        with contextlib.suppress(OverflowError):  # of whole numbers beyond float's
-            if 0 <= float(eps) < math.inf:
-                return float(eps)
-    raise ValueError(f"eps={eps!r} must be a finite number from 0 on: it is added to the mean of a row's squares")
 
 
 def _whole(name: str, given: Any, fix: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import made_up
 import numpy as np
@@ -27,10 +27,13 @@ from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,
     Compute,
+    Copy,
     Draft,
     Expr,
+    Norm,
     NotApplicableError,
     Problem,
+    Reduce,
     Schedule,
     Set,
     Wait,
@@ -235,6 +238,38 @@ def test_messages_of_drafts_say_what_to_write() -> None:
         ScheduleError, match=r"count=0 must be at least 1: to wait on some ranks only, repeat the wait lookup"
     ):
         verify(d.schedule())
+
+
+def test_what_is_no_region_is_refused_where_it_is_written() -> None:
+    d = Draft("regions", 1)
+    x, w = d.buffer("x", 4, 3, "fp32", "input"), d.buffer("w", 1, 3, "fp32", "input")
+    y, z = (d.buffer(name, 4, 3, "fp32", "output") for name in "yz")
+    lane: Any = d.lane("a")
+    a_norm = "norm of 'reduce' is a tuple: write Norm(out, weight, eps)"
+    for add, fault in (
+        (lambda: lane.reduce(y.part(), x), "parts of 'reduce' takes regions, and buffer x is none: write x.part()"),
+        (lambda: lane.reduce(y, x.part()), "out of 'reduce' takes regions, and buffer y is none: write y.part()"),
+        (lambda: lane.reduce(y.part(), x.part(), norm=(z.part(), w.part(), 0.0)), a_norm),
+        (
+            lambda: lane.reduce(y.part(), x.part(), norm=Norm(z, w.part(), 0.0)),
+            "norm of 'reduce' takes .* write z.part()",
+        ),
+        (
+            lambda: lane.reduce(y.part(), x.part(), norm=Norm(z.part(), w, 0.0)),
+            "norm of 'reduce' takes .* write w.part()",
+        ),
+        (lambda: lane.then(Reduce(y.part(), x.part())), "parts of 'reduce' is a Region: write a tuple of regions"),
+        (lambda: lane.copy(x.part(), "y"), "dst of 'copy' takes regions, and a str is none: write x.part()"),
+        (lambda: lane.compute("silu", y.part(), x), "inputs of 'compute' takes .* write x.part()"),
+        (lambda: lane.all_reduce(x, y.part()), "src of 'collective' takes .* write x.part()"),
+        (lambda: lane.repeat("i", 2, Copy(x, y.part())), "in 'for': src of 'copy' takes .* write x.part()"),
+        (lambda: lane.read(x.part()), "a Region is no Buffer: read takes all of a buffer"),
+        (lambda: lane.set(x), "a Buffer is no Signals: pass what Draft.signals returned"),
+        (lambda: lane.wait(None), "a NoneType is no Signals: pass what Draft.signals returned"),
+    ):
+        with pytest.raises(TypeError, match=f"lane a.*{fault}".replace("(", r"\(").replace(")", r"\)")):
+            add()
+    assert not lane.steps
 
 
 def test_a_problem_without_builders_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

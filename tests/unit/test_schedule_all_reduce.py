@@ -25,6 +25,7 @@ from weft import plan
 from weft.errors import ScheduleError
 from weft.plan.gemms import ladder
 from weft.schedule import (
+    RANK,
     Copy,
     Draft,
     MatmulAllReduce,
@@ -37,6 +38,7 @@ from weft.schedule import (
     candidates,
     named,
 )
+from weft.schedule.printing import describe
 from weft.schedule.spans import span_name
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
@@ -274,13 +276,11 @@ def summed(change: str, weight: tuple[int, int] = (1, 3), out: tuple[int, int] =
     [
         ("", {}, ""),
         ("dtype", {}, "dtypes differ: fp32, fp32, bf16, fp32, fp32"),
-        ("weight", {"weight": (4, 3)}, "the norm [4, 3] of [4, 3] with a weight of [4, 3]"),
-        ("weight", {"weight": (1, 2)}, "the norm [4, 3] of [4, 3] with a weight of [1, 2]"),
-        ("out", {"out": (2, 3)}, "the norm [2, 3] of [4, 3] with a weight of [1, 3]: shapes are those of the sum, and [1, 3]"),
+        ("weight", {"weight": (4, 3)}, "the norm's weight is [4, 3]: give [1, 3]"),
+        ("weight", {"weight": (1, 2)}, "the norm's weight is [1, 2]: give [1, 3]"),
+        ("out", {"out": (2, 3)}, "the norm's out is [2, 3]: give [4, 3], as the sum"),
         ("place", {}, "a sum and its norm are written in one place"),
         ("input", {}, "is written, and a is an input"),
-        ("eps", {"eps": -1.0}, "eps=-1.0 must be a finite number from 0 on"),
-        ("eps", {"eps": float("inf")}, "eps=inf must be"),
         ("updates", {"accumulate": True}, "a sum that is added to what is there is not normed"),
     ],
 )  # fmt: skip
@@ -291,6 +291,20 @@ def test_a_norm_must_fit_its_sum(change: str, options: dict[str, Any], fault: st
         return
     with pytest.raises(ScheduleError, match=re.escape(fault)):
         verify(schedule)
+
+
+@pytest.mark.parametrize("eps", [0, np.float32(1e-6), np.float64(0.5), np.int64(1)])
+def test_numbers_of_any_kind_are_an_eps(eps: Any) -> None:
+    schedule = summed("eps", eps=eps)
+    verify(schedule)
+    assert from_json(to_json(schedule)) == schedule
+    assert f"eps {float(eps):g}" in str(schedule)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("inf"), float("nan"), 10**400, True, RANK, "a", None])
+def test_what_is_no_number_from_zero_on_is_no_eps(eps: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"eps={eps!r} must be a number from 0 on")):
+        summed("eps", eps=eps)
 
 
 def test_what_is_normed_must_be_there_and_not_change() -> None:
@@ -307,10 +321,11 @@ def test_a_norm_is_written_read_and_named() -> None:
     schedule = summed("")
     step = schedule.of_rank(0)[0].steps[1]
     assert from_json(to_json(schedule)) == schedule
-    assert "reduce  y[0:+4, :] = a + b; normed = rms_norm * w, eps 1e-06" in schedule.table(0)
+    assert "reduce  y[0:+4, :] = a + b; normed = rms_norm(y[0:+4, :]) * w, eps 1e-06" in schedule.table(0)
     assert span_name(step, 0) == "reduce y, norm normed"
     alone = replace(step, parts=(step.out,))  # type: ignore[type-var]
     assert span_name(alone, 0) == "norm y -> normed"
+    assert describe(alone, 0) == "reduce normed[0:+4, 0:+3] = rms_norm(y[0:+4, 0:+3]) * w[0:+1, 0:+3], eps 1e-06"
     assert [(a.region.buffer, a.writes) for a in alone.accesses()] == [("y", False), ("w", False), ("normed", True)]
     document = json.loads(to_json(schedule))
     plain, one = document["lanes"][0]["steps"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, overload
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor, checked_dimension, checked_eps
+from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight
@@ -20,6 +20,7 @@ from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
 from weft.schedule import MatmulAllReduce
+from weft.schedule.regions import checked_eps
 from weft.timeline import Timeline
 
 _EPS = 1e-6

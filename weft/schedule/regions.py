@@ -7,9 +7,12 @@ rank's: then the buffer must be symmetric.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from weft.schedule.expr import RANK, Expr, Index
 
@@ -58,14 +61,30 @@ class Region:
 @dataclass(frozen=True, slots=True)
 class Norm:
     """The RMSNorm of rows that a step has made: in `out`, row / sqrt(the mean of its squares + eps) * weight, a weight of one row.
-    Computed in fp32 (fp64 in itself) of what the rows were rounded to, and rounded once."""
+    Computed in fp32 (fp64 in itself) of what the rows were rounded to, and rounded once. `ValueError` for an eps that is no number
+    from 0 on."""
 
     out: Region
     weight: Region
     eps: float
 
-    def __str__(self) -> str:
-        return f"{self.out} = rms_norm * {self.weight}, eps {self.eps:g}"
+    def __post_init__(self) -> None:
+        if type(self.eps) is not float or not 0 <= self.eps < math.inf:
+            object.__setattr__(self, "eps", checked_eps(self.eps))
+
+    def text_of(self, total: Region) -> str:
+        return f"{self.out} = rms_norm({total}) * {self.weight}, eps {self.eps:g}"
+
+
+def checked_eps(eps: Any) -> float:
+    """What a norm adds to the mean of squares."""
+    if type(eps) is float and 0 <= eps < math.inf:
+        return eps
+    if isinstance(eps, numbers.Real) and not isinstance(eps, bool):
+        with contextlib.suppress(OverflowError):  # of whole numbers beyond float's
+            if 0 <= float(eps) < math.inf:
+                return float(eps)
+    raise ValueError(f"eps={eps!r} must be a number from 0 on: it is added to the mean of a row's squares")
 
 
 @dataclass(frozen=True, slots=True)

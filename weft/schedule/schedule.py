@@ -256,17 +256,24 @@ class LaneDraft:
 
     def read(self, buffer: Buffer, by: ReadBy = "device") -> LaneDraft:
         _require_known("lane", self.name, "by", by, _READ_BY)
+        self._require(Buffer, buffer, "read takes all of a buffer: pass what Draft.buffer returned")
         return self.then(Read(buffer.part(), by))
 
     def set(self, signals: Signals, index: Index = 0, at: Index = RANK) -> LaneDraft:
+        self._require(Signals, signals, "pass what Draft.signals returned")
         return self.then(Set(signals.name, index, at))
 
     def wait(self, signals: Signals, index: Index = 0, count: Index = 1, previous: bool = False) -> LaneDraft:
+        self._require(Signals, signals, "pass what Draft.signals returned")
         return self.then(Wait(signals.name, index, count, previous))
 
     def repeat(self, index: str, extent: Index, *steps: Step) -> LaneDraft:
         """`steps` for `index` = 0 .. extent - 1. An extent of lookup((0, 1), RANK) makes them on some ranks only."""
         return self.then(For(index, extent, steps))
+
+    def _require(self, wanted: type, given: Any, fix: str) -> None:
+        if not isinstance(given, wanted):
+            raise TypeError(f"lane {self.name}: {kind(given)} is no {wanted.__name__}: {fix}")
 
     def then(self, step: Step) -> LaneDraft:
         """A step of any kind."""
@@ -276,12 +283,15 @@ class LaneDraft:
 
 
 def _require_step(step: Any, *where: str) -> None:
-    """`TypeError` for what is none, or has a comparison for a number. Large schedules have ten thousands: words are put together
-    for what is wrong only."""
+    """`TypeError` for what is none, or has something else for a region, or a comparison for a number. Large schedules have ten
+    thousands: words are put together for what is wrong only."""
     if not isinstance(step, Step):
         hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
         raise TypeError(f"{' '.join(where)}: {kind(step)} is no step{hint if isinstance(step, LaneDraft) else ''}")
-    indices = _indices(type(step))  # type: ignore[arg-type]  # as `_join` in expr.py
+    for name, wanted in _operand_fields(type(step)):  # type: ignore[arg-type]  # as `_join` in expr.py
+        if wrong := _wrong_operand(getattr(step, name), wanted):
+            raise TypeError(f"{' '.join(where)}: {name} of {step.kind!r} {wrong}")
+    indices = _indices(type(step))  # type: ignore[arg-type]
     if indices and bool in map(type, indices(step)):
         for name in _index_fields(type(step)):  # type: ignore[arg-type]
             no_comparison(getattr(step, name), f"{' '.join(where)}: {name} of {step.kind!r}")
@@ -291,6 +301,35 @@ def _require_step(step: Any, *where: str) -> None:
                 no_comparison(getattr(region, name), f"{' '.join(where)}: {name} of {region.buffer} in {step.kind!r}")
     for inner in step.inner:
         _require_step(inner, f"{' '.join(where)}, in {step.kind!r}")
+
+
+@lru_cache(maxsize=256)
+def _operand_fields(of: Any) -> tuple[tuple[str, str], ...]:
+    """Where regions belong, or what has some: name and type."""
+    return tuple((field.name, str(field.type)) for field in fields(of) if str(field.type) in _OPERANDS)
+
+
+_OPERANDS = ("Region", "tuple[Region, ...]", "Norm | None")
+
+
+def _wrong_operand(given: Any, wanted: str) -> str:
+    """What is wrong with it, and what to write; nothing if it is what belongs there."""
+    if wanted == "Norm | None":
+        if given is None:
+            return ""
+        if type(given) is not Norm:
+            return f"is {kind(given)}: write Norm(out, weight, eps)"
+        given = given.out, given.weight
+    elif wanted == "Region":
+        given = (given,)
+    elif type(given) is not tuple:
+        return f"is {kind(given)}: write a tuple of regions, (x.part(),)"
+    for one in given:
+        if type(one) is Buffer:
+            return f"takes regions, and buffer {one.name} is none: write {one.name}.part()"
+        if type(one) is not Region:
+            return f"takes regions, and {kind(one)} is none: write x.part(), of a buffer x"
+    return ""
 
 
 @lru_cache(maxsize=256)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from weft.schedule.candidate import Candidate
 from weft.schedule.problem import Problem, require_sizes
-from weft.schedule.regions import SUMMED
+from weft.schedule.regions import SUMMED, checked_eps
 from weft.words import counted
 
 
@@ -39,10 +38,8 @@ class MatmulAllReduce(Problem):
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        if self.eps is not None and not 0 <= self.eps < math.inf:
-            raise ValueError(
-                f"eps={self.eps} must be a finite number from 0 on: it is added to the mean of a row's squares"
-            )
+        if self.eps is not None:
+            checked_eps(self.eps)
         if self.dtype not in SUMMED:
             raise ValueError(f"dtype={self.dtype!r}: what ranks compute is added up in one of {', '.join(SUMMED)}")
         require_sizes(self.m, self.n, self.k, self.world_size)

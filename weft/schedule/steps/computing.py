@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -157,17 +156,15 @@ class Reduce(Step):
 
     def _wrong_norm(self, norm: Norm) -> Iterator[str]:
         normed, shape = (norm.out.rows, norm.out.cols), (self.out.rows, self.out.cols)
-        if normed != shape or (norm.weight.rows, norm.weight.cols) != (1, self.out.cols):
-            yield (
-                f"the norm {list(normed)} of {list(shape)} with a weight of [{norm.weight.rows}, {norm.weight.cols}]: shapes are "
-                f"those of the sum, and [1, {self.out.cols}]"
-            )
-        elif (norm.out.buffer, norm.out.at) == (self.out.buffer, self.out.at) and overlap(
+        weight = (norm.weight.rows, norm.weight.cols)
+        if normed != shape:
+            yield f"the norm's out is {list(normed)}: give {list(shape)}, as the sum"
+        if weight != (1, self.out.cols):
+            yield f"the norm's weight is {list(weight)}: give [1, {self.out.cols}]"
+        if (norm.out.buffer, norm.out.at) == (self.out.buffer, self.out.at) and overlap(
             box_of(norm.out), box_of(self.out)
         ):
             yield "a sum and its norm are written in one place: give each its own"
-        if not 0 <= norm.eps < math.inf:
-            yield f"eps={norm.eps} must be a finite number from 0 on"
         if self.accumulate:
             yield "a sum that is added to what is there is not normed, since others may add to that too: norm it when all have"
 
@@ -179,5 +176,8 @@ class Reduce(Step):
         return f"norm {total} -> {normed}" if self.norms_only else f"reduce {total}, norm {normed}"
 
     def __str__(self) -> str:
-        total = f"reduce  {self.out} {'+=' if self.accumulate else '='} {' + '.join(map(str, self.parts))}"
-        return total if self.norm is None else f"{total}; {self.norm}"
+        total = f"{self.out} {'+=' if self.accumulate else '='} {' + '.join(map(str, self.parts))}"
+        if self.norm is None:
+            return f"reduce  {total}"
+        normed = self.norm.text_of(self.out)
+        return f"reduce  {normed}" if self.norms_only else f"reduce  {total}; {normed}"
