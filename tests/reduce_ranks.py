@@ -353,6 +353,19 @@ def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
     return found
 
 
+def pinned_for_nothing(group: dist.ProcessGroup) -> dict[str, str]:
+    """What every rank is told of schedules that cannot do a shape; what they are told to pass goes."""
+    name, found = "two_shot[chunks=2,by=dma,add=gemm]", {}
+    for what, (m, k, n) in {"no rows": (0, 8, 3), "no K": (4, 0, 3), "no N": (4, 8, 0), "few rows": (2, 8, 3)}.items():
+        x, w = torch.ones(m, k), torch.ones(k, n)
+        found[what] = told(lambda x=x, w=w: weft.matmul_all_reduce(x, w, group, schedule=name))
+        with weft.plan.use(name):
+            assert told(lambda x=x, w=w: weft.matmul_all_reduce(x, w, group)) == found[what]
+            assert weft.matmul_all_reduce(x, w, group, schedule="serial").shape == (m, n)
+        assert weft.matmul_all_reduce(x, w, group).shape == (m, n)
+    return found
+
+
 def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
     """What every rank is told when the first does something else: each time in a group of its own, which ends."""
     first = group.rank() == 0
@@ -363,6 +376,7 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
         "gradients": lambda g: weft.matmul_all_reduce(x, w.clone().requires_grad_(first), g),
         "norm": lambda g: weft.matmul_all_reduce(x, w, g, norm=w[0] if first else None),
         "eps": lambda g: weft.matmul_all_reduce(x, w, g, norm=w[0], eps=0.5 if first else 1e-6),
+        "eps by little": lambda g: weft.matmul_all_reduce(x, w, g, norm=w[0], eps=1.0000001e-6 if first else 1e-6),
     }
     return {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
 

@@ -115,8 +115,27 @@ def test_known_numbers_of_rows_that_differ(pool: Pool) -> None:
     """gloo would abort one rank, and give the other a wrong result."""
     for kind, text in pool.run(other_rows, ranks=2):
         assert kind == "DisagreementError"
-        assert "rows=(6, 6)" in text
-        assert "rows=(10, 10)" in text
+        assert "rank 0: all_gather x_shard -> x of all_gather_matmul, [12, 16] gathered from 2 ranks" in text
+        assert "rank 1: all_gather x_shard -> x of all_gather_matmul, [20, 16] gathered from 2 ranks" in text
+
+
+def other_parts(group: dist.ProcessGroup) -> tuple[str, str]:
+    own, rank, w = own_group(group), group.rank(), torch.eye(K)
+
+    def gather(rows: tuple[int, int]) -> None:
+        weft.all_gather_matmul(torch.ones(rows[rank], K), [w], 0, own, schedule="serial", rows=rows, deadline_s=LONG_S)
+
+    gather((2, 4))
+    gather((4, 2))
+    return error_of(lambda: gather((4, 2) if rank else (2, 4)))
+
+
+def test_known_parts_of_as_many_rows_in_all(pool: Pool) -> None:
+    """Where the words that tell shapes do not tell them apart, all of both descriptions is said."""
+    for kind, text in pool.run(other_parts, ranks=2):
+        assert kind == "DisagreementError"
+        assert "rank 0: AllGatherMatmul(world_size=2, rows=(2, 4)" in text
+        assert "rank 1: AllGatherMatmul(world_size=2, rows=(4, 2)" in text
 
 
 def same_now_and_then_late(group: dist.ProcessGroup, calls: int) -> None:

@@ -76,7 +76,7 @@ OPERATORS = {
         operands=("A", "B"),
         layouts_by=["serial", "scatter", "tracked[chunks=1,to=store]"],
         differs={
-            "rows": "m=4",
+            "rows": "[4, 6] @ [6, 3] on each of 2 ranks",
             "schedule": "schedule scatter",
             "gradients": "gradients wanted of (A, B): (False, True)",
         },
@@ -116,11 +116,12 @@ OPERATORS = {
         operands=("x", "w"),
         layouts_by=["serial", "one_shot[by=dma]", "two_shot[chunks=2,by=dma,add=gemm]"],
         differs={
-            "rows": "m=4",
+            "rows": "[4, 6] @ [6, 3] on each of 2 ranks",
             "schedule": "schedule one_shot[by=load]",
             "gradients": "gradients wanted of (x, w, bias, residual, norm): (False, True, False, False, False)",
-            "norm": "eps=None",
-            "eps": "eps=0.5",
+            "norm": "rank 1: matmul_all_reduce of a shape that is new here: [8, 6] @ [6, 3] on each of 2 ranks, added up, all",
+            "eps": "added up and normed (eps 0.5), all of it to each",
+            "eps by little": "eps=1.0000001e-06); rank 1: MatmulAllReduce(",
         },
         spans=[(("serial",), {"matmul", "all_reduce"}), (("two_shot[chunks=2,by=dma,add=gemm]",), {"matmul", "copy"})],
         measured="one_shot[by=load]",
@@ -161,8 +162,8 @@ OPERATORS = {
         operands=("x", "w"),
         layouts_by=["serial", "direct[chunks=2,by=dma]", "tracked[chunks=1]"],
         differs={
-            "rows": "m=4",
-            "dimension": "columns=True",
+            "rows": "[4, 6] @ [6, 3] on each of 2 ranks",
+            "dimension": "the columns of all",
             "schedule": "schedule direct[chunks=1,by=dma]",
             "gradients": "gradients wanted of (x, w): (False, True)",
         },
@@ -269,7 +270,7 @@ def test_operands_that_cannot_be_are_refused_on_every_rank(pool: Pool, operator:
         expected["integers"] += ", in which the ranks' products"
     for told in pool.run(of.ranks.bad_operands, ranks=2, timeout_s=60):
         for name, text in expected.items():
-            assert text in told[f"{name}, all"]
+            assert told[f"{name}, all"].startswith(f"RefusedError: ranks 0, 1: {text}"), name
             assert told[f"{name}, one"].startswith(f"RefusedError: rank 0: {text}"), name
 
 
@@ -345,6 +346,20 @@ def test_what_follows_is_added_by_every_schedule(pool: Pool, world: int, dtype: 
 @pytest.mark.parametrize("wanted", [(True, True, True, True), (False, False, True, True), (True, False, False, True)])
 def test_gradients_of_what_follows(pool: Pool, rows: int, wanted: tuple[bool, ...], compiled: bool) -> None:
     pool.run(reduced.backward_following, rows, wanted, compiled, ranks=2, timeout_s=120)
+
+
+def test_a_pinned_schedule_that_cannot_do_a_shape_is_named_with_what_to_pass(pool: Pool) -> None:
+    for told in pool.run(reduced.pinned_for_nothing, ranks=2, timeout_s=60):
+        for what, shape, why in (
+            ("no rows", "[0, 8] @ [8, 3]", "there is nothing to multiply"),
+            ("no K", "[4, 0] @ [0, 3]", "there is nothing to multiply"),
+            ("no N", "[4, 8] @ [8, 0]", "there is nothing to multiply"),
+            ("few rows", "[2, 8] @ [8, 3]", "rows of a rank's part: 1 cannot be cut into 2 pieces"),
+        ):
+            assert told[what] == (
+                "RefusedError: ranks 0, 1: schedule 'two_shot[chunks=2,by=dma,add=gemm]' cannot do matmul_all_reduce of "
+                f'{shape} on each of 2 ranks, added up, all of it to each, fp32: {why}. Pass schedule="serial", or pin none'
+            )
 
 
 def test_what_cannot_follow_is_refused(pool: Pool) -> None:

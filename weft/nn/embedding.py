@@ -31,6 +31,7 @@ from weft.nn.input_dist import InputDist
 from weft.operator.embedding import OPERATOR, release
 from weft.operator.together import together
 from weft.ops.embedding_all_to_all import device_of, planned_call, pool_and_send
+from weft.words import by_rank
 
 
 class ShardedEmbeddingBagCollection(nn.Module):
@@ -357,8 +358,8 @@ def _agree(
     deadline_s = env.deadline_s() if deadline_s is None else deadline_s
     domain = symm.domain(group, meets_on, deadline_s=deadline_s)
     everyone = domain.all_gather(mine, what="making a ShardedEmbeddingBagCollection", deadline_s=deadline_s)
-    if reasons := [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text is not None]:
-        raise RefusedError(f"arguments refused by {'; '.join(reasons)}") from refusal
+    if reasons := by_rank((rank, text) for rank, (_, _, text) in enumerate(everyone) if text is not None):
+        raise RefusedError(f"arguments refused by {reasons}") from refusal
     first_sharding, first_said, _ = everyone[0]
     for rank, (other_sharding, other_said, _) in enumerate(everyone):
         difference = first_sharding.difference(other_sharding)

@@ -27,7 +27,7 @@ from weft.embedding.jagged import INDEX_DTYPES, JaggedInput, check_keyed, offset
 from weft.embedding.tables import EmbeddingSharding
 from weft.errors import DisagreementError, RefusedError
 from weft.runtime.in_turn import begun, turn_on
-from weft.words import counted
+from weft.words import by_rank, counted
 
 _HEAD = 3  # words of a header before its counts: refused (0 or 1), bits of an id, batch size
 
@@ -260,7 +260,7 @@ class InputDist:
         mine = None if refusal is None else str(refusal)
         domain = symm.domain(self.group, self.device, deadline_s=self.deadline_s)
         texts = domain.all_gather(mine, what="refusals of an input", deadline_s=self.deadline_s)
-        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+        reasons = by_rank((rank, text) for rank, text in enumerate(texts) if text is not None)
         raise RefusedError(f"input refused by {reasons}") from refusal
 
 

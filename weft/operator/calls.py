@@ -129,16 +129,18 @@ def _prepared_for(
 
     device = next(t.device for t in op.tensors(call) if t is not None)
 
-    def check() -> tuple[str, int]:
-        """The number is twice the size, and one more where times of the problem are remembered."""
+    def check() -> tuple[str, str, int]:
+        """In the words of other messages, where the problem is all that is said of a call. The number is twice the size, and one
+        more where times of the problem are remembered."""
         size, said = op.size(call), op.said(call, world)
         p = op.problem(call, world, size)
         _require_problem(op, p)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        parts = said, choosing.wanted_schedule(pinned, p), op.described(wanted)
+        shown = p.text if said == str(p) else said
+        parts = shown, choosing.wanted_schedule(pinned, p), op.described(wanted)
         remembered = pinned is None and world > 1 and choosing.remembers(p, device)
-        return ", ".join(part for part in parts if part), 2 * size + remembered
+        return ", ".join(part for part in parts if part), said, 2 * size + remembered
 
     numbers = agree(op.title, group, device, check, deadline_s, op.hint)
     if prepared is None:

@@ -36,6 +36,7 @@ from weft.plan.machine import machine_name
 from weft.plan.predict import library_gemms
 from weft.runtime.executor import Executor
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, candidates, named
+from weft.schedule.builders import cannot_do
 from weft.schedule.verify import verify
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -58,7 +59,11 @@ call differs by a tenth from run to run."""
 def check_name(name: str, p: Problem) -> None:
     """`ValueError` if there is no such schedule, or it cannot do `p`. "autotune" and "heuristic" name none, and always go."""
     if plan.names_schedule(name):
-        named(p, name).build()
+        candidate = named(p, name)
+        try:
+            candidate.build()
+        except NotApplicableError as error:
+            raise cannot_do(name, p, error) from error
 
 
 def wanted_schedule(name: str | None, p: Problem) -> str:
@@ -127,9 +132,9 @@ def choose(
         names = _names_near(p, domain, tensors, deadline_s, serial)
     try:
         schedules = _schedules(p, names, domain)
-    except NotApplicableError:  # what goes for sizes around it mostly does for this one
+    except NotApplicableError as error:  # what goes for sizes around it mostly does for this one
         if pinned is not None:
-            raise
+            raise cannot_do(pinned, p, error) from error
         schedules = _schedules(p, names := _names_near(p, domain, tensors, deadline_s, serial, itself=True), domain)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
     made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}

@@ -153,7 +153,7 @@ def _of(domain: Domain) -> dict[EmbeddingPlan, Any]:
 
 def _agree_on_new(p: EmbeddingPlan, domain: Domain, deadline_s: float | None) -> None:
     if domain.device.type == "cuda":
-        agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", 0), deadline_s)
+        agree(OPERATOR, domain.group, domain.device, lambda: ("a plan", "", 0), deadline_s)
     agree_on_new(domain, p, deadline_s=deadline_s)
 
 

@@ -121,7 +121,7 @@ class Prepared:
         self._executors: list[Executor] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
-            self._turns = Turns(f"{op.title}, {p}", self.domain)
+            self._turns = Turns(f"{op.title}, {p.text}", self.domain, str(p))
         self._serial = named(p, "serial").build()
         self._results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._unfused: Unfused | None = None

@@ -32,9 +32,10 @@ from torch.utils.checkpoint import _StopRecomputationError
 from weft import env, symm
 from weft.caller import caller
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
-from weft.runtime.meeting import Topic, meeting_of, said_on
+from weft.runtime.meeting import Topic, meeting_of, said_on, shown
 from weft.schedule import NotApplicableError
 from weft.symm.calls import calls_of
+from weft.words import by_rank
 
 _NUMBER = struct.Struct("<qq")
 _TOLD = "_weft_told"  # of an error: peers have been told
@@ -104,44 +105,48 @@ def agree(
     operator: str,
     group: dist.ProcessGroup,
     device: torch.device,
-    check: Callable[[], tuple[str, int]],
+    check: Callable[[], tuple[str, str, int]],
     deadline_s: float | None,
     hint: str = "",
 ) -> list[int]:
-    """At the first call of a shape: the ranks' numbers. `check` gives a text that must be the same on all ranks, and this rank's
-    number, or raises `ValueError`. `RefusedError` on every rank if one does, `DisagreementError` if texts differ. Collective.
-    hint: what may help where they differ."""
+    """At the first call of a shape: the ranks' numbers. `check` gives a text and details that must be the same on all ranks, and
+    this rank's number, or raises `ValueError`. `RefusedError` on every rank if one does, `DisagreementError` if others differ;
+    details are shown where texts do not tell. Collective. hint: what may help where they differ."""
     if group.size() == 1:
-        return [check()[1]]
+        return [check()[2]]
     if device.type == "cpu":
-        text, number = check()  # an error leaves the call, and is published
+        text, details, number = check()  # an error leaves the call, and is published
         extra = _NUMBER.pack(number, 0)
-        topic = Topic(f"{operator} of a shape that is new here: {text}", hint=hint)
         with symm.set_up_within(deadline_s):
             meeting = meeting_of(symm.domain(group, device))
+        topic = Topic(
+            f"{operator} of a shape that is new here: {text}", details, hint=hint,
+            difference=shown(meeting.domain, details),
+        )  # fmt: skip
         extras = meeting.meet(topic, deadline_s=_set_up(deadline_s), extra=extra)
         return [_NUMBER.unpack(extra)[0] for extra in extras]
     if device.type != "cuda":
-        return [check()[1]]
-    text, number, refusal = "", 0, ""
+        return [check()[2]]
+    text, details, number, refusal = "", "", 0, ""
     try:
-        text, number = check()
+        text, details, number = check()
     except Exception as error:
         refusal = str(error)
     domain = symm.domain(group, device, deadline_s=deadline_s)
-    mine = refusal, calls_of(group).begun, text, number
+    mine = refusal, calls_of(group).begun, text, details, number
     try:
         calls = domain.all_gather(mine, what=f"{operator} of a new shape", deadline_s=_set_up(deadline_s))
     except DeadlineError as error:
         here = f"This rank had refused the call: {refusal}" if refusal else f"New on this rank: {text}"
         raise DeadlineError(f"{error}. {here}") from error
-    if refusals := [f"rank {rank}: {refused}" for rank, (refused, *_) in enumerate(calls) if refused]:
-        raise RefusedError("; ".join(refusals))
-    for rank, (_, count, theirs, _) in enumerate(calls):
-        if (count, theirs) != (calls[0][1], calls[0][2]):
+    if refusals := by_rank((rank, refused) for rank, (refused, *_) in enumerate(calls) if refused):
+        raise RefusedError(refusals)
+    for rank, (_, count, theirs, their_details, _) in enumerate(calls):
+        if (count, theirs, their_details) != calls[0][1:4]:
+            more = [f" ({one[3]})" if theirs == calls[0][2] else "" for one in (calls[0], calls[rank])]
             difference = (
-                f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}; rank {rank}, call "
-                f"{count}: {theirs}"
+                f"ranks call {operator} differently. Rank 0, call {calls[0][1]} on this group: {calls[0][2]}{more[0]}; rank "
+                f"{rank}, call {count}: {theirs}{more[1]}"
             )
             domain.end(difference)
             raise DisagreementError(f"{difference}. The ranks are out of step: this group has ended, make a new one")

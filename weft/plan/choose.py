@@ -16,6 +16,7 @@ from weft.plan import pin
 from weft.plan.heuristic import pick_here
 from weft.plan.predict import AT_LEAST, MODES, Mode, Progress, Row, least_us, predict, predicted_rows
 from weft.schedule import Candidate, NotApplicableError, Problem, Schedule, builders_of, named
+from weft.schedule.builders import cannot_do
 from weft.sim import Model
 from weft.words import counted
 
@@ -139,7 +140,7 @@ def _pinned_choice(
     try:
         schedule = candidate.build()
     except NotApplicableError as error:
-        raise NotApplicableError(f"{candidate.name} cannot do {problem}: {error}") from error
+        raise cannot_do(candidate.name, problem, error) from error
     us = predict(schedule, model, mode, least_us(problem, model)) if problem.has_work else 0.0
     row = Row(candidate, us, measured.get(candidate.name), problem=problem, model=model)
     return Choice(problem, mode, candidate, schedule, us, row.measured_us, f"{candidate.name} is pinned", (row,))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from weft import env, symm
 from weft.errors import WeftError
 from weft.runtime.collectives import finish, leave
-from weft.runtime.meeting import Topic, meeting_of
+from weft.runtime.meeting import Topic, meeting_of, shown
 from weft.runtime.opaque import opaque
 from weft.symm import Domain
 from weft.timeline import Timeline
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 class Turns:
-    """The calls of one shape on CPU. what: operator and shape. Making it is collective."""
+    """The calls of one shape on CPU. what: operator and shape; details: compared as well. Making it is collective."""
 
-    def __init__(self, what: str, domain: Domain) -> None:
-        self.what, self.domain = what, domain
+    def __init__(self, what: str, domain: Domain, details: str = "") -> None:
+        self.what, self.domain, self._details = what, domain, details
         self._meeting = meeting_of(domain)
         self._topics: dict[str, Topic] = {}
 
@@ -46,7 +46,9 @@ class Turns:
         collectives in the order in which the ranks met for them."""
         topic = self._topics.get(collective)
         if topic is None:
-            topic = self._topics[collective] = Topic(f"{collective} of {self.what}")
+            topic = self._topics[collective] = Topic(
+                f"{collective} of {self.what}", self._details, difference=shown(self.domain, self._details)
+            )
         with self._meeting.lock:
             try:
                 self._meeting.meet(topic, deadline_s=deadline_s)

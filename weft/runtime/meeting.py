@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from weft.errors import DisagreementError, RefusedError, WeftError
 from weft.symm import Domain, Exchange
+from weft.words import by_rank
 
 _BYTES = 4096
 _CALL, _REFUSAL = b"C", b"R"
@@ -76,7 +77,7 @@ class Meeting:
 
     def refuse(self, text: str, *, deadline_s: float | None) -> str:
         """Publish that this rank refuses the call that it would make now; returns what all ranks that refuse say."""
-        said = f"rank {self.domain.rank}: {text}".encode()[: _BYTES - _AT]
+        said = text.encode()[: _BYTES - _AT]
         try:
             return _refusals(self._publish(_REFUSAL + _NOTHING + said, "the call that it refuses", deadline_s))
         except WeftError as error:
@@ -91,11 +92,9 @@ class Meeting:
 
     def _end(self, payloads: list[bytes], topic: Topic) -> NoReturn:
         """Every rank has read the same, and so each ends the group for itself."""
-        by_text: dict[str, list[int]] = {}
-        for rank, payload in enumerate(payloads):
-            by_text.setdefault(payload[_AT + _DIGEST :].decode(errors="replace"), []).append(rank)
-        calls = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in by_text.items())
-        if len(by_text) == 1:
+        texts = [payload[_AT + _DIGEST :].decode(errors="replace") for payload in payloads]
+        calls = by_rank(enumerate(texts))
+        if len(set(texts)) == 1:
             other = topic.difference() if topic.difference else ""
             calls = other or f"{calls}, with other details"
         self.disagree(f"ranks make different calls (call {self.calls} of each): {calls}", topic.hint)
@@ -110,11 +109,16 @@ class Meeting:
 
 
 def _refusals(payloads: list[bytes]) -> str:
-    return "; ".join(p[_AT:].decode(errors="replace") for p in payloads if p[:1] == _REFUSAL)
+    return by_rank(
+        (rank, payload[_AT:].decode(errors="replace"))
+        for rank, payload in enumerate(payloads)
+        if payload[:1] == _REFUSAL
+    )
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}:"
+def shown(domain: Domain, details: str) -> Callable[[], str]:
+    """A topic's `difference`: the details themselves, of each rank."""
+    return lambda: by_rank(enumerate(domain.all_gather(details, what="details of a call")))
 
 
 _meetings: dict[Domain, Meeting] = {}

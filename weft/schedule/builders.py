@@ -27,6 +27,13 @@ class NotApplicableError(ValueError):
     """Why a builder has no schedule for a description; the text is shown to the user."""
 
 
+def cannot_do(name: str, problem: Problem, why: NotApplicableError) -> NotApplicableError:
+    """Of a schedule that was pinned."""
+    return NotApplicableError(
+        f'schedule {name!r} cannot do {problem.title} of {problem.text}: {why}. Pass schedule="serial", or pin none'
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Builder:
     function: Callable[..., Schedule]
