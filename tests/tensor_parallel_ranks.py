@@ -309,6 +309,11 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         child.reset_parameters()  # type: ignore[operator]
     assert all(p.isfinite().all() for p in empty.parameters())
     found["extra"] = repr(layer)
+    mlp = weft.nn.ParallelMLP(8, 4 * world, group=group, device=device())
+    attention, flat = (
+        weft.nn.ParallelAttention(8, 2 * world, group=group, head_dim=2, sequence_dim=dim, device=device())
+        for dim in (1, 0)
+    )
     calls: dict[str, Callable[[], Any]] = {
         "columns": lambda: weft.nn.ColumnParallelLinear(8, 4 * world + 1, group=group),
         "rows": lambda: weft.nn.RowParallelLinear(4 * world + 1, 8, group=group),
@@ -321,7 +326,11 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         "no linear": lambda: weft.nn.ColumnParallelLinear.from_linear(nn.Identity(), group),  # type: ignore[arg-type]
         "odd": lambda: weft.nn.rotary_embedding(4, 5),
         "no group": lambda: weft.nn.ColumnParallelLinear(8, 8, group="nobody"),
-        "x": lambda: layer(x[..., :5]),
+        "x": lambda: mlp(x[..., :5]),
+        "two dimensions": lambda: mlp(x[0]),
+        "two dimensions here": lambda: attention(x[0] if group.rank() == 0 else x),
+        "two dimensions of a sequence": lambda: flat(x[0]),
+        "no tensor": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group)([x]),  # type: ignore[arg-type]
         "length": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, device=device())(
             data(0, (2, 2 * world + 1, 4), torch.float32, 1)
         ),

@@ -76,8 +76,16 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
             "odd": "ValueError: head_dim=5 must be even",
             "no group": "ValueError: group='nobody' names no process group",
-            "x": "RefusedError: rank 0: Bs[0] has shape (8, 4): it must be [K=5, N] to follow A_shard",
-            "length": "RefusedError: rank 0: A has shape (2, 5, 4), and the 5 of scatter_dim=1 must be divisible by world_size=2",
+            "x": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (2, 5, 5), and sequence_dim=1 takes [B, S/W, 8]: pass that",
+            "length": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 4), and the 5 of sequence_dim=1 must be "
+            "divisible by world_size=2",
+            "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), and sequence_dim=1 takes [B, S/W, 8]: "
+            "pass that, or make the layer with sequence_dim=0 for [S/W, 8]",
+            "two dimensions here": "RefusedError: rank 0: ParallelAttention: x has shape (5, 8), and sequence_dim=1 takes "
+            "[B, S/W, 8]: pass that",
+            "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "
+            "takes [S/W, B, 8]: pass that",
+            "no tensor": "RefusedError: ranks 0, 1: RowParallelLinear: x is a list: pass a torch.Tensor",
         }
         assert found.keys() == expected.keys()
         for name, text in expected.items():

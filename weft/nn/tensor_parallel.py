@@ -23,8 +23,10 @@ from torch import nn
 from weft.nn.experts import ExpertParallelMLP
 from weft.operator.layers import as_autocast, replicated
 from weft.operator.prepared import group_of
+from weft.operator.together import together
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.words import kind
 
 
 class _ParallelLinear(nn.Module):
@@ -87,6 +89,39 @@ class _ParallelLinear(nn.Module):
             found["bias"] = whole["bias"].chunk(self.world_size)[self.rank]
         return found
 
+    def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
+        """`ValueError`, told to the other ranks, for an x that does not fit; it is called before anything else of a call.
+        of: the module that was called."""
+        if wrong := self._wrong_input(x, isinstance(of, ParallelAttention)):
+            if torch.compiler.is_compiling():
+                raise ValueError(f"{type(of).__name__}: {wrong}")
+            with together(type(of).__name__, group_of(self.group_name), x, None):
+                raise ValueError(f"{type(of).__name__}: {wrong}")
+
+    def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
+        """three: x has three dimensions, and no other number of them."""
+        if not isinstance(x, torch.Tensor):
+            return f"x is {kind(x)}: pass a torch.Tensor"
+        features, dim, shape = self.weight.shape[1], self.sequence_dim, tuple(x.shape)
+        fits = -len(shape) <= dim < len(shape) and dim % len(shape) < len(shape) - 1 and shape[-1] == features
+        if not fits or (three and len(shape) != 3):
+            part = "S" if self.divided else "S/W"
+            flat = f"[{part}, {features}]"
+            known = {0: f"[{part}, B, {features}]{'' if three else f' or {flat}'}", 1: f"[B, {part}, {features}]"}
+            takes = known.get(dim, f"[..., {features}], the sequence not in the last dimension")
+            other = (
+                f", or make the layer with sequence_dim=0 for {flat}"
+                if len(shape) == 2 and dim == 1 and not three
+                else ""
+            )
+            return f"x has shape {shape}, and sequence_dim={dim} takes {takes}: pass that{other}"
+        if self.divided and shape[dim] % self.world_size:
+            return (
+                f"x has shape {shape}, and the {shape[dim]} of sequence_dim={dim} must be divisible by "
+                f"world_size={self.world_size}, as every rank gets as many: pad the sequence"
+            )
+        return ""
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
@@ -116,7 +151,7 @@ class ColumnParallelLinear(_ParallelLinear):
     divided = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_parallel(x, [self])[0]
+        return column_parallel(x, [self], self)[0]
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -138,14 +173,16 @@ class RowParallelLinear(_ParallelLinear):
     divided = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.require_input(x, self)
         x, weight = as_autocast(x, self.weight)
         y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
         return y if self.bias is None else y + replicated(self.bias, self.group_name).to(y.dtype)
 
 
-def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> list[torch.Tensor]:
-    """What each of `layers`, of one group, makes of `x`, which is gathered once for all of them."""
+def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
+    """What each of `layers`, of one group, makes of `x`, which is gathered once for all of them. of: the module that was called."""
     first = layers[0]
+    first.require_input(x, of)
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     _, ys = all_gather_matmul(x, [w.t() for w in weights], first.sequence_dim, first.group_name, return_A=False)
     biases = (layer.bias for layer in layers)
@@ -194,7 +231,7 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = column_parallel(x, [self.gate_proj, self.up_proj])
+        gate, up = column_parallel(x, [self.gate_proj, self.up_proj], self)
         return self.down_proj(self.activation(gate) * up)
 
 
@@ -262,7 +299,7 @@ class ParallelAttention(nn.Module):
     ) -> torch.Tensor:
         """rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding`
         makes them, and Hugging Face's `LlamaRotaryEmbedding`. mask: `scaled_dot_product_attention`'s, of the whole sequence."""
-        q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj])
+        q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], self)
         return self.o_proj(self.attend(q, k, v, rotary, mask))
 
     def attend(
