@@ -1,5 +1,6 @@
-# Two commands: `make demo` (the main job, with a picture) and `make test`. Both make .venv first, the only thing that
-# `make setup` changes. A machine needs Python 3.11+ (with venv), a C++20 compiler, make; all else comes from PyPI.
+# Two commands: `make demo` (the main job, with a picture) and `make test`. Both make .venv first; beside it and
+# build/, where it compiles, `make setup` changes nothing. A machine needs Python 3.11+ (with venv), a C++20 compiler, make;
+# all else comes from PyPI.
 # Without a GPU, torch's CPU build is the smaller download: make setup PIP_ARGS="--extra-index-url
 # https://download.pytorch.org/whl/cpu". PIP_ARGS reach every `pip install` here, and may come from the environment.
 PYTHON ?= python3

@@ -179,7 +179,7 @@ def test_the_transformers_help_teaches_and_bad_sizes_are_refused(capsys: pytest.
 # -- the page on schedules
 
 PAGE = (ROOT / "docs" / "schedules.md").read_text()
-SCRIPT, LATE, SEEING, MAP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SCRIPT, NORM, LATE, SEEING, MAP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 TABLE, RACE, HANG = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
@@ -198,6 +198,12 @@ def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> 
 def test_sizes_that_only_the_run_knows(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(SCRIPT + LATE)
     assert run("page.py", cwd=tmp_path) == TABLE
+
+
+def test_the_pages_norm() -> None:
+    names = functions_of(SCRIPT)
+    exec(NORM, names)
+    assert "reduce  y = a + b; z = rms_norm(y) * g, eps 1e-06" in str(names["normed_sum"](rows=4, n=8))
 
 
 @pytest.mark.parametrize("message", [RACE, HANG], ids=["race", "hang"])

@@ -131,11 +131,10 @@ def other_parts(group: dist.ProcessGroup) -> tuple[str, str]:
 
 
 def test_known_parts_of_as_many_rows_in_all(pool: Pool) -> None:
-    """Where the words that tell shapes do not tell them apart, all of both descriptions is said."""
     for kind, text in pool.run(other_parts, ranks=2):
         assert kind == "DisagreementError"
-        assert "rank 0: AllGatherMatmul(world_size=2, rows=(2, 4)" in text
-        assert "rank 1: AllGatherMatmul(world_size=2, rows=(4, 2)" in text
+        assert "[6, 16] gathered from 2 ranks (2, 4 rows)" in text
+        assert "[6, 16] gathered from 2 ranks (4, 2 rows)" in text
 
 
 def same_now_and_then_late(group: dist.ProcessGroup, calls: int) -> None:

@@ -181,7 +181,7 @@ def test_tables_that_one_rank_gets_wrong_are_named_on_every_rank(pool: Pool, sch
             assert told["capacity"] == "nothing"
         else:
             assert told["capacity"].startswith(
-                "RefusedError: rank 0: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
+                "RefusedError: ranks 0, 1, 2: this rank has 65 tokens, and calls of this shape were prepared for capacity=64"
             )
 
 

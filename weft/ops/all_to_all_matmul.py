@@ -89,11 +89,11 @@ def all_to_all_matmul(
 
     Raises `ValueError` for bad arguments, for splits that do not fit (on CPU, where they are read), and for T above the capacity
         ("serial" has none where no gradients are wanted). It is a `RefusedError` on every rank, and the group lives on; on GPUs
-        this holds for the first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its
-        rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
-        `TooManyRowsError` on CPU, when the call is done, on a rank to which more than max_rows rows came; on GPUs rows beyond are
-        left out, and `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second
-        derivative.
+        this holds for the first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on
+        its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a
+        shape. `TooManyRowsError` on CPU, when the call is done, on a rank to which more than max_rows rows came; on GPUs rows
+        beyond are left out, and `received` tells. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for
+        a second derivative.
 
     Sources: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap", II-A and IV-B2
     (all-to-all before the GEMMs of experts); "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &

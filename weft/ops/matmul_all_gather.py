@@ -71,7 +71,7 @@ def matmul_all_gather(
     others travel, if that is faster. It has not been tried on GPUs yet: there one runs after the other.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
     `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
     `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 

@@ -94,7 +94,8 @@ def matmul_all_reduce(
     products and sums above 65504 are infinite before that. The first call of a shape, and its backward, are collective set-up of
     milliseconds to seconds: before capturing a CUDA graph.
     Memory: the results; symmetric and other memory that is kept, up to two and a half times the size of the sum, or with few rows
-        as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too.
+        as many times as there are ranks and at most 256 MiB. For backward x, w and, with `norm`, the sum are kept too: do
+        not change them in place before it (autograd refuses that); `sum = sum + ...`, and not `sum += ...`.
 
     Differentiable in x, w, bias, residual and norm, once; all ranks must want the same gradients. Those of x and w are sums over
     ranks: what a rank's gradient of y is, all ranks' x and w get, as from `torch.distributed.nn.functional.all_reduce`. So each
@@ -105,7 +106,7 @@ def matmul_all_reduce(
     way through the norm, before that, takes a dozen of torch's elementwise kernels.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
     `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
     `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 

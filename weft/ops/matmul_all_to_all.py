@@ -103,10 +103,10 @@ def matmul_all_to_all(
 
     Calls on one group are made by one thread at a time.
 
-    Raises `ValueError` for bad arguments, for received or splits that do not fit (on CPU, where they are read), and for more
-        tokens than the capacity ("serial" has none where no gradients are wanted). It is a `RefusedError` on every rank, and the
-        group lives on; on GPUs this holds for the first call of a shape, and a later one ends the group. A `group` that is none is
-        a `ValueError` on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at
+    Raises `ValueError` for bad arguments, for received or splits that do not fit (on CPU, where they are read), and for more tokens
+        than the capacity ("serial" has none where no gradients are wanted). It is a `RefusedError` on every rank, and the group
+        lives on; on GPUs this holds for the first call of a shape, and a later one ends the group. Something that is no group is a
+        `ValueError` on its rank alone. `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at
         the first of a shape. `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all

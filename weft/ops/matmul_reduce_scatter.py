@@ -68,7 +68,7 @@ def matmul_reduce_scatter(
         all calls that differ in its rows only, as for `weft.all_gather_matmul`; the serial schedule's A @ B during the call.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
-    first call of a shape, and a later one ends the group. A `group` that is none is a `ValueError` on its rank alone.
+    first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
     `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
     `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 

@@ -141,6 +141,7 @@ class AllGatherMatmul(Problem):
         n = "+".join(map(str, self.n))
         scaled = "" if self.scaled is None else f" scaled by {self.scaled.by}"
         ranks = counted(self.world_size, "rank")
+        ranks += "" if len(set(self.rows)) == 1 else f" ({', '.join(map(str, self.rows))} rows)"
         return f"[{self.m}, {self.k}] gathered from {ranks} @ [{self.k}, {n}] on each, {self.dtype}{scaled}"
 
     @property
