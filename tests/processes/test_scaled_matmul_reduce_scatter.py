@@ -140,8 +140,8 @@ def test_one_rank_that_differs_is_named_on_every_rank() -> None:
         for told in alone.run(ranks.one_rank_differs, timeout_s=60):
             for name, text in told.items():
                 assert text.startswith("DisagreementError: ranks make different calls"), name
-            assert "by='row'" in told["scales"]
-            assert "dtype='fp16'" in told["out"]
+            assert "scaled by row" in told["scales"]
+            assert "added up in fp16" in told["out"]
             assert "biased=True" in told["bias"]
             assert "fast=True" in told["fast"]
 
