@@ -347,7 +347,12 @@ def test_tables_on_meta_are_refused_by_all_until_they_are_back(pool, given, only
     wanted = reference(features(0), full_weights())
     for rank, ((kind, text), after) in enumerate(pool.run(on_meta, placement, given, only, ranks=2)):
         assert kind == "RefusedError"
-        assert f"rank {only[0] if given == 'local_batch' or only[0] in placement else 1}: " in text
+        by = (
+            "ranks 0, 1"
+            if given == "local_batch" and len(only) == 2
+            else f"rank {only[0] if only[0] in placement else 1}"
+        )
+        assert f"{by}: " in text
         assert "on meta" in text
         assert "to_empty" in text
         assert close(after, wanted if given == "local_batch" else wanted[2 * rank : 2 * rank + 2])
