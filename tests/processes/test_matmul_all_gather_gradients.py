@@ -121,7 +121,7 @@ def test_sizes_of_nothing(pool: Pool, world: int, sizes: tuple[int, int, int]) -
 
 
 def test_one_rank_that_differs_is_named_on_every_rank() -> None:
-    differs = {"rows": "m=4", "dimension": "columns=True", "schedule": "schedule direct[chunks=2]"}
+    differs = {"rows": "gradients of [4, ", "dimension": "the columns of all", "schedule": "schedule direct[chunks=2]"}
     with Pool(3) as alone:
         for told in alone.run(ranks.one_rank_differs, timeout_s=60):
             assert told.keys() == differs.keys()
