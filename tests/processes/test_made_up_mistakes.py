@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 class Scaled(NamedTuple):
     x: torch.Tensor
-    scale: float | None
+    scale: bytes | None
 
 
 class Spec(Operator[Call]):
@@ -100,7 +100,7 @@ def test_a_mistake_in_a_form_is_named() -> None:
     with pytest.raises(TypeError, match="made_up_mistake: gradients_of names y; the fields of its form are x, mistake"):
         Misspelt()
     with pytest.raises(
-        TypeError, match=r"made_up_mistake: scale of its form is of type float \| None; .* take Tensor, "
+        TypeError, match=r"made_up_mistake: scale of its form is of type bytes \| None; .* take Tensor, "
     ):
         Unknown()
 

@@ -303,7 +303,7 @@ def test_numbers_of_any_kind_are_an_eps(eps: Any) -> None:
 
 @pytest.mark.parametrize("eps", [-1.0, float("inf"), float("nan"), 10**400, True, RANK, "a", None])
 def test_what_is_no_number_from_zero_on_is_no_eps(eps: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"eps={eps!r} must be a number from 0 on")):
+    with pytest.raises(ValueError, match=re.escape(f"eps={eps!r} must be a finite number from 0 on")):
         summed("eps", eps=eps)
 
 

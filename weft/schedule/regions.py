@@ -61,8 +61,8 @@ class Region:
 @dataclass(frozen=True, slots=True)
 class Norm:
     """The RMSNorm of rows that a step has made: in `out`, row / sqrt(the mean of its squares + eps) * weight, a weight of one row.
-    Computed in fp32 (fp64 in itself) of what the rows were rounded to, and rounded once. `ValueError` for an eps that is no number
-    from 0 on."""
+    Computed in fp32 (fp64 in itself) of what the rows were rounded to, and rounded once. `ValueError` for an eps that is no finite
+    number from 0 on."""
 
     out: Region
     weight: Region
@@ -84,7 +84,7 @@ def checked_eps(eps: Any) -> float:
         with contextlib.suppress(OverflowError):  # of whole numbers beyond float's
             if 0 <= float(eps) < math.inf:
                 return float(eps)
-    raise ValueError(f"eps={eps!r} must be a number from 0 on: it is added to the mean of a row's squares")
+    raise ValueError(f"eps={eps!r} must be a finite number from 0 on: it is added to the mean of a row's squares")
 
 
 @dataclass(frozen=True, slots=True)
