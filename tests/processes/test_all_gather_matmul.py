@@ -122,7 +122,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "strange dtype": "A_shard is torch.int32: use one of",
         "rows": "rows=(5, 5)",
         "schedule": "no schedule 'shrad'",
-        "no name": "no schedule \"['serial']\"",
+        "no name": "schedule=['serial'] is a list: pass the name of a schedule",
         "cannot": "are sent whole",
         "deadline": "deadline_s=-1 must be positive",
         "timeline": "timeline=3 is no timeline: pass weft.Timeline()",
