@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.bench.core.console import print_table
 from weft.bench.core.records import append, environment
 from weft.runtime.cuda.add_up import AddUp, Norm, Place
 from weft.runtime.cuda.tracked_matmul import TrackedMatmul
@@ -133,23 +134,14 @@ def of_gemm(m: int, n: int, k: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(*rows[0])
-    for row in rows:
-        made.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(made)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append the times to this file")
     given = parser.parse_args()
     found = {"sums": [of_sum(*one) for one in SUMS], "gemms": [of_gemm(*one) for one in GEMMS]}
-    for rows in found.values():
-        table(rows)
+    for title, rows in found.items():
+        cells = [[f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+        print_table(title, list(rows[0]), cells)
     if given.json:
         append(given.json, [{"op": "kernels", **found, **environment("cuda")}])
 

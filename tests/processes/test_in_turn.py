@@ -8,7 +8,6 @@ meant to be missed, and long where something else must end the wait.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import random
 import re
@@ -462,44 +461,3 @@ def test_timelines_of_experts(pool: Pool) -> None:
     first, second, _ = pool.run(timelines, "all_to_all_matmul", True, ranks=3)
     assert first == sent
     assert second == {**sent, tokens: 4 * K * 4}
-
-
-# --- torch.compile ---
-
-
-def some_gradients(group: dist.ProcessGroup, operator: str) -> list[tuple[list[bool], list[bool]]]:
-    """Which gradients a compiled backward made, and which there are, for several choices of what wants one."""
-    spec = importlib.import_module(f"weft.ops.{operator}").OPERATOR
-    native, asked, found = spec.gradients, list[list[bool]](), []
-
-    def spy(*arguments: Any) -> Any:
-        asked.append(list(arguments[4])[:2])
-        return native(*arguments)
-
-    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        if operator == "all_gather_matmul":
-            return weft.all_gather_matmul(x, [w[0]], 0, group.group_name, return_A=False)[1][0].sum()
-        splits = torch.tensor([4] + [0] * (group.size() - 1))
-        return weft.all_to_all_matmul(x, w, splits, max_rows=4 * group.size()).sum()  # of the world
-
-    spec.gradients = spy
-    try:
-        for wanting in ([True, False], [False, True], [True, True]):
-            x, w = torch.ones(4, K), torch.ones(1, K, N)
-            for tensor, wants in zip((x, w), wanting, strict=True):
-                tensor.requires_grad_(wants)
-            torch._dynamo.reset()
-            torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w).backward()
-            found.append((asked.pop(), [tensor.grad is not None for tensor in (x, w)]))
-            for tensor in (x, w):
-                assert tensor.grad is None or tensor.grad.abs().sum() > 0 or group.rank()
-    finally:
-        del spec.gradients
-    assert not asked
-    return found
-
-
-@pytest.mark.parametrize("operator", ["all_gather_matmul", "all_to_all_matmul"])
-def test_compiled_backward_makes_the_gradients_that_are_wanted(pool: Pool, operator: str) -> None:
-    for found in pool.run(some_gradients, operator, ranks=2):
-        assert found == [(wanted, wanted) for wanted in ([True, False], [False, True], [True, True])]

@@ -24,7 +24,7 @@ import torch
 
 from weft.runtime.cuda import compile as stream_compiler
 from weft.runtime.cuda import issue, sizes, tracked_matmul
-from weft.runtime.cuda.add_up import Norm, Place
+from weft.runtime.cuda.add_up import Norm
 from weft.runtime.cuda.calls import Operation, _collectives, collective_call, compute_call
 from weft.runtime.cuda.context import Context, Run, Tensors, own_buffers, rank_schedule
 from weft.runtime.cuda.kernel_call import Base
@@ -226,18 +226,9 @@ class Move:
 class AddUp:
     """In place of `weft.runtime.cuda.add_up.AddUp`."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        size: tuple[int, int],
-        out: Place,
-        parts: list[Place],
-        *,
-        fixed: list[int],
-        norm: Norm | None,
-    ) -> None:
-        self.dtype, self.size, self.out, self.parts, self.norm = dtype, size, out, parts, norm
+    def __init__(self, device: torch.device, *what: Any, norm: Norm | None, fixed: list[int]) -> None:
+        self.dtype, self.size, self.out, self.parts = what
+        self.norm = norm
 
     def record(self, program: Recorded, stream: int) -> bool:
         program.add_up(stream, self)

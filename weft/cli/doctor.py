@@ -113,7 +113,7 @@ def _what_weft_uses(findings: tuple[Finding, ...]) -> tuple[str, ...]:
             )
         else:
             uses.append(
-                "one GPU: all of weft works on ranks that share it (weft.launch.run_ranks), to try it; nothing is faster so"
+                "one GPU: ranks that share it (weft.launch.run_ranks), for trying: all works so, and nothing is fast"
             )
     return tuple(uses)
 

@@ -59,7 +59,7 @@ def made(
     group = group_of(group)
     with together(op.title, group, like, deadline_s):
         call = form(group)
-        require_plain(op.name, op.tensors(call))
+        require_plain(op.name, lambda: op.tensors(call))
         return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
 
 

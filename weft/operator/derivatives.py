@@ -46,7 +46,7 @@ def refused(operator: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def require_plain(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
+def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | None]]) -> None:
     """`ValueError` for a call whose tangents would be lost without a word, and for one inside of vmap or another transform of
     torch.func, which reaches into no memory that ranks share."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -55,7 +55,7 @@ def require_plain(operator: str, tensors: Iterable[torch.Tensor | None]) -> None
             f"transform does not reach into it. Make the call outside, on all that it maps, and differentiate by backward()"
         )
     if forward_ad._current_level >= 0 and any(
-        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors()
     ):
         raise ValueError(
             f"{operator} has no forward derivative, and would lose the tangents: differentiate by backward()"

@@ -103,7 +103,7 @@ def matmul_all_reduce(
     as replicated layers do, it counts once for each: divide it by the number of ranks. Those of bias, residual and norm are of
     this rank's own results, as if it had added and normed behind the all-reduce. Backward is a reduce-scatter of the sum's
     gradient, and `all_gather_matmul` of that, which overlaps; or one all-reduce where ranks do not have equally many rows. The
-    way through the norm, before that, takes a dozen of torch's elementwise kernels.
+    way through the norm, before that, is torch's kernel for it on GPUs, and a dozen of elementwise ones on CPU.
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.

@@ -36,9 +36,8 @@ class Regions:
         fixed += [context.region.address(r) for r in range(world)] + [context.words.address(r) for r in range(world)]
         self.begun = given + len(fixed)
         self.bases = [0] * given + fixed + [context.begun_word.data_ptr()]
-        self.without_gaps: set[str] = (
-            set()
-        )  # the caller's tensors whose rows native operations take to lie below each other
+        # The caller's tensors whose rows native operations take to lie below each other.
+        self.without_gaps = set[str]()
 
     def place(self, region: Region) -> tuple[int, int, int]:
         """(number of its base address, bytes from there, bytes from row to row)."""
