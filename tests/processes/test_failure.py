@@ -7,11 +7,15 @@ means that it was noticed in less. Each test that kills a rank has a pool of its
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import secrets
+import select
 import signal as signals
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -260,6 +264,28 @@ def test_failing_in_the_middle_of_the_set_up_leaves_nothing(where: str) -> None:
             r"rank 1 \(pid \d+\) died" if where == "kill" else "rank 1 gave up .* struck by lightning", error[1]
         )
         assert not any(left.values()), left
+
+
+def test_a_rank_that_hangs_up_on_one_it_has_not_met_still_says_why() -> None:
+    """Rank 0 has a connection from rank 1 waiting, but has not read rank 1's entry, when it hears that rank 2 gave up."""
+    store = dist.HashStore()
+    listener = mesh._socket()
+    listener.bind("\0" + mesh.PREFIX + secrets.token_hex(16))
+    listener.listen(8)
+    name = listener.getsockname()[1:].decode()
+    for rank in (0, 2):
+        store.set(str(rank), json.dumps(asdict(mesh._Entry.of_this_process(rank, name, 0))))
+
+    def give_up() -> None:
+        select.select([listener], [], [], NOTICE_S)
+        store.set("0", json.dumps({"gave_up": "rank 2 is out", "met": [], "cause": "", "refused": False}))
+        listener.close()
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    with pytest.raises(PeerLostError, match="rank 0 gave up while this group was being set up: rank 2 is out"):
+        mesh.connect(store, 1, 3, deadline_s=2 * NOTICE_S)
+    thread.join()
 
 
 def test_the_store_that_died_with_its_rank_ends_the_set_up_at_once() -> None:

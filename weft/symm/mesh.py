@@ -343,11 +343,13 @@ class _Setup:
     def _lost(self, rank: int, text: str) -> PeerLostError:
         """A rank that we have met has hung up: why, if it says so, or has ended, either of which may take it a moment."""
         until = time.monotonic() + _REASON_S
-        while time.monotonic() < until:
+        self.gave_up.pop(rank, None)
+        # It may have hung up on a rank whose entry it had not read yet: what it says now is the reason all the same.
+        while rank not in self.gave_up and time.monotonic() < until:
             self._look_up(rank)
             self._raise_if_ended(rank)
             time.sleep(0.002)
-        return PeerLostError(f"rank {rank} gave up while this group was being set up: {text}")
+        return PeerLostError(f"rank {rank} gave up while this group was being set up: {self.gave_up.get(rank, text)}")
 
     def _pause(self, missing: list[int]) -> None:
         """Wait a moment for `missing` ranks, or raise if the deadline has passed or somebody has given up."""
