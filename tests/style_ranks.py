@@ -83,9 +83,17 @@ class Llama(nn.Module):
         return self.output(self.norm(h))
 
 
-def divide(model: Llama, mesh: DeviceMesh, by: str) -> None:
-    """torchtitan's plan for a Llama with sequence parallelism."""
+def divide(model: Llama, mesh: DeviceMesh, by: str, sequence: bool = True) -> None:
+    """torchtitan's plan for a Llama with sequence parallelism; without it, torch's tutorial's, by the styles' own layouts."""
     s = STYLES[by]
+    if not sequence:
+        layers = {f"attention.w{name}": s.ColwiseParallel() for name in "qkv"}
+        layers |= {"attention.wo": s.RowwiseParallel(), "feed_forward.w2": s.RowwiseParallel()}
+        layers |= {"feed_forward.w1": s.ColwiseParallel(), "feed_forward.w3": s.ColwiseParallel()}
+        for layer in model.layers.values():
+            parallelize_module(layer, mesh, layers)
+        parallelize_module(model, mesh, {"output": s.ColwiseParallel(output_layouts=Replicate())})
+        return
     parallelize_module(model, mesh, {
         "tok_embeddings": s.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": s.SequenceParallel(),
@@ -112,7 +120,8 @@ def divide(model: Llama, mesh: DeviceMesh, by: str) -> None:
 def counted() -> Iterator[Counter[str]]:
     """How often styles call weft."""
     calls: Counter[str] = Counter()
-    native = {name: getattr(linear, name) for name in ("all_gather_matmul", "matmul_reduce_scatter")}
+    names = ("all_gather_matmul", "matmul_reduce_scatter", "columns", "gathered_columns", "row")
+    native = {name: getattr(linear, name) for name in names}
 
     def counting(name: str) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -140,7 +149,8 @@ def described(model: nn.Module) -> dict[str, str]:
 
 
 def train(
-    group: dist.ProcessGroup, by: str, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int
+    group: dist.ProcessGroup, by: str, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int,
+    sequence: bool = True,
 ) -> tuple[list[float], dict[str, str], dict[str, int]]:  # fmt: skip
     """(losses, layouts, calls of weft in the last step)."""
     torch.manual_seed(1)
@@ -151,7 +161,7 @@ def train(
         tp, row = mesh["tp"], mesh["dp"].get_local_rank()
     else:
         tp, row = init_device_mesh(kind, (world,)), 0
-    divide(model, tp, by)
+    divide(model, tp, by, sequence)
     if data_parallel > 1:
         for layer in model.layers.values():
             fully_shard(layer, mesh=mesh["dp"])
@@ -177,21 +187,24 @@ def train(
     return losses, layouts, dict(calls)
 
 
-def block_compiled(group: dist.ProcessGroup, by: str, bias: bool) -> tuple[float, dict[str, int]]:
+def block_compiled(
+    group: dist.ProcessGroup, by: str, bias: bool, sequence: bool = True
+) -> tuple[float, dict[str, int]]:
     """How far a block in one graph is from itself in eager mode, results and gradients; and its calls of weft there."""
     torch.manual_seed(1)
     model = Llama(bias, layers=1).to(device())
-    divide(model, init_device_mesh(device().type, (group.size(),)), by)
+    divide(model, init_device_mesh(device().type, (group.size(),)), by, sequence)
     block = model.layers["0"]
     torch._dynamo.reset()
     found = []
     for run in (torch.compile(block, fullgraph=True, backend="aot_eager"), block):
         model.zero_grad()
-        x = data(group.rank(), (2, LENGTH // group.size(), HIDDEN), torch.float32, 1).requires_grad_()
+        shape = (2, LENGTH // group.size() if sequence else LENGTH, HIDDEN)
+        x = data(group.rank() if sequence else 0, shape, torch.float32, 1).requires_grad_()
         with counted() as calls:
             y = run(x)
-        (y * data(group.rank(), tuple(y.shape), torch.float32, 2)).sum().backward()
-        grads = [p.grad.full_tensor() for p in block.parameters() if isinstance(p.grad, DTensor)]
+        (y * data(group.rank() if sequence else 0, tuple(y.shape), torch.float32, 2)).sum().backward()
+        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in block.parameters()]
         found.append([y.detach(), x.grad, *grads])
     apart = max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
     return apart, dict(calls)
@@ -217,14 +230,21 @@ class Own(nn.Linear):
 
 # name -> (style, its arguments, is the input divided along: 1 the sequence, 2 columns, None not at all; calls of weft)
 LINEARS: dict[str, tuple[str, dict[str, Any], int | None, int]] = {
-    "columns": ("Colwise", {}, None, 0),
+    "columns": ("Colwise", {}, None, 1),
+    "columns, for DTensors": ("Colwise", {"use_local_output": False}, None, 1),
+    "columns, whole": ("Colwise", {"output_layouts": Replicate()}, None, 1),
+    "columns, whole, without a bias": ("Colwise", {"output_layouts": Replicate(), "bias": False}, None, 1),
+    "columns to a sequence": ("Colwise", {"output_layouts": Shard(1), "bias": False}, None, 1),
     "columns of a sequence": ("Colwise", {"input_layouts": Shard(1)}, 1, 1),
     "columns of a sequence from behind": ("Colwise", {"input_layouts": Shard(-2)}, 1, 1),
     "columns of a sequence, whole": ("Colwise", {"input_layouts": Shard(1), "output_layouts": Replicate()}, 1, 1),
     "columns of a sequence, for DTensors": ("Colwise", {"input_layouts": Shard(1), "use_local_output": False}, 1, 1),
     "columns of batches": ("Colwise", {"input_layouts": Shard(0)}, 0, 1),
     "columns of columns": ("Colwise", {"input_layouts": Shard(2)}, 2, 0),
-    "rows": ("Rowwise", {}, 2, 0),
+    "rows": ("Rowwise", {}, 2, 1),
+    "rows, without a bias": ("Rowwise", {"bias": False}, 2, 1),
+    "rows, for DTensors": ("Rowwise", {"use_local_output": False}, 2, 1),
+    "rows of what is whole to what is whole": ("Rowwise", {"input_layouts": Replicate()}, None, 1),
     "rows to a sequence": ("Rowwise", {"output_layouts": Shard(1)}, 2, 1),
     "rows to a sequence, for DTensors": ("Rowwise", {"output_layouts": Shard(1), "use_local_output": False}, 2, 1),
     "rows of what is whole": ("Rowwise", {"input_layouts": Replicate(), "output_layouts": Shard(1)}, None, 1),
@@ -240,12 +260,14 @@ def local(x: torch.Tensor) -> torch.Tensor:
 def linears(group: dist.ProcessGroup, name: str, dtype: torch.dtype, features: int, own: bool) -> int:
     """One layer by torch's style and by weft's: equal results, layouts and gradients. Calls of weft."""
     style, arguments, dim, _ = LINEARS[name]
+    arguments = dict(arguments)
+    bias = arguments.pop("bias", True)
     mesh = init_device_mesh(device().type, (group.size(),))
     found: list[list[Any]] = []
     for by in ("torch", "weft"):
         torch.manual_seed(2)
         sizes = (HIDDEN, features) if style == "Colwise" else (features, HIDDEN)
-        layer = (Own if own else nn.Linear)(*sizes, dtype=dtype).to(device())
+        layer = (Own if own else nn.Linear)(*sizes, bias, dtype=dtype).to(device())
         layer = parallelize_module(layer, mesh, getattr(STYLES[by], f"{style}Parallel")(**arguments))
         whole = data(0, (group.size() * 2, 2 * LENGTH, sizes[0]), dtype, 1)
         x = (whole if dim is None else whole.tensor_split(group.size(), dim)[group.rank()]).clone().requires_grad_()

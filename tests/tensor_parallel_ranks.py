@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.nn import tensor_parallel
 
 
 class MLP(nn.Module):
@@ -109,7 +110,7 @@ def stock(kind: str, bias: bool, seed: int = 1) -> nn.Module:
     return made.to(device())
 
 
-def parallel(kind: str, bias: bool, group: dist.ProcessGroup, sequence_dim: int, **options: Any) -> nn.Module:
+def parallel(kind: str, bias: bool, group: dist.ProcessGroup, sequence_dim: int | None, **options: Any) -> nn.Module:
     options |= {"group": group, "sequence_dim": sequence_dim, "device": options.get("device", device())}
     if kind == "column":
         return weft.nn.ColumnParallelLinear(HIDDEN, WIDTH, bias, **options)
@@ -125,10 +126,21 @@ def shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def agrees(
-    group: dist.ProcessGroup, kind: str, bias: bool, sequence_dim: int, dtype: torch.dtype, compiled: bool, calls: int
+    group: dist.ProcessGroup,
+    kind: str,
+    bias: bool,
+    sequence_dim: int | None,
+    dtype: torch.dtype,
+    compiled: bool,
+    calls: int,
 ) -> None:
     """Results and all gradients of several calls in a row, against the stock layer in float64; errors may be twice those of
-    torch's own products and sums in the same dtype."""
+    torch's own products and sums in the same dtype. sequence_dim: None where nothing is divided along the sequence."""
+
+    def part(t: torch.Tensor, rows: bool) -> torch.Tensor:
+        """Of what is divided along the sequence or, if not `rows`, columns."""
+        return t if rows and sequence_dim is None else shard(t, 1 if rows else 2, group)
+
     usual = stock(kind, bias).to(dtype)
     exact = copy.deepcopy(usual).double()
     usual = divided(usual, kind, group.size())
@@ -142,13 +154,13 @@ def agrees(
     for call in range(calls):
         whole = data(0, (2, length, columns), dtype, 10 + call)
         rows_in, rows_out = kind != "row", kind != "column"  # is the sequence divided? or else columns are
-        x = shard(whole, 1 if rows_in else 2, group).clone()
+        x = part(whole, rows_in).clone()
         x = (x.transpose(0, 1).contiguous() if sequence_dim == 0 else x).requires_grad_()
         y = run(x, *arguments)
         y = y.transpose(0, 1) if sequence_dim == 0 else y
         weighing = data(0, (2, length, WIDTH if kind == "column" else HIDDEN), dtype, 20 + call)
         ours.zero_grad()
-        (y * shard(weighing, 1 if rows_out else 2, group)).sum().backward()
+        (y * part(weighing, rows_out)).sum().backward()
         assert x.grad is not None
         x_grad = x.grad.transpose(0, 1) if sequence_dim == 0 else x.grad
         grads = {name: p.grad for name, p in ours.named_parameters()}
@@ -163,9 +175,7 @@ def agrees(
             (result * weighing.to(like.dtype)).sum().backward()
             assert given.grad is not None
             local = weft.nn.local_state_dict(ours, {name: p.grad for name, p in model.named_parameters()})  # type: ignore[misc]
-            of.append(
-                (shard(result, 1 if rows_out else 2, group), shard(given.grad, 1 if rows_in else 2, group), local)
-            )
+            of.append((part(result, rows_out), part(given.grad, rows_in), local))
         (exact_y, exact_x, exact_grads), (usual_y, usual_x, usual_grads) = of
         assert y.dtype == dtype
         assert y.shape == exact_y.shape
@@ -221,6 +231,73 @@ def block_gradients(
         if "norms" in name or name.endswith(("down_proj.bias", "o_proj.bias")):
             found[name] = p.grad.tolist()
     return found
+
+
+def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool, own_norms: bool) -> list[bool]:
+    """Attention and MLP that are given residual and norm, against stock layers in float64: both results and all gradients.
+    own_norms: of a class that no all-reduce has in it. Whether each all-reduce had a norm in it."""
+    torch.manual_seed(4)
+    norm_of = type("OwnNorm", (nn.RMSNorm,), {}) if own_norms else nn.RMSNorm
+    stocks = nn.ModuleList(
+        [stock("attention", True), stock("mlp", True), *(nn.RMSNorm(HIDDEN, 1e-5) for _ in range(3))]
+    )
+    stocks.to(device())
+    for norm in stocks[2:]:
+        nn.init.normal_(norm.weight)
+    norms = [
+        norm_of(HIDDEN, 1e-5, device=device())
+        if sequence_dim is None
+        else weft.nn.RMSNorm(HIDDEN, 1e-5, group=group, device=device())
+        for _ in range(3)
+    ]
+    ours = nn.ModuleList([*(parallel(kind, True, group, sequence_dim) for kind in ("attention", "mlp")), *norms])
+    ours.load_state_dict(weft.nn.local_state_dict(ours, stocks.state_dict()))
+    exact, length = copy.deepcopy(stocks).double(), 4 * group.size()
+
+    def part(t: torch.Tensor) -> torch.Tensor:
+        return t if sequence_dim is None else shard(t, sequence_dim, group)
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attention, mlp, first, second, third = ours
+        rotary = weft.nn.rotary_embedding(length, HEAD_DIM, device=device())
+        normed, x = attention(first(x), rotary, residual=x, norm=second)
+        return mlp(normed, residual=x, norm=third)  # type: ignore[no-any-return]
+
+    def plain(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attention, mlp, first, second, third = exact
+        x = x + attention(first(x))
+        x = x + mlp(second(x))
+        return third(x), x
+
+    had, native = [], tensor_parallel.row
+    tensor_parallel.row = lambda *a: had.append(len(a) > 5 and a[5] is not None) or native(*a)  # type: ignore[func-returns-value]
+    try:
+        called = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+        for call in range(2):
+            whole, weighing = (data(0, (2, length, HIDDEN), torch.float32, 10 * seed + call) for seed in (5, 6))
+            other = data(0, (2, length, HIDDEN), torch.float32, 70 + call)
+            results = []
+            for of in (ours, exact):
+                like = next(of.parameters())
+                cut = part if of is ours else (lambda t: t)
+                x, one, two = (cut(t.to(like.dtype)).clone() for t in (whole, weighing, other))
+                x.requires_grad_()
+                normed, y = called(x) if of is ours else plain(x)
+                of.zero_grad()
+                ((normed * one).sum() + (y * two).sum()).backward()
+                assert x.grad is not None
+                grads, of_x = {name: p.grad for name, p in of.named_parameters()}, x.grad
+                if of is exact:
+                    grads = weft.nn.local_state_dict(ours, grads)  # type: ignore[arg-type]
+                    normed, y, of_x = part(normed), part(y), part(of_x)
+                results.append([normed, y, of_x, *(grads[name] for name, _ in ours.named_parameters())])
+            for found, right in zip(*results, strict=True):
+                assert found is not None
+                near = 1e-5 * max(1.0, float(right.detach().abs().max()))
+                torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=near)
+    finally:
+        tensor_parallel.row = native
+    return had
 
 
 def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
@@ -330,6 +407,10 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         "two dimensions": lambda: mlp(x[0]),
         "two dimensions here": lambda: attention(x[0] if group.rank() == 0 else x),
         "two dimensions of a sequence": lambda: flat(x[0]),
+        "norm": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, sequence_dim=None, device=device())(
+            data(0, (2, 4), torch.float32, 1), norm=weft.nn.RMSNorm(8, group=group)
+        ),
+        "whole": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, sequence_dim=None)(x),
         "no tensor": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group)([x]),  # type: ignore[arg-type]
         "length": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, device=device())(
             data(0, (2, 2 * world + 1, 4), torch.float32, 1)

@@ -25,8 +25,26 @@ def test_results_and_gradients(pair: Pool, kind: str, bias: bool, dtype: torch.d
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_without_sequence_parallelism(pair: Pool, kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        pair.run(ranks.agrees, kind, True, None, dtype, False, 3, timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    ("sequence_dim", "compiled", "own_norms"),
+    [(None, False, False), (None, True, False), (None, False, True), (1, False, False)],
+)
+def test_a_residual_and_a_norm_that_follow(
+    pair: Pool, sequence_dim: int | None, compiled: bool, own_norms: bool
+) -> None:
+    for had in pair.run(ranks.following, sequence_dim, compiled, own_norms, timeout_s=200):
+        assert had == [not own_norms] * (0 if sequence_dim is not None else 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_in_one_graph(pair: Pool, kind: str) -> None:
     pair.run(ranks.agrees, kind, True, 1, torch.float32, True, 2, timeout_s=200)
+    pair.run(ranks.agrees, kind, True, None, torch.float32, True, 1, timeout_s=200)
 
 
 def test_a_block_is_the_same_compiled_and_recomputed(pair: Pool) -> None:
@@ -57,6 +75,15 @@ def test_a_change_of_imports_changes_no_loss(pair: Pool, optimizer: str, bias: b
         assert calls == {"all_gather_matmul": 4 * times + 1, "matmul_reduce_scatter": 4 * times}
 
 
+def test_nor_does_it_without_sequence_parallelism(pair: Pool) -> None:
+    torchs = pair.run(styles.train, "torch", "AdamW", True, False, 1, 20, False, timeout_s=200)
+    ours = pair.run(styles.train, "weft", "AdamW", True, False, 1, 20, False, timeout_s=200)
+    for (losses, layouts, calls), (torchs_losses, torchs_layouts, _) in zip(ours, torchs, strict=True):
+        assert all(abs(a / b - 1) <= 1e-5 for a, b in zip(losses, torchs_losses, strict=True)), (losses, torchs_losses)
+        assert layouts == torchs_layouts
+        assert calls == {"columns": 10, "row": 4, "gathered_columns": 1}
+
+
 def test_with_fsdp() -> None:
     with Pool(4, backend="nccl") as four:
         torchs = four.run(styles.train, "torch", "AdamW", True, True, 2, 20, timeout_s=200)
@@ -70,6 +97,9 @@ def test_a_block_compiles_in_one_graph(pair: Pool) -> None:
     for apart, calls in pair.run(styles.block_compiled, "weft", True, timeout_s=200):
         assert apart < 1e-4
         assert calls == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+    for apart, calls in pair.run(styles.block_compiled, "weft", True, False, timeout_s=200):
+        assert apart < 1e-4
+        assert calls == {"columns": 5, "row": 2}
 
 
 @pytest.mark.parametrize("name", styles.LINEARS)

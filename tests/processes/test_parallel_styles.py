@@ -46,10 +46,31 @@ def test_a_change_of_imports_changes_no_loss(
         assert torchs_calls == {}
 
 
+@pytest.mark.parametrize(
+    ("world", "optimizer", "bias", "recompute", "data_parallel", "steps"),
+    [(2, "AdamW", True, False, 1, 5), slow(4, "SGD", False, False, 1, 20), (4, "SGD", False, True, 2, 5)],
+)
+def test_nor_does_it_without_sequence_parallelism(
+    pool: Pool, world: int, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int
+) -> None:  # fmt: skip
+    how = (optimizer, bias, recompute, data_parallel, steps, False)
+    torchs = pool.run(ranks.train, "torch", *how, ranks=world, timeout_s=100)
+    ours = pool.run(ranks.train, "weft", *how, ranks=world, timeout_s=100)
+    for (losses, layouts, calls), (torchs_losses, torchs_layouts, _) in zip(ours, torchs, strict=True):
+        assert equal(losses, torchs_losses), (losses, torchs_losses)
+        assert steps < 20 or losses[-1] < losses[0] - 0.05
+        assert layouts == torchs_layouts
+        times = 2 if recompute else 1
+        assert calls == {"columns": 10 * times, "row": 4 * times, "gathered_columns": 1}
+
+
 def test_a_block_compiles_in_one_graph(pool: Pool) -> None:
     for apart, calls in pool.run(ranks.block_compiled, "weft", True, ranks=2, timeout_s=100):
         assert apart < 1e-5
         assert calls == {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+    for apart, calls in pool.run(ranks.block_compiled, "weft", True, False, ranks=2, timeout_s=100):
+        assert apart < 1e-5
+        assert calls == {"columns": 5, "row": 2}
 
 
 @pytest.mark.parametrize("name", ranks.LINEARS)

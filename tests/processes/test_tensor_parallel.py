@@ -21,6 +21,33 @@ def test_results_and_gradients(pool: Pool, world: int, kind: str, bias: bool) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_without_sequence_parallelism(pool: Pool, world: int, kind: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16) if world == 2 else (torch.float32,)
+    for dtype in dtypes:
+        pool.run(ranks.agrees, kind, world != 1, None, dtype, False, 2, ranks=world, timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    ("world", "sequence_dim", "compiled", "own_norms"),
+    [
+        (2, None, False, False),
+        (4, None, False, False),
+        (2, None, True, False),
+        (2, None, False, True),
+        (2, 1, False, False),
+    ],
+)
+def test_a_residual_and_a_norm_that_follow(
+    pool: Pool, world: int, sequence_dim: int | None, compiled: bool, own_norms: bool
+) -> None:
+    """A norm is a part of the all-reduce if it is torch's own."""
+    for had in pool.run(ranks.following, sequence_dim, compiled, own_norms, ranks=world, timeout_s=200):
+        calls = 0 if sequence_dim is not None else 4
+        assert had == [not own_norms] * calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_bf16(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, 1, torch.bfloat16, False, 2, ranks=2, timeout_s=100)
 
@@ -28,6 +55,7 @@ def test_bf16(pool: Pool, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_in_one_graph(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, 1, torch.float32, True, 2, ranks=2, timeout_s=200)
+    pool.run(ranks.agrees, kind, True, None, torch.float32, True, 1, ranks=2, timeout_s=200)
 
 
 def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
@@ -72,7 +100,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "kv heads": "ValueError: heads=12 must be divisible by kv_heads=8",
             "few kv heads": "ValueError: kv_heads=1 must be positive and divisible by world_size=2",
             "head size": "ValueError: hidden=17 must be divisible by heads=8, or pass head_dim",
-            "sequence": "ValueError: sequence_dim=2: pass 1 for [B, S, H], 0 for [S, B, H]",
+            "sequence": "ValueError: sequence_dim=2: pass 1 for [B, S, H], 0 for [S, B, H], None for an x that is whole on",
             "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
             "odd": "ValueError: head_dim=5 must be even",
             "no group": "ValueError: group='nobody' names no process group",
@@ -85,6 +113,9 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "[B, S/W, 8]: pass that",
             "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "
             "takes [S/W, B, 8]: pass that",
+            "norm": "RefusedError: ranks 0, 1: RowParallelLinear: norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: "
+            "pass torch's",
+            "whole": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 8), and sequence_dim=None takes [..., S, 4]",
             "no tensor": "RefusedError: ranks 0, 1: RowParallelLinear: x is a list: pass a torch.Tensor",
         }
         assert found.keys() == expected.keys()

@@ -66,8 +66,8 @@ def test_the_pages_of_operators_run_and_leave_traces(page: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_page_on_tensor_parallelism_runs(tmp_path: Path) -> None:
-    (snippet,) = PYTHON.findall((ROOT / "docs" / "tensor_parallel.md").read_text())
-    _run_on_two_ranks(snippet, tmp_path)
+    for snippet in PYTHON.findall((ROOT / "docs" / "tensor_parallel.md").read_text()):
+        _run_on_two_ranks(snippet, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)

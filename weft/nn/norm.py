@@ -14,6 +14,8 @@ from weft.operator.prepared import group_of
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` of activations that are divided along the sequence: the weight's gradient is the sum over ranks of `group`.
 
+    Where they are whole on every rank (layers with `sequence_dim=None`) the norm is torch's own.
+
     Other arguments are those of `nn.RMSNorm`.
     """
 

@@ -6,6 +6,11 @@ two backward, and each is a part of a GEMM:
 
     x [B, S/W, H]  --all_gather_matmul-->  [B, S, N/W]  --what works on columns alone-->  --matmul_reduce_scatter-->  [B, S/W, H]
 
+With `sequence_dim=None` every rank has all activations between layers, as when it generates a few tokens at a time, or where the
+sequence does not divide by the ranks. Then a block needs one collective forward and one backward:
+
+    x [..., H]  --GEMM-->  [..., N/W]  --what works on columns alone-->  --matmul_all_reduce-->  [..., H]
+
 Source: "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 3, and "Reducing Activation
 Recomputation in Large Transformer Models", 4.2.2, for the sequence.
 """
@@ -13,7 +18,7 @@ Recomputation in Large Transformer Models", 4.2.2, for the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +26,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.nn.experts import ExpertParallelMLP
+from weft.nn.norm import RMSNorm
 from weft.operator.layers import as_autocast, replicated
 from weft.operator.prepared import group_of
 from weft.operator.together import together
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.ops.tensor_parallel import columns, row
 from weft.words import kind
 
 
@@ -44,7 +51,7 @@ class _ParallelLinear(nn.Module):
         bias: bool = True,
         *,
         group: dist.ProcessGroup | str,
-        sequence_dim: int = 1,
+        sequence_dim: int | None = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -61,7 +68,7 @@ class _ParallelLinear(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int = 1) -> Self:
+    def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | str, *, sequence_dim: int | None = 1) -> Self:
         """This rank's part of `linear`, copied: its values, dtype, device, and whether they are trained."""
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}: pass a torch.nn.Linear")
@@ -92,7 +99,11 @@ class _ParallelLinear(nn.Module):
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
         """`ValueError`, told to the other ranks, for an x that does not fit; it is called before anything else of a call.
         of: the module that was called."""
-        if wrong := self._wrong_input(x, isinstance(of, ParallelAttention)):
+        self._refuse(self._wrong_input(x, isinstance(of, ParallelAttention)), x, of)
+
+    def _refuse(self, wrong: str, x: Any, of: nn.Module) -> None:
+        """Raise what is `wrong`; nothing if that is ''."""
+        if wrong:
             if torch.compiler.is_compiling():
                 raise ValueError(f"{type(of).__name__}: {wrong}")
             with together(type(of).__name__, group_of(self.group_name), x, None):
@@ -103,6 +114,10 @@ class _ParallelLinear(nn.Module):
         if not isinstance(x, torch.Tensor):
             return f"x is {kind(x)}: pass a torch.Tensor"
         features, dim, shape = self.weight.shape[1], self.sequence_dim, tuple(x.shape)
+        if dim is None:
+            if len(shape) < 2 or shape[-1] != features or (three and len(shape) != 3):
+                return f"x has shape {shape}, and sequence_dim=None takes [{'B, S' if three else '..., S'}, {features}]: pass that"
+            return ""
         fits = -len(shape) <= dim < len(shape) and dim % len(shape) < len(shape) - 1 and shape[-1] == features
         if not fits or (three and len(shape) != 3):
             part = "S" if self.divided else "S/W"
@@ -135,12 +150,14 @@ class ColumnParallelLinear(_ParallelLinear):
         x [B, S/W, in_features]  ->  [B, S, out_features/W]
 
     The all-gather of x overlaps with the GEMM (`weft.all_gather_matmul`), and in backward with that of the weight's gradient.
-    Every call is collective over `group`, and so is its backward.
+    Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features] -> [...,
+    out_features/W], there is nothing to gather: only backward is collective, where the all-reduce of x's gradient overlaps
+    (`weft.matmul_all_reduce`).
 
     in_features, out_features: of the whole layer. out_features must be divisible by the number of ranks.
     bias: divided as the output features are.
     group: a process group, or its name.
-    sequence_dim: the dimension of x that is divided: 1 for [B, S, H], 0 for [S, B, H] or [S, H].
+    sequence_dim: the dimension of x that is divided: 1 for [B, S, H], 0 for [S, B, H] or [S, H]; None if x is whole on every rank.
     device, dtype: as for `nn.Linear`; fp32, fp16 or bf16. Under autocast x and the weight are converted as there.
 
     Parameters are `weight` [out_features/W, in_features] and `bias` [out_features/W], ordinary tensors: rows of a stock layer's.
@@ -160,23 +177,53 @@ class RowParallelLinear(_ParallelLinear):
         x [B, S, in_features/W]  ->  [B, S/W, out_features]
 
     The GEMM overlaps with the reduce-scatter that adds up the ranks' products (`weft.matmul_reduce_scatter`), and in backward with
-    the all-gather. Every call is collective over `group`, and so is its backward.
+    the all-gather. Every call is collective over `group`, and so is its backward. With `sequence_dim=None`, [..., in_features/W] ->
+    [..., out_features], every rank gets the whole sum (`weft.matmul_all_reduce`), and backward has no collective: ranks go on with
+    the same result, and the gradient that comes back is taken to be the same on all of them, and whole.
 
     in_features must be divisible by the number of ranks, and so must the sequence. Arguments otherwise as for
     `ColumnParallelLinear`.
 
     Parameters are `weight` [out_features, in_features/W], columns of a stock layer's, and `bias` [out_features], the same on every
-    rank: it is added once, after the reduce-scatter, and its gradient is the sum over ranks. Errors are those of
-    `weft.matmul_reduce_scatter`.
+    rank: it is added once, to the sum, and its gradient is the sum over ranks, which with `sequence_dim=None` each has by itself.
+    Errors are those of `weft.matmul_reduce_scatter`.
     """
 
     divided = 1
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
+        """The result y; with `norm` the pair (norm(y), y): what the next layer takes, and its residual.
+
+        residual: added to the result, of its shape. norm: of the hidden dimension. With `sequence_dim=None` both are a part of the
+        all-reduce, if residual and parameters have one dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no hooks.
+        """
         self.require_input(x, self)
+        if self.sequence_dim is None and isinstance(norm, RMSNorm):
+            self._refuse(
+                "norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: pass torch's, x is whole here",
+                x,
+                self,
+            )
         x, weight = as_autocast(x, self.weight)
-        y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
-        return y if self.bias is None else y + replicated(self.bias, self.group_name).to(y.dtype)
+        if self.sequence_dim is not None:
+            y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
+            y = y if self.bias is None else y + replicated(self.bias, self.group_name).to(y.dtype)
+        else:
+            bias = None if self.bias is None else self.bias.to(weight.dtype)
+            within = residual if residual is not None and residual.dtype == weight.dtype else None
+            if within is residual and type(norm) is nn.RMSNorm and _follows(norm, weight):
+                return row(x, weight, bias, self.group_name, residual, norm.weight, cast(float, norm.eps))
+            y = row(x, weight, bias, self.group_name, within)
+            residual = None if within is residual else residual
+        y = y if residual is None else y + residual
+        return y if norm is None else (norm(y), y)
+
+
+def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
+    """Whether an all-reduce of what a layer with this weight [N, ...] makes can have `norm` in it."""
+    own, hooked = norm.weight, bool(norm._forward_hooks or norm._forward_pre_hooks)
+    fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]
+    return fits and norm.eps is not None and not hooked
 
 
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
@@ -184,6 +231,10 @@ def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.
     first = layers[0]
     first.require_input(x, of)
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
+    if first.sequence_dim is None:
+        return columns(
+            x, weights, [b if b is None else b.to(x.dtype) for b in (layer.bias for layer in layers)], first.group_name
+        )
     _, ys = all_gather_matmul(x, [w.t() for w in weights], first.sequence_dim, first.group_name, return_A=False)
     biases = (layer.bias for layer in layers)
     return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
@@ -192,7 +243,7 @@ def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.
 class ParallelMLP(nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), Llama's (SwiGLU), tensor-parallel.
 
-        x [B, S/W, hidden]  ->  [B, S/W, hidden]
+        x [B, S/W, hidden]  ->  [B, S/W, hidden]        with sequence_dim=None  [..., hidden]  ->  [..., hidden]
 
     x is gathered once for gate_proj and up_proj.
 
@@ -212,7 +263,7 @@ class ParallelMLP(nn.Module):
         group: dist.ProcessGroup | str,
         bias: bool = False,
         activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
-        sequence_dim: int = 1,
+        sequence_dim: int | None = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -230,15 +281,16 @@ class ParallelMLP(nn.Module):
             intermediate, hidden, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
+        """residual, norm: as `RowParallelLinear` takes them."""
         gate, up = column_parallel(x, [self.gate_proj, self.up_proj], self)
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(self.activation(gate) * up, residual=residual, norm=norm)
 
 
 class ParallelAttention(nn.Module):
     """Self-attention, Llama's, with the heads divided over ranks: each attends with its own, over the whole sequence.
 
-        x [B, S/W, hidden]  ->  [B, S/W, hidden]
+        x [B, S/W, hidden]  ->  [B, S/W, hidden]        with sequence_dim=None  [B, S, hidden]  ->  [B, S, hidden]
 
     x is gathered once for q_proj, k_proj and v_proj. Grouped-query where kv_heads < heads.
 
@@ -263,7 +315,7 @@ class ParallelAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         causal: bool = True,
-        sequence_dim: int = 1,
+        sequence_dim: int | None = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -275,8 +327,10 @@ class ParallelAttention(nn.Module):
             raise ValueError(f"heads={heads} must be divisible by kv_heads={kv_heads}: as many share one key")
         if head_dim is None and hidden % heads:
             raise ValueError(f"hidden={hidden} must be divisible by heads={heads}, or pass head_dim")
-        if sequence_dim not in (0, 1):
-            raise ValueError(f"sequence_dim={sequence_dim}: pass 1 for [B, S, H], 0 for [S, B, H]")
+        if sequence_dim not in (0, 1, None):
+            raise ValueError(
+                f"sequence_dim={sequence_dim}: pass 1 for [B, S, H], 0 for [S, B, H], None for an x that is whole on every rank"
+            )
         self.head_dim = hidden // heads if head_dim is None else head_dim
         self.grouped, self.causal, self.sequence_dim = heads != kv_heads, causal, sequence_dim
 
@@ -296,11 +350,15 @@ class ParallelAttention(nn.Module):
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        *,
+        residual: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> Any:
         """rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding`
-        makes them, and Hugging Face's `LlamaRotaryEmbedding`. mask: `scaled_dot_product_attention`'s, of the whole sequence."""
+        makes them, and Hugging Face's `LlamaRotaryEmbedding`. mask: `scaled_dot_product_attention`'s, of the whole sequence.
+        residual, norm: as `RowParallelLinear` takes them."""
         q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], self)
-        return self.o_proj(self.attend(q, k, v, rotary, mask))
+        return self.o_proj(self.attend(q, k, v, rotary, mask), residual=residual, norm=norm)
 
     def attend(
         self,
@@ -311,17 +369,18 @@ class ParallelAttention(nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Between the projections, on this rank's heads: [B, S, heads/W x head_dim]; k and v have as many columns as kv_heads."""
-        q, k, v = (
-            y.movedim(self.sequence_dim, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)
-        )
+        sequence = 1 if self.sequence_dim is None else self.sequence_dim
+        q, k, v = (y.movedim(sequence, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if rotary is not None:
             cos, sin = (t.unsqueeze(-3).to(q.dtype) for t in rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
         )
+        if self.sequence_dim is None:
+            return y.transpose(1, 2).flatten(2)
         # [B, heads, S, head_dim] -> [S, B, heads x head_dim], as the reduce-scatter takes it: one copy at most.
-        return y.permute(2, 0, 1, 3).flatten(2).movedim(0, self.sequence_dim)
+        return y.permute(2, 0, 1, 3).flatten(2).movedim(0, sequence)
 
 
 def rotary_embedding(

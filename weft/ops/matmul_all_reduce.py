@@ -23,13 +23,13 @@ from weft.schedule import MatmulAllReduce
 from weft.schedule.regions import checked_eps
 from weft.timeline import Timeline
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 @overload
 def matmul_all_reduce(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, op: str = "sum", bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, norm: None = None, eps: float = _EPS, schedule: str | None = None,
+    residual: torch.Tensor | None = None, norm: None = None, eps: float = EPS, schedule: str | None = None,
     deadline_s: float | None = None, timeline: Timeline | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -37,7 +37,7 @@ def matmul_all_reduce(
 @overload
 def matmul_all_reduce(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str, *, op: str = "sum", bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, norm: torch.Tensor, eps: float = _EPS, schedule: str | None = None,
+    residual: torch.Tensor | None = None, norm: torch.Tensor, eps: float = EPS, schedule: str | None = None,
     deadline_s: float | None = None, timeline: Timeline | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -51,7 +51,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
-    eps: float = _EPS,
+    eps: float = EPS,
     schedule: str | None = None,
     deadline_s: float | None = None,
     timeline: Timeline | None = None,
@@ -130,7 +130,7 @@ def matmul_all_reduce(
                 )
             rows = residual.flatten(0, -2)
         added = checked_eps(eps)
-        if norm is None and added != _EPS:
+        if norm is None and added != EPS:
             raise ValueError(f"eps={eps} is of a norm, and none is wanted: pass norm, its weight, or leave eps out")
         row, weight = _row("bias", bias), _row("norm", norm)
         return _Call(x.flatten(0, -2), w, row, rows, weight, None if norm is None else added)
@@ -168,7 +168,7 @@ class _MatmulAllReduce(Operator[_Call]):
 
     grad x = whole @ w^T      grad w = x^T @ whole      grad bias = the sum of grad y's rows      grad residual = grad y
 
-    where grad y is what comes through the norm too (`_through_norm`).
+    where grad y is what comes through the norm too (`through_norm`).
     """
 
     name, form = "matmul_all_reduce", _Call
@@ -232,7 +232,7 @@ class _MatmulAllReduce(Operator[_Call]):
         x, w, *normed = saved
         whole, of_norm = grads[-1], None
         if p.eps is not None:
-            whole, of_norm = _through_norm(grads, normed, p.eps)
+            whole, of_norm = through_norm(grads, normed, p.eps)
         local = [whole.sum(0, keepdim=True) if wanted[2] else None, whole if wanted[3] else None]
         local.append(of_norm if wanted[4] else None)
         if not (wanted[0] or wanted[1]):
@@ -266,7 +266,7 @@ class _MatmulAllReduce(Operator[_Call]):
         return [torch.nn.functional.rms_norm(total, (p.n,), norm[0].double(), p.eps), total]
 
 
-def _through_norm(
+def through_norm(
     grads: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the gradient of the sum, that of the norm's weight). grads: of the normed sum and of the sum. saved: the weight and the sum,

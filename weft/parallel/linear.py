@@ -1,11 +1,14 @@
 """Linear layers that torch's styles divide, whose collectives are parts of their GEMMs.
 
 torch's styles redistribute before or after `F.linear` on DTensors. Here parameters are divided, and inputs and outputs annotated,
-by torch's own code, so that FSDP2, checkpoints and optimizers find what they know. In between, where a sequence is gathered or
-scattered, the layer calls weft with local tensors:
+by torch's own code, so that FSDP2, checkpoints and optimizers find what they know. In between the layer calls weft, with local
+tensors:
 
     ColwiseParallel, input Shard(sequence)     all-gather + GEMM          `weft.all_gather_matmul`
     RowwiseParallel, output Shard(sequence)    GEMM + reduce-scatter      `weft.matmul_reduce_scatter`
+    RowwiseParallel, output Replicate          GEMM + all-reduce          `weft.matmul_all_reduce`
+    ColwiseParallel, input Replicate           the same, in backward
+        and output Replicate                   GEMM + all-gather          `weft.matmul_all_gather`
 """
 
 from __future__ import annotations
@@ -16,24 +19,30 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
 from weft.operator.layers import as_autocast, replicated
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.ops.tensor_parallel import columns, gathered_columns, row
 
 _WHOLE = "_weft_whole"
+_OWN = "_weft_own"  # of an input that one layer alone has: no gradients of several are added up before the all-reduce
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ColwiseParallel(TorchColwiseParallel):
-    """torch's `ColwiseParallel`, whose all-gather overlaps with the GEMM.
+    """torch's `ColwiseParallel`, whose collectives overlap with GEMMs.
 
     Arguments, layouts and the parameters that it makes are torch's. It gathers by weft where an `nn.Linear` gets an input that is
     divided along a dimension before the last: declared so (`input_layouts=Shard(1)`), or a DTensor that is. Where several layers
     get the same input, put `weft.parallel.PrepareModuleInput` on the module around them: then the first one gathers for all.
+
+    An input that is whole on every rank (the default) needs no collective but in backward, where the all-reduce of its gradient
+    overlaps, if the input is an ordinary tensor. Of a DTensor torch adds up the gradients of all layers that it went into, and
+    reduces them once. `output_layouts=Replicate()` then gathers by weft too, where there is no bias.
 
     Torch's own code runs for an `nn.Embedding`, a subclass of `nn.Linear` with a forward of its own, other layouts, sizes that do
     not divide by the number of ranks, a mesh of several dimensions, and dtypes other than fp32, fp16 and bf16.
@@ -46,6 +55,7 @@ class ColwiseParallel(TorchColwiseParallel):
         x = inputs[0]
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+            setattr(x, _OWN, True)
         if isinstance(mod, ColwiseLinear) and mod.gathers(x):
             return x
         rest = (x, *inputs[1:])
@@ -55,34 +65,41 @@ class ColwiseParallel(TorchColwiseParallel):
         module = super()._apply(module, device_mesh)
         if _is_stock(module) and device_mesh.ndim == 1:
             module.__class__ = ColwiseLinear
+            module.joins = self.output_layouts == (Replicate(),)  # type: ignore[assignment]
         return module
 
 
 class RowwiseParallel(TorchRowwiseParallel):
-    """torch's `RowwiseParallel`, whose reduce-scatter overlaps with the GEMM.
+    """torch's `RowwiseParallel`, whose reduce-scatter or all-reduce overlaps with the GEMM.
 
-    Arguments, layouts and the parameters that it makes are torch's. It scatters by weft where the output of an `nn.Linear` is
-    divided along a dimension before the last (`output_layouts=Shard(1)`). Torch's own code runs in the cases that
-    `ColwiseParallel` names, and for an output that is replicated.
+    Arguments, layouts and the parameters that it makes are torch's. It goes by weft where the output of an `nn.Linear` is divided
+    along a dimension before the last (`output_layouts=Shard(1)`), or whole on every rank (the default). Torch's own code runs in
+    the cases that `ColwiseParallel` names.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
         (layout,) = self.output_layouts
-        if _is_stock(module) and device_mesh.ndim == 1 and type(layout) is Shard:
+        if _is_stock(module) and device_mesh.ndim == 1 and type(layout) in (Shard, Replicate):
             module.__class__ = RowwiseLinear
-            module.scatters = layout  # type: ignore[assignment]
+            module.output_layout = layout  # type: ignore[assignment]
         return module
 
 
 class ColwiseLinear(nn.Linear):
-    """An `nn.Linear` that `ColwiseParallel` has divided."""
+    """An `nn.Linear` that `ColwiseParallel` has divided. joins: whether the output is to be whole on every rank."""
+
+    joins: bool
 
     def gathers(self, x: DTensor) -> bool:
         return _overlaps(self, x, x.placements[0], self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, DTensor) or not self.gathers(x):
+        if not isinstance(x, DTensor):
+            return super().forward(x)
+        if hasattr(x, _OWN) and x.placements[0].is_replicate() and _takes(self, x, self.out_features):
+            return self._of_whole(x)
+        if not self.gathers(x):
             return super().forward(x)
         mesh, group, ndim = x.device_mesh, x.device_mesh.get_group().group_name, x.dim()
         dim = _dimension(x.placements[0], ndim)
@@ -98,27 +115,37 @@ class ColwiseLinear(nn.Linear):
             y = y if bias is None else y + bias.to(y.dtype)
         return DTensor.from_local(y, mesh, (Shard(ndim - 1),), run_check=False)
 
+    def _of_whole(self, x: DTensor) -> torch.Tensor:
+        mesh, group = x.device_mesh, x.device_mesh.get_group().group_name
+        local, weight = as_autocast(_local(x), _local(self.weight))
+        if self.joins and self.bias is None:
+            return DTensor.from_local(gathered_columns(local, weight, group), mesh, (Replicate(),), run_check=False)
+        bias = None if self.bias is None else _local(self.bias).to(weight.dtype)
+        (y,) = columns(local, [weight], [bias], group)
+        return DTensor.from_local(y, mesh, (Shard(x.dim() - 1),), run_check=False)
+
 
 class RowwiseLinear(nn.Linear):
-    """An `nn.Linear` that `RowwiseParallel` has divided. scatters: the output's layout."""
+    """An `nn.Linear` that `RowwiseParallel` has divided. output_layout: `Replicate`, or how it is divided."""
 
-    scatters: Shard
+    output_layout: Placement
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if (
-            not isinstance(x, DTensor)
-            or _dimension(x.placements[0], x.dim()) != x.dim() - 1
-            or not _overlaps(self, x, self.scatters, self.in_features)
-        ):
+        if not isinstance(x, DTensor) or _dimension(x.placements[0], x.dim()) != x.dim() - 1:
             return super().forward(x)
-        mesh, group, dim = x.device_mesh, x.device_mesh.get_group().group_name, _dimension(self.scatters, x.dim())
+        whole, taken = self.output_layout.is_replicate(), _takes(self, x, self.in_features)
+        if not (taken if whole else _overlaps(self, x, self.output_layout, self.in_features)):
+            return super().forward(x)
+        mesh, group, dim = x.device_mesh, x.device_mesh.get_group().group_name, _dimension(self.output_layout, x.dim())
         local, weight = as_autocast(_local(x), _local(self.weight))
-        y = matmul_reduce_scatter(local, weight.t(), "sum", dim, group)
-        if (
-            self.bias is not None
-        ):  # of which each rank uses the positions that it has: its gradient is the sum over ranks
-            y = y + replicated(_local(self.bias), group).to(y.dtype)
-        return DTensor.from_local(y, mesh, (self.scatters,), run_check=False)
+        bias = None if self.bias is None else _local(self.bias)
+        if whole:
+            y = row(local, weight, None if bias is None else bias.to(weight.dtype), group)
+        else:
+            y = matmul_reduce_scatter(local, weight.t(), "sum", dim, group)
+            # Of the bias each rank uses the positions that it has: its gradient is the sum over ranks.
+            y = y if bias is None else y + replicated(bias, group).to(y.dtype)
+        return DTensor.from_local(y, mesh, (self.output_layout,), run_check=False)
 
 
 def shared(x: DTensor) -> DTensor:
@@ -141,13 +168,17 @@ def _dimension(placement: Placement, ndim: int) -> int:
 
 def _overlaps(layer: nn.Linear, x: DTensor, sequence: Placement, features: int) -> bool:
     """Whether weft can do it. sequence: how the input or the output is divided; features: those of the weight that are."""
-    world, dim = x.device_mesh.size(), _dimension(sequence, x.dim())
+    dim = _dimension(sequence, x.dim())
+    return 0 <= dim < x.dim() - 1 and x.shape[dim] % x.device_mesh.size() == 0 and _takes(layer, x, features)
+
+
+def _takes(layer: nn.Linear, x: DTensor, features: int) -> bool:
+    """Whether weft can multiply it with this rank's part of `features` of the weight."""
     return (
-        0 <= dim < x.dim() - 1
+        x.dim() >= 2
         and x.device_mesh.ndim == 1
         and x.device.type in ("cpu", "cuda")
-        and x.shape[dim] % world == 0
-        and features % world == 0
+        and features % x.device_mesh.size() == 0
         and isinstance(layer.weight, DTensor)
         and layer.weight.device_mesh == x.device_mesh
         and x.dtype in _DTYPES

@@ -144,7 +144,7 @@ class Plain:
 
 
 class PlainMLP(Plain, weft.nn.ParallelMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         whole = self.gather(x)
         h = F.silu(F.linear(whole, self.gate_proj.weight)) * F.linear(whole, self.up_proj.weight)
         return self.scatter(F.linear(h, self.down_proj.weight))
