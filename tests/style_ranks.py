@@ -432,6 +432,25 @@ def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:
     return saved
 
 
+def functions_compiled(group: dist.ProcessGroup) -> float:
+    """How far a program of torchtitan's functions in one graph is from itself in eager mode, gradients too."""
+    from weft.parallel.functions import AllGatherLinear, LinearReduceScatter
+
+    name, found = group.group_name, []
+
+    def run(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        y = AllGatherLinear.apply(x, w, None, group, name)
+        return LinearReduceScatter.apply(torch.relu(y), v, None, group, name)  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    for called in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
+        leaves = [data(group.rank(), (n, k), torch.float32, n).requires_grad_() for n, k in ((4, 8), (6, 8), (8, 6))]
+        y = called(*leaves)
+        y.square().sum().backward()
+        found.append([y.detach(), *(t.grad for t in leaves)])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))  # type: ignore[operator]
+
+
 def recomputed_in_parts(group: dist.ProcessGroup) -> tuple[float, int, int]:
     """Activation checkpointing that saves some operators' results, weft's scatter among them: (how far gradients are from those
     without it, calls of the gather and of the scatter in forward)."""

@@ -130,6 +130,10 @@ def test_torchtitans_functions(pair: Pool, frozen: bool) -> None:
     assert [saved[0] for saved in pair.run(styles.functions, 8, frozen, timeout_s=60)] == [5 * 2 * 4] * 2
 
 
+def test_torchtitans_functions_compile(pair: Pool) -> None:
+    assert max(pair.run(styles.functions_compiled, timeout_s=100)) < 1e-4
+
+
 def test_recomputing_in_parts(pair: Pool) -> None:
     for apart, gathers, scatters in pair.run(styles.recomputed_in_parts, timeout_s=60):
         assert apart < 1e-4

@@ -123,6 +123,10 @@ def test_torchtitans_functions(pool: Pool, world: int, k: int, frozen: bool) -> 
         assert saved[0] == 5 * world * (k // world + (rank < k % world))
 
 
+def test_torchtitans_functions_compile(pool: Pool) -> None:
+    assert max(pool.run(ranks.functions_compiled, ranks=2, timeout_s=100)) < 1e-4
+
+
 def test_recomputing_in_parts(pool: Pool) -> None:
     for apart, gathers, scatters in pool.run(ranks.recomputed_in_parts, ranks=2, timeout_s=60):
         assert apart < 1e-5
