@@ -220,6 +220,28 @@ def test_ranks_may_freeze_other_weights(pool: Pool) -> None:
     pool.run(partly_frozen, ranks=2)
 
 
+def weight_gathered(group: dist.ProcessGroup) -> None:
+    """A linear layer whose weight is divided over ranks that have data of their own, as FSDP divides it: docs/gemms.md."""
+    rank, world = group.rank(), group.size()
+    whole = ranks.data(0, (6 * world, 12), F32, 1)
+    xs = [ranks.data(r, (5, 12), F32, 2).double().requires_grad_() for r in range(world)]
+    weighing = [ranks.data(r, (5, 6 * world), F32, 3) for r in range(world)]
+    exact = whole.double().requires_grad_()
+    sum(((x @ exact.t()) * by).sum() for x, by in zip(xs, weighing, strict=True)).backward()  # type: ignore[union-attr]
+    x = xs[rank].detach().float().requires_grad_()
+    shard = whole.chunk(world)[rank].clone().requires_grad_()
+    _, (y,) = weft.all_gather_matmul(shard, [x.t()], 0, group, return_A=False)
+    (y.t() * weighing[rank]).sum().backward()
+    found = [(y.t(), xs[rank] @ exact.t()), (x.grad, xs[rank].grad), (shard.grad, exact.grad.chunk(world)[rank])]  # type: ignore[union-attr]
+    for ours, right in found:
+        torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_weight_is_gathered_as_fsdp_would(pool: Pool, world: int) -> None:
+    pool.run(weight_gathered, ranks=world, timeout_s=60)
+
+
 def counted_alike(group: dist.ProcessGroup) -> int:
     """A mode of torch's around backward on one rank only."""
     x = torch.ones(6, 16, requires_grad=True)
