@@ -195,6 +195,31 @@ def test_a_claim_that_does_not_hold_says_so() -> None:
     assert {c.held for c in claims(rows[:3]) if "grows" in c.text or "falls" in c.text} == {None}
 
 
+def test_variation_on_a_rank_and_between_ranks() -> None:
+    rows = [_as_in_the_paper(gemm) for gemm in TABLE_1]
+    assert not any(c.where == "IV-A" for c in claims(rows)), "nothing is said of what was not recorded"
+    rows = [replace(row, varies=(0.01 * (i == 3), 0.05)) for i, row in enumerate(rows)]
+    on, between = (c for c in claims(rows) if c.where == "IV-A")
+    assert (on.held, on.numbers) == (True, "at most 1.0%, of g4")
+    rows = [replace(row, varies=(0.07 * (i < 2), 0.05)) for i, row in enumerate(rows)]
+    on, between = (c for c in claims(rows) if c.where == "IV-A")
+    assert (on.held, on.numbers) == (False, "at most 7.0%, of g2; beyond it 2 of 16")
+    assert between.held is True
+    record = {
+        "config": "g1",
+        "m": 8,
+        "n": 8,
+        "k": 8,
+        "item_bytes": 2,
+        "scaled": "",
+        "gathered_bytes": 1,
+        "overlap": None,
+    }
+    record |= {"variant": "whole", "p20_ms": 1.9, "p50_ms": 2.0, "p80_ms": 2.1, "skew_ms": 0.3, "run": "a"}
+    (row,) = rows_of([record])
+    assert row.varies == pytest.approx((0.1, 0.15))
+
+
 def test_a_difference_within_the_noise_is_no_exception() -> None:
     row = _row(TABLE_1[0], lambda name: {"rows-8": 1.10, "columns-8": 1.11}.get(name, 1.2))
     (claim,) = [c for c in claims([row]) if c.text.startswith("in 8")]
@@ -220,6 +245,7 @@ def test_tables_have_every_loss_and_the_papers_means() -> None:
 def test_rows_are_of_the_last_run() -> None:
     def record(run: str, variant: str, ms: float) -> dict:
         shape = {"m": 64, "n": 8, "k": 128, "item_bytes": 2, "gathered_bytes": 64, "scaled": "K/2"}
+        shape |= {"p20_ms": ms, "p80_ms": ms, "skew_ms": 0.0}
         return {"config": "g5", "run": run, "variant": variant, "p50_ms": ms, "overlap": None, **shape}
 
     (row,) = rows_of([record("a", "whole", 1.0), record("a", "rows-8", 9.0), record("b", "whole", 2.0)])

@@ -65,18 +65,21 @@ _TRANSPORTS_ARE = {
 }
 _LEAST_GEMMS = 5  # for a trend: of five in order 1 in 120 is by chance
 _CHANCE, _EXCEPTIONS, _ALIKE, _SHUFFLES = 0.05, 0.1, 1.02, 20_000
+_VARIES = 0.06  # IV-A: by how much times of one operation differ, at most, on a GPU and between GPUs
 _OBSERVATION = ("observation", "section", "", "numbers")
 
 
 @dataclass(frozen=True)
 class Row:
-    """All that was measured of one GEMM. `ms`, `overlap`: by variant; records may lack some."""
+    """All that was measured of one GEMM. `ms`, `overlap`: by variant; records may lack some. varies: how far apart times of
+    the whole GEMM are, without the shortest and the longest fifth, and those of ranks, over the median."""
 
     gemm: Gemm
     scaled: str
     gathered_bytes: int
     ms: dict[str, float]
     overlap: dict[str, float]
+    varies: tuple[float, float] | None = None
 
     def loss(self, variant: str) -> float | None:
         """Its time over that of what it is compared with, 1 is no loss; None where one was not recorded."""
@@ -93,7 +96,9 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         gemm = replace(find_gemms([first["config"]])[0], **sizes)
         overlap = {r["variant"]: r["overlap"] for r in mine if r["overlap"] is not None}
         ms = {r["variant"]: r["p50_ms"] for r in mine}
-        rows.append(Row(gemm, first["scaled"], first["gathered_bytes"], ms, overlap))
+        spread = {r["variant"]: (r["p80_ms"] - r["p20_ms"], r["skew_ms"]) for r in mine}.get(WHOLE)
+        varies = None if spread is None else (spread[0] / ms[WHOLE], spread[1] / ms[WHOLE])
+        rows.append(Row(gemm, first["scaled"], first["gathered_bytes"], ms, overlap, varies))
     return rows
 
 
@@ -164,7 +169,7 @@ class Claim(NamedTuple):
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """The paper's observations, in its order; those of which nothing is recorded are left out."""
-    found: list[Claim | None] = []
+    found = [_within("on a rank", rows, 0), _within("between ranks", rows, 1)]
     for cut in ("rows", "columns"):
         few, many = cut_name(cut, 8), cut_name(cut, 64)
         found.append(_of_each("IV-C1", f"64 pieces by {cut} lose more than 8", [(r, few, many) for r in rows]))
@@ -187,6 +192,17 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         traffic = [row.gemm.traffic for row in rows]
         found += [_trend(where, text.format(by), rows, traffic, variant(by), 1) for by in TRANSPORTS]
     return [claim for claim in found if claim is not None]
+
+
+def _within(where: str, rows: Sequence[Row], number: int) -> Claim | None:
+    known = [(row.varies[number], row.gemm.name) for row in rows if row.varies is not None]
+    if not known:
+        return None
+    beyond = [name for share, name in known if share > _VARIES]
+    numbers = f"at most {max(known)[0]:.1%}, of {max(known)[1]}"
+    numbers += f"; beyond it {len(beyond)} of {len(known)}" if beyond else ""
+    text = f"times of a whole GEMM differ by at most {_VARIES:.0%} {where}"
+    return Claim("IV-A", text, len(beyond) <= _EXCEPTIONS * len(known), numbers)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
