@@ -26,6 +26,7 @@ from weft.launch import Pool
 
 TINY = Model(32, 48, 4, 2, 24)
 MLP, ATTENTION = Block("tiny", "mlp", TINY), Block("tiny", "attention", TINY)
+WHOLE = [Block("whole", kind, TINY._replace(whole=True)) for kind in ("mlp", "attention")]
 CPU = torch.device("cpu")
 CHECKED = 3
 """Calls of an arm until it has been checked."""
@@ -57,6 +58,9 @@ def test_options_are_checked_before_anything_starts(wrong: dict, message: str) -
 def test_presets_are_both_blocks_of_models_that_suit_the_device() -> None:
     of = ("mlp", "attention")
     assert [block.name for block in OPERATOR.presets(_options())] == [f"cpu {kind}" for kind in of]
+    assert [block.name for block in OPERATOR.presets(_options(preset="cpu-whole"))] == [
+        f"cpu-whole {kind}" for kind in of
+    ]
     gpus = OPERATOR.presets(_options(device="cuda"))
     assert [block.name for block in gpus] == [f"llama-3-{size} {kind}" for size in ("8b", "70b", "405b") for kind in of]
     assert {block.model.length for block in gpus} == {8192}
@@ -119,18 +123,21 @@ def _baseline_errors(group: dist.ProcessGroup, block: Block) -> dict[str, float]
     divided = {name: int(name in ("down_proj.weight", "o_proj.weight")) for name, _ in stock.named_parameters()}
     mine = dict(work.blocks["serial"].module.named_parameters())
     stock.load_state_dict({name: _gathered(mine[name], dim) for name, dim in divided.items()})
-    x = _gathered(work.x, 0).requires_grad_()
+    is_whole = block.model.whole  # then sequences are the second dimension, and of the stock modules the first one
+    x = (work.x.detach().double().transpose(0, 1) if is_whole else _gathered(work.x, 0)).clone().requires_grad_()
     rotary = weft.nn.rotary_embedding(block.model.length, block.model.head_dim)
     y = stock(x, rotary) if block.kind == "attention" else stock(x)
-    y.backward(_gathered(work.grad, 0))
+    y.backward(work.grad.double().transpose(0, 1) if is_whole else _gathered(work.grad, 0))
     whole = {"y": (y.detach(), 0), "the gradient of x": (x.grad, 0)}
     whole |= {f"the gradient of {name}": (p.grad, divided[name]) for name, p in stock.named_parameters()}
     assert whole.keys() == work.wanted.keys()
     part = {name: of.chunk(group.size(), dim)[group.rank()] for name, (of, dim) in whole.items()}
+    if is_whole:
+        part |= {name: whole[name][0].transpose(0, 1) for name in ("y", "the gradient of x")}
     return {name: float((work.wanted[name] - part[name]).abs().max() / part[name].abs().max()) for name in whole}
 
 
-@pytest.mark.parametrize("block", [MLP, ATTENTION], ids=["mlp", "attention"])
+@pytest.mark.parametrize("block", [MLP, ATTENTION, *WHOLE], ids=lambda block: block.name)
 def test_the_baseline_is_right(pool: Pool, block: Block) -> None:
     for errors in pool.run(_baseline_errors, block, ranks=2, timeout_s=60):
         assert len(errors) == 5 + (block.kind == "attention")

@@ -10,6 +10,9 @@ Presets are models, with an MLP and an attention each, of one sequence. Variants
 Beside them runs `compute`: the same work on one rank's part, without any communication, on whatever data. `hidden` is
 (serial - variant) / (serial - compute): 0 is all communication exposed, 1 none. Of compiled variants it also has what the compiler
 gains elsewhere, so tables show it of `weft` alone.
+
+Presets that end in -whole, which run if they are asked for, have all activations on every rank between blocks: `serial` is torch's
+all-reduce then, forward behind the block and backward before it.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ MODELS = {
     "llama-3-405b": Model(16384, 53248, 128, 8, 8192),
     "cpu": Model(256, 768, 8, 4, 512),
 }
+MODELS |= {f"{name}-whole": model._replace(whole=True) for name, model in MODELS.items()}
 VARIANTS = (BASELINE, WEFT, COMPILED, ASYNCTP)
 
 
@@ -55,8 +59,9 @@ class Comparison(Variants):
         self.about = f"a sequence of {block.model.length}, forward and backward"
         self.blocks = arms_of(block, wanted, ranks, dtype)
         model, device, self.length = block.model, ranks.device, block.model.length
-        torch.manual_seed(1 + ranks.rank)
-        shape = (model.length // ranks.world_size, 1, model.hidden)
+        torch.manual_seed(1 + (0 if model.whole else ranks.rank))
+        rows = (1, model.length) if model.whole else (model.length // ranks.world_size, 1)
+        shape = (*rows, model.hidden)
         self.x = torch.randn(shape, device=device).to(dtype).requires_grad_()
         self.grad = torch.randn(shape, device=device).to(dtype)
         rotary = weft.nn.rotary_embedding(model.length, model.head_dim, device=device)
@@ -172,7 +177,7 @@ class _TensorParallel(Operator[Block]):
                     raise ValueError(f"ranks={options.ranks} do not divide {what}={size} of {block.of}: take 2 or 4")
 
     def presets(self, options: BenchOptions) -> Sequence[Block]:
-        suiting = [name for name in MODELS if (name == "cpu") == (options.device == "cpu")]
+        suiting = [n for n, model in MODELS.items() if (n == "cpu") == (options.device == "cpu") and not model.whole]
         names = options.presets or suiting
         if unknown := [name for name in names if name not in MODELS]:
             raise ValueError(f"no preset {unknown[0]!r}: give some of {', '.join(MODELS)}")
@@ -180,6 +185,8 @@ class _TensorParallel(Operator[Block]):
 
     def workload(self, preset: Block, ranks: Ranks, options: BenchOptions) -> Comparison:
         wanted = options.variants or tuple(v for v in VARIANTS if v != ASYNCTP or ranks.device.type == "cuda")
+        if preset.model.whole:
+            wanted = tuple(v for v in wanted if v != ASYNCTP)  # which has no all-reduce
         return Comparison(preset, wanted, ranks, DTYPES[options.dtype])
 
     def lines(self, rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:

@@ -2,7 +2,7 @@
 compares: torch's collectives, no communication at all, weft's modules, AsyncTP.
 
 Between blocks the sequence is divided over ranks. It is the first dimension, as in Megatron: nobody has to copy what is gathered or
-scattered.
+scattered. In models that are `whole` it is the second one, and nothing is divided.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Model(NamedTuple):
     kv_heads: int
     length: int
     """Of the sequence, all ranks' together."""
+    whole: bool = False
+    """Whether each rank has all of it between blocks: without sequence parallelism."""
 
     @property
     def head_dim(self) -> int:
@@ -64,7 +66,8 @@ def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtyp
     """`compute` and `serial`, and those of `wanted`, all with the same weights. Collective."""
     model = block.model
     torch.manual_seed(0)
-    given: dict[str, Any] = {"group": ranks.group, "sequence_dim": 0, "device": ranks.device, "dtype": dtype}
+    sequence_dim = None if model.whole else 0
+    given: dict[str, Any] = {"group": ranks.group, "sequence_dim": sequence_dim, "device": ranks.device, "dtype": dtype}
     plain: Any
     fused: nn.Module
     if block.kind == "mlp":
@@ -76,6 +79,7 @@ def arms_of(block: Block, wanted: Sequence[str], ranks: Ranks, dtype: torch.dtyp
     serial, alone = plain(*sizes, **given), plain(*sizes, **given)
     alone.anything = torch.randn(model.length, 1, model.hidden, device=ranks.device).to(dtype)
     for module in (serial, alone):
+        module.whole = model.whole
         module.load_state_dict(fused.state_dict())
     arms = {BASELINE: Arm(serial, serial), COMPUTE: Arm(alone, alone), WEFT: Arm(fused, fused)}
     if COMPILED in wanted:
@@ -122,13 +126,25 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def added_up(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(total := x.clone())
+    return total
+
+
 class Plain:
     """anything: what takes the place of all that is gathered, and then nothing is communicated."""
 
     anything: torch.Tensor | None = None
+    whole = False
 
     def exchanges(self) -> tuple[Exchange, Exchange]:
-        """(gather, scatter)"""
+        """(before GEMMs, behind them); the way back is the other one."""
+        if self.whole:
+            return _same, added_up if self.anything is None else _same
         if self.anything is None:
             return gathered, scattered
         whole, world = self.anything.detach(), dist.get_world_size()
