@@ -11,6 +11,7 @@ void register_mapping(nb::module_ &m);
 void register_copy(nb::module_ &m);
 void register_accumulate(nb::module_ &m);
 void register_stream_program(nb::module_ &m);
+void register_fluid(nb::module_ &m);
 
 NB_MODULE(_core, m) {
     // Tensors over leased memory may live as long as the interpreter: that is no leak.
@@ -24,4 +25,5 @@ NB_MODULE(_core, m) {
     register_copy(m);
     register_accumulate(m);
     register_stream_program(m);
+    register_fluid(m);
 }

@@ -183,6 +183,45 @@ class StreamProgram:
                 before it have been issued. Or: another thread is running this program.
         """
 
+# csrc/fluid.cpp
+FAIR_LEAST: float
+
+def fair_speeds(
+    loads: Sequence[tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]], Sequence[tuple[int, float]]]],
+    counts: Sequence[int],
+) -> list[float]:
+    """`weft.sim.fair.speeds` of `counts[i]` steps with the load `loads[i]`, for each i."""
+
+class Fluid:
+    """Work of lanes that flows through shared resources, at speeds that depend on what else runs.
+
+    Args:
+        loads: `weft.sim.fair.Load`s, of which steps have one each.
+        parts: [lanes] which part each is in. Lanes of different parts must not slow each other down.
+        pulses: into how many parts of equal work a step is cut that is to be heard of as it goes on.
+        most_known: about how many speeds are remembered.
+    """
+
+    def __init__(
+        self,
+        loads: Sequence[tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]], Sequence[tuple[int, float]]]],
+        parts: Sequence[int],
+        pulses: int,
+        most_known: int,
+    ) -> None: ...
+    def begin(self, now: float, lane: int, load: int, work_us: float, pulses: bool) -> list[tuple[int, bool]]:
+        """A lane that does no work begins some that takes `work_us` at full speed. Returns what `to(now)` does, of its part."""
+
+    def next_us(self) -> float:
+        """When something is next due; infinity if no lane works."""
+
+    def to(self, now: float) -> list[tuple[int, bool]]:
+        """Work until then, which is no later than `next_us()`. Returns (lane, whether it is done, or has come to a pulse)."""
+
+    @property
+    def known(self) -> int:
+        """Speeds that are remembered."""
+
 # csrc/embedding_all_to_all_module.cpp
 def embedding_all_to_all(
     *,

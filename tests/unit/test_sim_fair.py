@@ -14,21 +14,21 @@ def _load(**share: float) -> Load:
 
 
 def test_alone_everything_runs_at_full_speed() -> None:
-    assert speeds({0: _load(a=0.7, b=1.0)}, {0: 1}) == {0: 1.0}
+    assert speeds([_load(a=0.7, b=1.0)], {0: 1}) == {0: 1.0}
 
 
 def test_equal_steps_get_equal_parts() -> None:
-    assert speeds({0: _load(a=1.0)}, {0: 4}) == {0: 0.25}
+    assert speeds([_load(a=1.0)], {0: 4}) == {0: 0.25}
 
 
 def test_who_is_held_up_elsewhere_leaves_the_rest_to_the_others() -> None:
     """Two steps fill a, one of them also needs b, where three more want all: b gives a quarter each, a the rest."""
-    loads = {0: _load(a=1.0), 1: _load(a=1.0, b=1.0), 2: _load(b=1.0)}
+    loads = [_load(a=1.0), _load(a=1.0, b=1.0), _load(b=1.0)]
     assert speeds(loads, {0: 1, 1: 1, 2: 3}) == {0: pytest.approx(0.75), 1: 0.25, 2: 0.25}
 
 
 def test_speed_goes_no_higher_than_alone() -> None:
-    loads = {0: _load(a=0.3), 1: _load(a=0.9)}
+    loads = [_load(a=0.3), _load(a=0.9)]
     assert speeds(loads, {0: 1, 1: 1}) == {0: 1.0, 1: pytest.approx(0.7 / 0.9)}
     assert speeds(loads, {0: 3}) == {0: 1.0}
 
@@ -41,58 +41,66 @@ def test_what_is_capped_below_its_share_gets_its_cap_and_the_others_share_the_re
     link: float, caps: tuple[float, ...], wanted: tuple[float, ...]
 ) -> None:
     """In bytes, and not in parts of what each could take alone."""
-    found = speeds({i: _load(a=cap / link) for i, cap in enumerate(caps)}, dict.fromkeys(range(len(caps)), 1))
+    found = speeds([_load(a=cap / link) for cap in caps], dict.fromkeys(range(len(caps)), 1))
     assert tuple(found[i] * cap for i, cap in enumerate(caps)) == pytest.approx(wanted)
 
 
 def test_a_resource_gives_equal_amounts_to_those_that_it_stops_however_much_others_give_them() -> None:
     """A port of 300 is shared by three copies over links of 100 each and one that could take all of it: each gets 75."""
-    loads = {i: Load(((i, 1.0), (9, 1 / 3))) for i in range(3)} | {3: Load(((9, 1.0),))}
-    assert speeds(loads, dict.fromkeys(loads, 1)) == pytest.approx({0: 0.75, 1: 0.75, 2: 0.75, 3: 0.25})
+    loads = [Load(((i, 1.0), (9, 1 / 3))) for i in range(3)] + [Load(((9, 1.0),))]
+    assert speeds(loads, dict.fromkeys(range(4), 1)) == pytest.approx({0: 0.75, 1: 0.75, 2: 0.75, 3: 0.25})
 
 
 def test_each_of_two_steps_may_be_stopped_by_the_resource_of_which_it_takes_more() -> None:
-    loads = {0: _load(a=1.0, b=0.1), 1: _load(a=0.1, b=1.0)}
+    loads = [_load(a=1.0, b=0.1), _load(a=0.1, b=1.0)]
     assert speeds(loads, {0: 1, 1: 1}) == pytest.approx({0: 1 / 1.1, 1: 1 / 1.1})
 
 
 @pytest.mark.parametrize("holders", [1, 8, 9, 31])
 def test_holders_share_at_most_the_device(holders: int) -> None:
     """Kernels that hold an eighth of the units each: beyond eight at once, they wait for each other."""
-    found = speeds({0: Load(share=((2, 0.01),), hold=((1, 0.125),))}, {0: holders})
+    found = speeds([Load(share=((2, 0.01),), hold=((1, 0.125),))], {0: holders})
     assert found[0] == pytest.approx(min(1.0, 8 / holders))
 
 
 def test_holders_of_a_few_units_are_not_held_up_by_one_of_many() -> None:
-    loads = {0: Load(share=((2, 0.01),), hold=((1, 0.125),)), 1: Load(share=((3, 0.01),), hold=((1, 1.0),))}
+    loads = [Load(share=((2, 0.01),), hold=((1, 0.125),)), Load(share=((3, 0.01),), hold=((1, 1.0),))]
     assert speeds(loads, {0: 1, 1: 1}) == pytest.approx({0: 1.0, 1: 0.875})
 
 
 def test_held_units_are_gone_however_slowly_their_holder_works() -> None:
-    loads = {0: Load(share=((1, 1.0),)), 1: Load(share=((2, 1.0),), hold=((1, 0.25),))}
+    loads = [Load(share=((1, 1.0),)), Load(share=((2, 1.0),), hold=((1, 0.25),))]
     assert speeds(loads, {0: 1, 1: 1}) == {0: 0.75, 1: 1.0}
     assert speeds(loads, {0: 1, 1: 2}) == {0: 0.5, 1: 0.5}
     assert speeds(loads, {0: 1, 1: 9})[0] == LEAST
 
 
 def test_a_disturbance_grows_with_the_speed_of_who_disturbs() -> None:
-    loads = {0: Load(share=((1, 1.0),)), 1: Load(share=((2, 1.0),), disturb=((1, 0.2),))}
+    loads = [Load(share=((1, 1.0),)), Load(share=((2, 1.0),), disturb=((1, 0.2),))]
     assert speeds(loads, {0: 1, 1: 1}) == {0: 0.8, 1: 1.0}
     assert speeds(loads, {0: 1, 1: 4}) == {0: 0.8, 1: 0.25}
 
 
+def test_steps_that_want_more_than_there_is_by_rounding_only_are_at_full_speed() -> None:
+    amounts = (0.05, 0.55, 0.3, 0.1)
+    assert sum(amounts) > 1 == sum(sorted(amounts))
+    assert speeds([_load(a=amount) for amount in amounts], dict.fromkeys(range(4), 1)) == pytest.approx(
+        dict.fromkeys(range(4), 1.0)
+    )
+
+
 def test_holders_of_all_kinds_take_their_units_together() -> None:
-    holders = {1: Load(share=((2, 1.0),), hold=((1, 0.25),)), 2: Load(share=((3, 1.0),), hold=((1, 0.5),))}
-    assert speeds({0: Load(share=((1, 1.0),)), **holders}, {0: 1, 1: 1, 2: 1})[0] == 0.25
+    holders = [Load(share=((2, 1.0),), hold=((1, 0.25),)), Load(share=((3, 1.0),), hold=((1, 0.5),))]
+    assert speeds([Load(share=((1, 1.0),)), *holders], {0: 1, 1: 1, 2: 1})[0] == 0.25
 
 
 def test_a_disturbance_takes_from_what_holders_have_left() -> None:
     """Of the units a half is held and a fifth is lost: who shares them has three tenths."""
-    loads = {
-        0: Load(share=((1, 1.0),)),
-        1: Load(share=((2, 1.0),), hold=((1, 0.5),)),
-        2: Load(share=((3, 1.0),), disturb=((1, 0.2),)),
-    }
+    loads = [
+        Load(share=((1, 1.0),)),
+        Load(share=((2, 1.0),), hold=((1, 0.5),)),
+        Load(share=((3, 1.0),), disturb=((1, 0.2),)),
+    ]
     assert speeds(loads, {0: 1, 1: 1, 2: 1}) == {0: pytest.approx(0.3), 1: 1.0, 2: 1.0}
     assert speeds(loads, {0: 2, 1: 1, 2: 1})[0] == pytest.approx(0.15)
 
@@ -100,8 +108,8 @@ def test_a_disturbance_takes_from_what_holders_have_left() -> None:
 SHARES = st.dictionaries(st.integers(0, 4), st.floats(0.01, 1.0), min_size=1, max_size=4)
 
 
-def _used(loads: dict[int, Load], counts: dict[int, int], found: dict[int, float]) -> list[float]:
-    return [sum(counts[i] * dict(loads[i].share).get(r, 0.0) * found[i] for i in loads) for r in range(5)]
+def _used(loads: list[Load], counts: dict[int, int], found: dict[int, float]) -> list[float]:
+    return [sum(counts[i] * dict(loads[i].share).get(r, 0.0) * found[i] for i in counts) for r in range(5)]
 
 
 @settings(deadline=None)
@@ -110,7 +118,7 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
     steps: list[tuple[dict[int, float], int]],
 ) -> None:
     """Every step below full speed takes of a resource that is used up."""
-    loads = {i: Load(tuple(share.items())) for i, (share, _) in enumerate(steps)}
+    loads = [Load(tuple(share.items())) for share, _ in steps]
     counts = {i: n for i, (_, n) in enumerate(steps)}
     found = speeds(loads, counts)
     used = _used(loads, counts, found)
@@ -130,11 +138,11 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
 )
 def test_shares_are_max_min_fair_in_what_is_used(steps: list[tuple[set[int], float, int]]) -> None:
     """Flows over links: every flow below its cap meets a full link on which nobody gets more."""
-    loads = {i: Load(tuple((link, cap) for link in links)) for i, (links, cap, _) in enumerate(steps)}
+    loads = [Load(tuple((link, cap) for link in links)) for links, cap, _ in steps]
     counts = {i: n for i, (_, _, n) in enumerate(steps)}
     found = speeds(loads, counts)
     used, gets = _used(loads, counts, found), {i: found[i] * cap for i, (_, cap, _) in enumerate(steps)}
     for i, (links, _, _) in enumerate(steps):
         if found[i] < 1 - 1e-9:
             full = [link for link in links if used[link] >= 1 - 1e-9]
-            assert any(all(gets[j] <= gets[i] + 1e-9 for j in loads if link in steps[j][0]) for link in full)
+            assert any(all(gets[j] <= gets[i] + 1e-9 for j in counts if link in steps[j][0]) for link in full)

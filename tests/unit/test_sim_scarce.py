@@ -11,6 +11,7 @@ from weft.schedule import AllGatherMatmul, AllToAllMatmul, Problem, Schedule, na
 from weft.sim import engine, simulate
 from weft.sim.fair import Load, speeds
 from weft.sim.lower import lower
+from weft.sim.result import Simulated
 from weft.sim.scarce import parts_of, scarce_only
 
 _DIFFERS = "ficco_1d_collective[start=hetero,gemms=fused,steps=0]"
@@ -21,34 +22,30 @@ def _differing(world: int) -> Schedule:
     return named(AllGatherMatmul.even(128 * world, 256, 512, world), _DIFFERS).build()
 
 
+def _run(machine: str, world: int) -> tuple[engine._Engine, Simulated]:
+    one = engine._Engine(lower(_differing(world), gpu(machine, world)), [0.0] * world, None, 2)
+    return one, one.run()
+
+
 @pytest.mark.parametrize("machine", ["h200", "mi300x"])
 def test_ranks_that_differ_but_share_nothing_scarce_take_speeds_for_each_and_not_for_all_together(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many sets of steps at once as there are on one rank, times ranks; else every rank's steps meet every other's."""
-    calls = 0
-
-    def counted(*args: object) -> dict[int, float]:
-        nonlocal calls
-        calls += 1
-        return speeds(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine, "speeds", counted)
     world = 12
-    found = simulate(_differing(world), gpu(machine, world), runs=2)
+    apart, found = _run(machine, world)
     assert not found.program.symmetric
-    assert calls <= 12 * world
+    monkeypatch.setattr(engine, "parts_of", lambda loads, lanes: [0] * len(lanes))
+    together, _ = _run(machine, world)
+    assert apart.fluid.known <= 18 * world < together.fluid.known
 
 
 def test_what_is_remembered_of_speeds_is_bounded_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule, model = _differing(4), gpu("h200", 4)
-    program = lower(schedule, model)
-    whole = engine._Engine(program, [0.0] * 4, None, 2)
-    wanted = whole.run().ends_us
+    whole, wanted = _run("h200", 4)
     monkeypatch.setattr(engine, "_KNOWN_SPEEDS", 5)
-    few = engine._Engine(program, [0.0] * 4, None, 2)
-    assert few.run().ends_us == wanted
-    assert 0 < sum(map(len, few.known_speeds.values())) <= 5 < sum(map(len, whole.known_speeds.values()))
+    few, found = _run("h200", 4)
+    assert found.ends_us == wanted.ends_us
+    assert 0 < few.fluid.known <= 5 < whole.fluid.known
 
 
 @pytest.mark.parametrize("machine", ["h200", "mi300x"])
@@ -85,16 +82,16 @@ _LOADS = st.lists(st.tuples(_AMOUNTS, _AMOUNTS, _AMOUNTS), min_size=1, max_size=
 @given(_LOADS)
 def test_speeds_of_a_part_are_those_beside_all_others(some: list[tuple[dict[int, float], ...]]) -> None:
     """Of lanes that have one load each: with what is scarce only, and of each part alone."""
-    loads = {i: Load(*(tuple(uses.items()) for uses in one)) for i, one in enumerate(some)}
-    lanes = [{i} for i in loads]
+    loads = [Load(*(tuple(uses.items()) for uses in one)) for one in some]
+    lanes = [{i} for i in range(len(loads))]
     scarce = scarce_only(loads, lanes)
     parts = parts_of(scarce, lanes)
-    whole = speeds(loads, dict.fromkeys(loads, 1))
+    whole = speeds(loads, dict.fromkeys(range(len(loads)), 1))
     for part in set(parts):
-        found = speeds(scarce, {i: 1 for i in loads if parts[i] == part})
+        found = speeds(scarce, {i: 1 for i in range(len(loads)) if parts[i] == part})
         assert found == {i: pytest.approx(whole[i], rel=1e-9) for i in found}
 
 
 def test_lanes_are_in_one_part_where_others_link_them() -> None:
-    loads = {0: Load(((1, 1.0),)), 1: Load(((1, 1.0), (2, 1.0))), 2: Load((), ((2, 1.0),)), 3: Load(((4, 1.0),))}
+    loads = [Load(((1, 1.0),)), Load(((1, 1.0), (2, 1.0))), Load((), ((2, 1.0),)), Load(((4, 1.0),))]
     assert parts_of(loads, [{0}, {3}, {2}, {1}]) == [0, 1, 0, 0]

@@ -3,7 +3,7 @@
 Each lane does its steps in order. A step waits out its latency, which takes nothing from anybody, and then has work to do,
 at a speed that depends on what else runs (`weft.sim.fair`). Speeds change only when a step begins or ends, and only those of
 lanes that can slow each other down (`weft.sim.scarce`), so the engine goes from one such moment to the next, and on each of
-them to the signals that arrive.
+them to the signals that arrive. How far work has come, and when it is next done, is known in C++ (`csrc/fluid.cpp`).
 
 Signals are counters that only grow. In run e (from 1) a wait for `count` sets ends when its counter has reached
 (e - 1) sets_per_run + count, one for the previous run when it has reached (e - 2) sets_per_run + count. A rank begins its
@@ -13,13 +13,13 @@ next run when all its lanes have ended the one before; nothing else holds ranks 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+from weft._core import Fluid
 from weft.errors import ScheduleError
 from weft.schedule import Schedule
-from weft.sim.fair import speeds
 from weft.sim.issue import issue_times
 from weft.sim.lower import Await, LaneProgram, Program, Raise, Task, Work, lower
 from weft.sim.machines import NULL
@@ -29,8 +29,6 @@ from weft.sim.scarce import parts_of, scarce_only
 
 _PULSES = 16
 """Signals that a kernel sets as it goes on are raised after each such part of its work, as many as are due."""
-_DONE_US = 1e-7
-"""Work that is left and counts as none: below what sums of floating-point times are good for."""
 
 
 def simulate(
@@ -74,29 +72,14 @@ _KNOWN_SPEEDS = 1 << 20
 
 
 class _Lane:
-    __slots__ = (
-        "issued",
-        "joined",
-        "load",
-        "mark",
-        "next",
-        "part",
-        "program",
-        "pulses",
-        "rank",
-        "rest",
-        "since",
-        "speed",
-        "tasks",
-    )
+    __slots__ = ("issued", "joined", "next", "number", "program", "pulses", "rank", "since", "tasks")
 
-    def __init__(self, program: LaneProgram, rank: _Rank, part: _Part, issued: list[float] | None) -> None:
-        self.program, self.rank, self.part, self.issued = program, rank, part, issued
+    def __init__(self, number: int, program: LaneProgram, rank: _Rank, issued: list[float] | None) -> None:
+        self.number, self.program, self.rank, self.issued = number, program, rank, issued
         self.tasks: list[Task] = program.tasks
         self.next = self.joined = 0  # tasks, and collectives among them
         self.since = 0.0  # the beginning of the task that is under way
-        self.load, self.rest, self.speed = 0, 0.0, 0.0  # of its work
-        self.pulses, self.mark = 0, 0.0  # raised so far, and what is left of the work at the next one
+        self.pulses = 0  # of its work, so far
 
 
 class _Rank:
@@ -107,49 +90,6 @@ class _Rank:
         self.lanes: list[_Lane] = []
         self.run, self.start, self.open = 0, 0.0, 0
         self.ends: list[float] = []
-
-
-class _Part:
-    """Lanes that can slow each other down; those of them that work, and until when nothing changes there."""
-
-    __slots__ = ("at_us", "changed", "ends", "working")
-
-    def __init__(self) -> None:
-        self.working: list[_Lane] = []
-        self.at_us = 0.0  # what is left of the work is of then
-        self.ends = 0  # which of the ends that were planned counts
-        self.changed = False
-
-    def to(self, at_us: float) -> tuple[list[_Lane], list[_Lane]]:
-        """Work until then: (lanes that are due to raise signals, lanes that are done)."""
-        passed, self.at_us = at_us - self.at_us, at_us
-        nearly = max(_DONE_US, 1e-12 * at_us)  # late in a long run the clock itself is no finer
-        if len(self.working) == 1:  # mostly
-            (lane,) = self.working
-            lane.rest = rest = lane.rest - passed * lane.speed
-            if rest <= nearly:
-                self.working = []
-                return ([lane] if lane.mark else []), [lane]
-            return ([lane] if lane.mark and rest - lane.mark <= nearly else []), []
-        still: list[_Lane] = []
-        done: list[_Lane] = []
-        marked: list[_Lane] = []
-        for lane in self.working:
-            lane.rest = rest = lane.rest - passed * lane.speed
-            (still if rest > nearly else done).append(lane)
-            if lane.mark and rest - lane.mark <= nearly:
-                marked.append(lane)
-        self.working = still
-        return marked, done
-
-    def next_us(self) -> float:
-        """When a lane is next done or due."""
-        working = self.working
-        if len(working) == 1:
-            left = (working[0].rest - working[0].mark) / working[0].speed
-        else:
-            left = min([(lane.rest - lane.mark) / lane.speed for lane in working])
-        return self.at_us + (left if left > 0.0 else 0.0)
 
 
 _Timed: TypeAlias = tuple[float, int, _Lane | None, bool, int, int]
@@ -164,97 +104,54 @@ class _Engine:
         self.program, self.runs = program, runs
         self.ranks = {rank: _Rank(rank, late[rank]) for rank in program.ranks}
         of_lanes = [{task.load for task in lane.tasks if isinstance(task, Work)} for lane in program.lanes]
-        self.loads = scarce_only(program.loads, of_lanes)
-        numbers = parts_of(self.loads, of_lanes)
-        self.parts = [_Part() for _ in range(max(numbers, default=-1) + 1)]
-        for lane, part in zip(program.lanes, numbers, strict=True):
+        loads = scarce_only(program.loads, of_lanes)
+        self.fluid = Fluid(loads, parts_of(loads, of_lanes), _PULSES, _KNOWN_SPEEDS)
+        self.lanes: list[_Lane] = []
+        for number, lane in enumerate(program.lanes):
             rank, when = self.ranks[lane.rank], issued[lane.rank, lane.number] if issued and lane.tasks else None
-            rank.lanes.append(_Lane(lane, rank, self.parts[part], when))
+            self.lanes.append(_Lane(number, lane, rank, when))
+            rank.lanes.append(self.lanes[-1])
         self.now = 0.0
         self.timed: list[_Timed] = []
         self.planned = 0
         self.counters = [0] * program.counters
         self.waiting: dict[int, list[tuple[int, _Lane]]] = {}
-        self.ends: list[tuple[float, int, _Part, int]] = []  # (when, order, part, which of its ends) of work
-        self.changed: list[_Part] = []  # since the last step
-        self.known_speeds: dict[tuple[int, ...], dict[int, float]] = {}
-        self.known = 0  # speeds in there
-        self.alone: dict[int, float] = {}  # the speed of a load with nothing beside it
         self.meeting: dict[tuple[int, int, int], list[_Lane]] = {}
         self.events: list[Event] = []
 
     def run(self) -> Simulated:
         for rank in self.ranks.values():
             self._begin_run(rank)
-        while self.timed or self.ends:
-            self._step()
-        stuck = [lane for rank in self.ranks.values() for lane in rank.lanes if lane.next < len(lane.tasks)]
+        timed, fluid = self.timed, self.fluid
+        while (now := min(fluid.next_us(), timed[0][0] if timed else math.inf)) < math.inf:
+            self._step(now)
+        stuck = [lane for lane in self.lanes if lane.next < len(lane.tasks)]
         if stuck:
             raise ScheduleError(
                 f"schedule {self.program.schedule.name} never ends:\n" + "\n".join(map(self._stuck, stuck))
             )
         return Simulated(self.program, self.runs, {r.number: tuple(r.ends) for r in self.ranks.values()}, self.events)
 
-    def _step(self) -> None:
-        """To the next moment at which something begins or ends."""
-        ends, timed, pop = self.ends, self.timed, heapq.heappop
-        while ends and ends[0][3] != ends[0][2].ends:
-            pop(ends)  # the part's speeds are others by now
-        if not ends and not timed:
-            return
-        first = ends if not timed or (ends and ends[0][0] <= timed[0][0]) else timed
-        self.now = now = first[0][0]
-        while ends and ends[0][0] <= now:
-            _, _, part, number = pop(ends)
-            if number != part.ends:
-                continue
-            self._change(part)
-            marked, done = part.to(now)
-            if marked:
-                for lane in marked:
-                    self._pulse(lane)
-            for lane in done:
-                self._finish(lane)
+    def _step(self, now: float) -> None:
+        """At the next moment at which something begins or ends."""
+        self.now, timed = now, self.timed
+        self._hear(self.fluid.to(now))
         while timed and timed[0][0] <= now:
-            _, _, waiting, works, counter, times = pop(timed)
+            _, _, waiting, works, counter, times = heapq.heappop(timed)
             if waiting is None:
                 self._raise(counter, times)
             elif works:
                 self._work(waiting)
             else:
                 self._advance(waiting)
-        if self.changed:
-            for part in self.changed:
-                part.changed = False
-                part.ends += 1
-                if part.working:
-                    self._set_speeds(part.working)
-                    self.planned += 1
-                    heapq.heappush(ends, (part.next_us(), self.planned, part, part.ends))
-            self.changed.clear()
 
-    def _change(self, part: _Part) -> None:
-        if not part.changed:
-            part.changed = True
-            self.changed.append(part)
-
-    def _set_speeds(self, working: list[_Lane]) -> None:
-        if len(working) == 1:  # mostly
-            (lane,) = working
-            speed = self.alone.get(lane.load)
-            if speed is None:
-                speed = self.alone[lane.load] = speeds(self.loads, {lane.load: 1})[lane.load]
-            lane.speed = speed
-            return
-        key = tuple(sorted([lane.load for lane in working]))
-        found = self.known_speeds.get(key)
-        if found is None:
-            found = self.known_speeds[key] = speeds(self.loads, Counter(key))
-            self.known += len(found)
-            while self.known > _KNOWN_SPEEDS:
-                self.known -= len(self.known_speeds.pop(next(iter(self.known_speeds))))
-        for lane in working:
-            lane.speed = found[lane.load]
+    def _hear(self, due: list[tuple[int, bool]]) -> None:
+        """Of lanes that have come to a pulse of their work, or to its end."""
+        for number, done in due:
+            if done:
+                self._finish(self.lanes[number])
+            else:
+                self._pulse(self.lanes[number])
 
     def _plan(
         self, at_us: float, lane: _Lane | None = None, works: bool = False, counter: int = -1, times: int = 0
@@ -297,8 +194,7 @@ class _Engine:
         return None
 
     def _begin(self, lane: _Lane, task: Work) -> None:
-        lane.load, lane.rest = task.load, task.work_us
-        lane.pulses, lane.mark = 0, task.work_us * (1 - 1 / _PULSES) if task.raises else 0.0
+        lane.pulses = 0
         if task.joins and len(self.ranks) > 1:
             # Which collective of the lane it is: what is before it may differ from rank to rank.
             place = (lane.rank.run, lane.program.number, lane.joined)
@@ -315,27 +211,14 @@ class _Engine:
             heapq.heappush(self.timed, (self.now + task.latency_us, self.planned, lane, True, -1, 0))
 
     def _work(self, lane: _Lane) -> None:
-        if lane.rest > _DONE_US:
-            part = lane.part
-            due = part.to(self.now) if part.working and part.at_us < self.now else None
-            part.at_us = self.now
-            part.working.append(lane)
-            if not part.changed:
-                part.changed = True
-                self.changed.append(part)
-            if due:
-                for other in due[0]:
-                    self._pulse(other)
-                for other in due[1]:
-                    self._finish(other)
-        else:
-            self._finish(lane)
+        task = lane.tasks[lane.next]
+        assert isinstance(task, Work)
+        self._hear(self.fluid.begin(self.now, lane.number, task.load, task.work_us, bool(task.raises)))
 
     def _pulse(self, lane: _Lane) -> None:
         task = lane.tasks[lane.next]
         assert isinstance(task, Work)
         lane.pulses += 1
-        lane.mark = task.work_us * (1 - (lane.pulses + 1) / _PULSES) if lane.pulses < _PULSES else 0.0
         for one in task.raises:
             if due := one.due(lane.pulses / _PULSES) - one.due((lane.pulses - 1) / _PULSES):
                 self._raise_after(one.delay_us, one.counter, due)

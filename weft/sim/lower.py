@@ -82,7 +82,7 @@ class Program:
     ranks: tuple[int, ...]
     """Each stands for those that are as many ranks further on as there are here."""
     lanes: list[LaneProgram]
-    loads: dict[int, Load]
+    loads: list[Load]
     counters: int
     places: dict[Place, int]
     """What loads call a resource by, of those that are used; a distance is a rank here."""
@@ -165,9 +165,8 @@ class _Lowering:
             alike_items = different[program.number]
             tasks = {same: self._task(alike_items[same], program.rank, sets, of_one) for same, of_one in raised.items()}
             program.tasks = [tasks[item.same] for item in here]
-        loads = {number: load for load, number in self._load_ids.items()}
         lanes = [program for program, _, _ in placed]
-        return Program(self.schedule, ranks, lanes, loads, len(self._counters), self._places)
+        return Program(self.schedule, ranks, lanes, list(self._load_ids), len(self._counters), self._places)
 
     # -- tasks
 

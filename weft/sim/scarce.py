@@ -8,12 +8,12 @@ a part for each rank; else the moments at which anything begins or ends, times a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from weft.sim.fair import Load
 
 
-def scarce_only(loads: Mapping[int, Load], lanes: Sequence[set[int]]) -> dict[int, Load]:
+def scarce_only(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[Load]:
     """`loads` without what there is enough of, where each of `lanes` has one of some loads at a time."""
     most: dict[int, float] = {}
     for of_lane in lanes:
@@ -24,13 +24,13 @@ def scarce_only(loads: Mapping[int, Load], lanes: Sequence[set[int]]) -> dict[in
         for resource, amount in takes.items():
             most[resource] = most.get(resource, 0.0) + amount
     scarce = {resource for resource, amount in most.items() if amount > 1}
-    return {
-        key: Load(*(tuple((resource, amount) for resource, amount in uses if resource in scarce) for uses in load))
-        for key, load in loads.items()
-    }
+    return [
+        Load(*(tuple((resource, amount) for resource, amount in uses if resource in scarce) for uses in load))
+        for load in loads
+    ]
 
 
-def parts_of(loads: Mapping[int, Load], lanes: Sequence[set[int]]) -> list[int]:
+def parts_of(loads: Sequence[Load], lanes: Sequence[set[int]]) -> list[int]:
     """The number of each lane's part; lanes that have a resource in common are in one."""
     above = list(range(len(lanes)))
 

@@ -1,0 +1,189 @@
+// Work that flows through shared resources: what is left of each step that is under way, at which speed it goes, and until when
+// nothing changes. weft/sim/engine.py knows the rest: which steps there are, and when they begin.
+//
+// Lanes that can slow each other down are a part (weft/sim/scarce.py), and speeds change only in a part in which work begins or
+// ends. The same sets of steps run at once again and again, so their speeds are remembered.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <queue>
+#include <unordered_map>
+
+#include "fair.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+// Work that is left and counts as none: below what sums of floating-point times are good for.
+constexpr double done_us = 1e-7;
+
+struct Working {
+    int lane, load;
+    double work_us, rest, speed;
+    double mark;  // what is left at the next pulse
+    int pulses;   // so far
+};
+
+struct Part {
+    std::vector<Working> working;
+    double at_us = 0.0;  // what is left of the work is of then
+    int64_t ends = 0;    // which of the ends that were planned counts
+    bool changed = false;
+};
+
+struct End {
+    double at_us;
+    int64_t order;  // of two at one time the one planned first comes first
+    size_t part;
+    int64_t number;  // among the part's
+    bool operator>(const End &other) const { return std::tie(at_us, order) > std::tie(other.at_us, other.order); }
+};
+
+struct Hash {
+    size_t operator()(const std::vector<int> &loads) const {
+        size_t hash = loads.size();
+        for (int load : loads) hash = (hash ^ size_t(load)) * 0x9e3779b97f4a7c15u + (hash >> 29);
+        return hash;
+    }
+};
+
+using Due = std::vector<std::pair<int, bool>>;  // (lane, whether it is done)
+
+class Fluid {
+  public:
+    Fluid(const std::vector<weft::Load> &loads, std::vector<size_t> part_of, int pulses, size_t most_known)
+        : shares_(loads), part_of_(std::move(part_of)), pulses_(pulses), most_known_(most_known), speed_of_(loads.size()) {
+        for (size_t part : part_of_) parts_.resize(std::max(parts_.size(), part + 1));
+    }
+
+    Due begin(double now, int lane, int load, double work_us, bool pulses) {
+        if (work_us <= done_us) return {{lane, true}};
+        Due due;
+        const size_t number = part_of_.at(lane);
+        Part &part = parts_[number];
+        if (part.at_us < now) flow(part, now, due);
+        part.working.push_back({lane, load, work_us, work_us, 0.0, pulses ? mark(work_us, 1) : 0.0, 0});
+        change(number);
+        return due;
+    }
+
+    double next_us() {
+        for (size_t number : changed_) {
+            Part &part = parts_[number];
+            part.changed = false;
+            ++part.ends;
+            if (part.working.empty()) continue;
+            set_speeds(part.working);
+            double left = std::numeric_limits<double>::infinity();
+            for (const Working &one : part.working) left = std::min(left, (one.rest - one.mark) / one.speed);
+            ends_.push({part.at_us + std::max(0.0, left), ++planned_, number, part.ends});
+        }
+        changed_.clear();
+        while (!ends_.empty() && ends_.top().number != parts_[ends_.top().part].ends) ends_.pop();  // the speeds are others by now
+        return ends_.empty() ? std::numeric_limits<double>::infinity() : ends_.top().at_us;
+    }
+
+    Due to(double now) {
+        Due due;
+        while (!ends_.empty() && ends_.top().at_us <= now) {
+            const End end = ends_.top();
+            ends_.pop();
+            if (end.number != parts_[end.part].ends) continue;
+            change(end.part);
+            flow(parts_[end.part], now, due);
+        }
+        return due;
+    }
+
+    size_t known() const { return n_known_; }
+
+  private:
+    double mark(double work_us, int pulse) const { return pulse < pulses_ ? work_us * (1 - double(pulse) / pulses_) : 0.0; }
+
+    void change(size_t part) {
+        if (!parts_[part].changed) changed_.push_back(part);
+        parts_[part].changed = true;
+    }
+
+    // Work until then: pulses that are due, then lanes that are done.
+    void flow(Part &part, double now, Due &due) {
+        const double passed = now - part.at_us;
+        const double nearly = std::max(done_us, 1e-12 * now);  // late in a long run the clock itself is no finer
+        part.at_us = now;
+        for (Working &one : part.working) {
+            one.rest -= passed * one.speed;
+            if (one.mark == 0.0 || one.rest - one.mark > nearly) continue;
+            one.mark = mark(one.work_us, ++one.pulses + 1);
+            due.emplace_back(one.lane, false);
+        }
+        std::erase_if(part.working, [&](const Working &one) {
+            if (one.rest <= nearly) due.emplace_back(one.lane, true);
+            return one.rest <= nearly;
+        });
+    }
+
+    void set_speeds(std::vector<Working> &working) {
+        std::vector<int> loads;
+        for (const Working &one : working) loads.push_back(one.load);
+        std::sort(loads.begin(), loads.end());
+        std::vector<int> keys, counts;
+        for (int load : loads) {
+            if (keys.empty() || keys.back() != load) {
+                keys.push_back(load);
+                counts.push_back(0);
+            }
+            ++counts.back();
+        }
+        auto found = known_.find(loads);
+        if (found == known_.end()) {
+            if (n_known_ + keys.size() > most_known_) {
+                known_.clear();
+                n_known_ = 0;
+            }
+            found = known_.emplace(loads, shares_.speeds(keys, counts)).first;
+            n_known_ += keys.size();
+        }
+        for (size_t i = 0; i < keys.size(); ++i) speed_of_[keys[i]] = found->second[i];
+        for (Working &one : working) one.speed = speed_of_[one.load];
+    }
+
+    weft::FairShares shares_;
+    std::vector<size_t> part_of_;  // of each lane
+    const int pulses_;
+    const size_t most_known_;
+    std::vector<double> speed_of_;  // of each load, in the part that is looked at
+    std::unordered_map<std::vector<int>, std::vector<double>, Hash> known_;
+    size_t n_known_ = 0;
+    std::vector<Part> parts_;
+    std::vector<size_t> changed_;  // since the last step
+    std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;
+    int64_t planned_ = 0;
+};
+
+std::vector<double> fair_speeds(const std::vector<weft::Load> &loads, const std::vector<int> &counts) {
+    if (loads.size() != counts.size()) throw nb::value_error("there must be a count for each load");
+    std::vector<int> keys(loads.size());
+    std::iota(keys.begin(), keys.end(), 0);
+    return weft::FairShares(loads).speeds(keys, counts);
+}
+
+}  // namespace
+
+void register_fluid(nb::module_ &m) {
+    m.attr("FAIR_LEAST") = weft::fair_least;
+    m.def("fair_speeds", &fair_speeds, nb::arg("loads"), nb::arg("counts"));
+    nb::class_<Fluid>(m, "Fluid", "Work that flows through shared resources.")
+        .def(nb::init<const std::vector<weft::Load> &, std::vector<size_t>, int, size_t>(), nb::arg("loads"), nb::arg("parts"),
+             nb::arg("pulses"), nb::arg("most_known"))
+        .def("begin", &Fluid::begin, nb::arg("now"), nb::arg("lane"), nb::arg("load"), nb::arg("work_us"), nb::arg("pulses"))
+        .def("next_us", &Fluid::next_us)
+        .def("to", &Fluid::to, nb::arg("now"))
+        .def_prop_ro("known", &Fluid::known);
+}
