@@ -338,7 +338,7 @@ def _totals(node: ast.expr) -> tuple[int, tuple[Total, ...]]:
 
 @lru_cache(maxsize=1 << 12)  # the same for every rank
 def _period_of(expression: Expr, name: str) -> int:
-    return _period(expression._node, name)
+    return _period(expression._node, name) if name in expression.text else 1
 
 
 def _period(node: ast.AST, name: str) -> int:
@@ -349,7 +349,12 @@ def _period(node: ast.AST, name: str) -> int:
             return 0
         case ast.Subscript(value=ast.Tuple() as table, slice=index) if _numbers_of(table) is not None:
             return _period(index, name)
-    return math.lcm(*(_period(part, name) for part in ast.iter_child_nodes(node)))
+    period = 1
+    for part in ast.iter_child_nodes(node):
+        period = math.lcm(period, _period(part, name))
+        if not period:  # nothing makes it another one: of a long sum the first number tells
+            break
+    return period
 
 
 def _partly(node: ast.expr, values: Values) -> ast.expr:

@@ -243,6 +243,7 @@ class _Tables:
         self._tiles, self._extent, self._world = tiles, extent, world
         self._ranks = np.array(ranks)[:, None]
         self._values = {**values, "rank": self._ranks}
+        self._columns: dict[tuple[str, int], np.ndarray] = {}  # by expression and number of tiles that tell for all
 
     def tiled(self, item_bytes: dict[str, int]) -> list[Tiled]:
         """Of each rank, or of one for all."""
@@ -290,8 +291,7 @@ class _Tables:
         # Mostly they depend on a tile's place within its sample, and one sample tells for all.
         period = math.lcm(*(n.period(index) for n in numbers if isinstance(n, Expr)))
         at = np.arange(min(period, self._extent) or self._extent)
-        values = {**self._values, index: at}
-        columns = [np.asarray(n.over(values) if isinstance(n, Expr) else n, np.int64) for n in numbers]
+        columns = [self._column(number, at) for number in numbers]
         columns[ranks] = [(column - self._ranks) % self._world for column in columns[ranks]]
         columns = [column[:1] if column.ndim > 1 and (column == column[:1]).all() else column for column in columns]
         rows = max(len(column) if column.ndim > 1 else 1 for column in columns)
@@ -299,6 +299,14 @@ class _Tables:
         for column, found in zip(table, columns, strict=True):
             column[...] = found
         return table, self._extent // len(at) + (at < self._extent % len(at))
+
+    def _column(self, number: Index, at: np.ndarray) -> np.ndarray:
+        if not isinstance(number, Expr):
+            return np.asarray(number, np.int64)
+        key = (number.text, len(at))
+        if key not in self._columns:
+            self._columns[key] = np.asarray(number.over({**self._values, self._tiles.index: at}), np.int64)
+        return self._columns[key]
 
     def _read_bytes(self, item_bytes: dict[str, int]) -> list[int]:
         """By rank, or of one for all, of what matmuls read in its own memory."""
