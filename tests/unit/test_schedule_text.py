@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from schedule_checks import applicable
 
 from weft.schedule import RANK, AllGatherMatmul, Copy, Draft, Expr, Region, Schedule, Set, candidates, lookup
-from weft.schedule.text import from_json, to_json
+from weft.schedule.text import fingerprint, from_json, to_json
 
 
 def every_kind_of_step() -> Schedule:
@@ -29,6 +31,18 @@ def every_kind_of_step() -> Schedule:
     d.lane("compute").all_gather(x.part(), rows.part()).compute("silu", y.part(), rows.part(), accumulate=True)
     d.lane("compute").matmul(y.part(cols=(2, 4)), rows.part(rows=(1, 2)), box.part())
     return d.schedule()
+
+
+def test_a_fingerprint_tells_schedules_apart() -> None:
+    problems = AllGatherMatmul.even(6, 3, 4, 2), AllGatherMatmul(2, (5, 0), (3, 2), 4, "fp16")
+    schedules = [every_kind_of_step(), *(schedule for p in problems for schedule in applicable(p).values())]
+    schedules += [replace(schedules[0], lanes=schedules[0].lanes[::-1])]
+    texts = {to_json(schedule): fingerprint(schedule) for schedule in schedules}
+    assert len(set(texts.values())) == len(texts) > 20
+    assert {text: fingerprint(from_json(text)) for text in texts} == texts
+    moved = replace(schedules[0], buffers=(replace(schedules[0].buffers[0], rows=lookup((4, 2, 4), RANK)),))
+    as_text = replace(moved, buffers=(replace(moved.buffers[0], rows=str(moved.buffers[0].rows)),))  # type: ignore[arg-type]
+    assert len({*texts.values(), fingerprint(moved), fingerprint(as_text)}) == len(texts) + 2
 
 
 def test_a_table_for_all_ranks_and_for_one() -> None:

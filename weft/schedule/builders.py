@@ -15,6 +15,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from weft.errors import ScheduleError
@@ -42,7 +43,9 @@ class _Builder:
 
     def candidate(self, problem: Problem, chosen: dict[str, Any]) -> Candidate:
         given = ((key, value) for key, value in chosen.items() if self.defaults.get(key) != value)
-        return Candidate(self.function.__name__, tuple(given), _bind(self.function, problem, chosen))
+        return Candidate(
+            self.function.__name__, tuple(given), partial(_built, self.function, problem, tuple(chosen.items()))
+        )
 
 
 _builders: dict[type, dict[str, _Builder]] = {}
@@ -198,19 +201,16 @@ def _value(where: str, text: str, listed: tuple[Any, ...]) -> Any:
     raise ValueError(f"{where} is {' or '.join(known)}, and not {text!r}")
 
 
-def _bind(function: Callable[..., Schedule], problem: Problem, chosen: dict[str, Any]) -> Callable[[], Schedule]:
-    def build() -> Schedule:
-        try:
-            made = function(problem, **chosen)
-        except NotApplicableError:
-            raise
-        except Exception as error:
-            given = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
-            raise ScheduleError(f"{given}: {type(error).__name__}: {error}") from error
-        if not isinstance(made, Schedule):
-            raise ScheduleError(
-                f"builder {function.__module__}.{function.__name__} returned {made!r}: return d.schedule()"
-            )
-        return made
-
-    return build
+@lru_cache(maxsize=2)  # a first call checks that it can be built, and builds it
+def _built(function: Callable[..., Schedule], problem: Problem, given: tuple[tuple[str, Any], ...]) -> Schedule:
+    chosen = dict(given)
+    try:
+        made = function(problem, **chosen)
+    except NotApplicableError:
+        raise
+    except Exception as error:
+        text = f"builder {function.__module__}.{function.__name__}, {chosen}, for {problem}"
+        raise ScheduleError(f"{text}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Schedule):
+        raise ScheduleError(f"builder {function.__module__}.{function.__name__} returned {made!r}: return d.schedule()")
+    return made

@@ -23,6 +23,7 @@ from weft.schedule.limits import check_number, check_sizes
 from weft.schedule.printing import describe
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES, KINDS, OPS, Buffer, Compute, Step
+from weft.schedule.steps.base import values_of
 
 __all__ = ["describe", "from_json", "to_json"]
 
@@ -37,7 +38,15 @@ def to_json(schedule: Schedule) -> str:
 
 def fingerprint(schedule: Schedule) -> str:
     """The same for the same schedules alone, on every rank."""
-    return hashlib.sha256(json.dumps(_plain(schedule)).encode()).hexdigest()  # without `indent`, for which json is slow
+    # Not by `to_json`: json goes through tuples and numbers by itself, in C, and with `indent` it is slow.
+    return hashlib.sha256(json.dumps(schedule, default=_values).encode()).hexdigest()
+
+
+def _values(item: Any) -> Any:
+    """What json can write of a value that it does not know, its fields by position."""
+    if isinstance(item, Expr):
+        return {"": item.text}
+    return {getattr(item, "kind", type(item).__name__): values_of(item)}
 
 
 def from_json(text: str) -> Schedule:

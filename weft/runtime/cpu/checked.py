@@ -87,9 +87,10 @@ def _require_fit(schedule: Schedule, rank: int, ranks: list[tuple[Lane, ...]]) -
     if sum(any(isinstance(step, Collective) for step in lane.steps) for lane in ranks[rank]) > 1:
         faults.append("collectives are on several lanes, and their library takes them from one thread: put them on one")
     sets, where = sets_per_run(ranks), declared(schedule, buffers)[rank]
+    open_ = bool(schedule.contents)  # otherwise `of_rank` has put in all that steps name
     for lane in ranks[rank]:
         for step in lane.steps:
-            fixed = not isinstance(step, Tiles) and not variables_of(step)
+            fixed = not isinstance(step, Tiles) and not (open_ and variables_of(step))
             wrong = list(wrong_step(where, step)) if fixed else []
             if (wait := step.awaits) and value(wait.count) > (n := sets[rank, wait.signal, wait.index]):
                 wrong.append(f"{wait.count} sets are waited for, and a run makes {n}")

@@ -53,12 +53,13 @@ class Program:
         users: dict[str, list[Bound]] = {name: [] for name in given}
         rows = iter(checked.rows)
         self.lanes: Lanes = []
+        open_ = bool(schedule.contents)  # otherwise `of_rank` has put in all that steps name
         for lane in checked.lanes:
             steps = []
             known: dict[str, Held] = {}  # what the lane has read
             for step in lane.steps:
                 rows_of_ranks = next(rows) if isinstance(step, Collective) else ()
-                late = isinstance(step, Tiles | Read) or bool(variables_of(step))
+                late = isinstance(step, Tiles | Read) or (open_ and bool(variables_of(step)))
                 sent = 0 if late else self._sent_bytes(step)
                 bound = Bound(step, span_name(step, self._rank), sent, rows_of_ranks, late, _not_bound)
                 mine = given.keys() & {a.region.buffer for inner in step.inner or (step,) for a in inner.accesses()}
