@@ -116,7 +116,7 @@ def distribute(group, sharding: EmbeddingSharding, parts: list[KeyedJaggedTensor
     return jagged.keys, jagged.values, jagged.offsets, jagged.weights, jagged.stride, batch_sizes
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     batches=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     ranks=st.lists(st.integers(0, 3), min_size=4, max_size=4),

@@ -158,7 +158,7 @@ class _Machine:
             total = self._view(step.out)
             total[:] = sum(self._view(part) for part in step.parts)
             if step.norm is not None:
-                scale = 1 / np.sqrt((total**2).mean(1, keepdims=True) + step.norm.eps)
+                scale = 1 / np.sqrt((total**2).sum(1, keepdims=True) / max(1, total.shape[1]) + step.norm.eps)
                 self._view(step.norm.out)[:] = total * scale * self._view(step.norm.weight)
         elif isinstance(step, Collective):
             before = sum(isinstance(s, Collective) for s in self.lanes[rank][i].steps[: self.at[rank][i]])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, JaggedInput, hash_ids
@@ -162,7 +162,6 @@ def test_the_first_offset_may_be_above_zero():
     check_offsets(later, SHARDING, 0, check_jagged(later, SHARDING, 0, None, WEIGHTS))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.data())
 def test_the_first_bad_index_is_found(batch, data):
     bags = 3 * batch

@@ -23,7 +23,7 @@ from cpu_kernel import (
     reference,
     run,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft import _core
@@ -77,7 +77,7 @@ def test_half_types_round_as_torch_does(isa: str, dtype: torch.dtype) -> None:
         assert torch.equal(got.nan_to_num(0, 1, -1), wanted.nan_to_num(0, 1, -1))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_options_match_the_loop(data: st.DataObject) -> None:
     draw = data.draw

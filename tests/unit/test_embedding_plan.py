@@ -38,7 +38,7 @@ def test_a_table_with_several_features_is_several_slots() -> None:
     assert p.slices(0) == (Unit(0, 2, 0, 8), Unit(2, 3, 8, 4))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     dims=st.lists(st.sampled_from((1, 3, 8, 64)), min_size=1, max_size=12),
     owners=st.lists(st.integers(0, 2), min_size=12, max_size=12),

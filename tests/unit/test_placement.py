@@ -41,7 +41,7 @@ def test_the_cost_is_the_bytes_that_a_sample_moves():
     assert table.bytes_per_sample() == table.bytes_per_sample(2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 3),
     st.lists(st.tuples(st.sampled_from([4, 16, 64, 200]), st.integers(0, 40)), min_size=1, max_size=8),
@@ -56,7 +56,7 @@ def test_the_slowest_rank_is_within_four_thirds_of_the_optimum(world_size, shape
     assert loads(placed).max() <= optimum * 4 / 3 * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_equal_tables_come_out_as_contiguous_blocks(count, world_size):
     placed = place_tables(tables([64] * count), world_size)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import check_value, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
@@ -142,14 +142,14 @@ def any_small_shape(data: st.DataObject) -> None:
     check(problem, schedule, candidate.name, seeds=range(2), runs=2)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(data=st.data())
 def test_some_small_shapes(data: st.DataObject) -> None:
     any_small_shape(data)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_small_shape(data: st.DataObject) -> None:
     any_small_shape(data)

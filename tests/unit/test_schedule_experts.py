@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import applicable, check_value
 from slow import mostly, slow
@@ -111,14 +111,14 @@ def any_splits(data: st.DataObject) -> None:
     check(found[data.draw(st.sampled_from(sorted(found)), label="candidate")])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(data=st.data())
 def test_some_splits(data: st.DataObject) -> None:
     any_splits(data)
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_splits(data: st.DataObject) -> None:
     any_splits(data)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import schedule_checks
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import Small, applicable, small_numbers
 from schedule_interpreter import Tensors, edited
@@ -118,7 +118,7 @@ def test_every_number_of_chunks_verifies(world: int, columns: bool) -> None:
         verify(named(MatmulAllGatherGradients(world, 1030, 300, 4, "bf16", columns), name).build())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_some_small_shapes(data: st.DataObject) -> None:
     world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 12), label="m")
@@ -210,8 +210,9 @@ def test_the_planner_hides_both_exchanges() -> None:
     assert plan.choose(AllGatherMatmulGradients(2, 64, (512,), 512, "bf16"), gpu("h200", 2)).candidate.name == "serial"
 
 
-def test_the_planner_hides_the_reduce_scatter() -> None:
+def test_the_planner_hides_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the output layer of Llama-3-8B; of eight ranks, behind both GEMMs. Joined columns cost the library a copy more."""
+    monkeypatch.setenv("WEFT_QUIET", "1")  # what is too small to gain from overlap is done without
     for world, last in ((2, ""), (8, ",last=columns")):
         of_serial = []
         for columns in (False, True):

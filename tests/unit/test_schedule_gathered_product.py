@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import schedule_checks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
@@ -76,7 +76,7 @@ def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
             verify(schedule)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_some_small_shapes(data: st.DataObject) -> None:
     world, m = data.draw(st.integers(1, 5), label="world_size"), data.draw(st.integers(0, 40), label="m")
@@ -94,7 +94,7 @@ def test_who_computes_again_too_early_is_noticed(name: str) -> None:
     assert not all(same(interpret(early, inputs, seed), expected(p, inputs)) for seed in range(20))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(m=st.integers(1, 5000), n=st.integers(1, 2000), chunks=st.sampled_from([1, 2, 4, 8]), rank=st.integers(0, 2))
 def test_tiles_are_each_row_and_column_once_and_tell_everybody(m: int, n: int, chunks: int, rank: int) -> None:
     try:

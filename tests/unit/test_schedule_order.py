@@ -159,7 +159,7 @@ def reached(ranks: list[tuple[Lane, ...]], runs: int, held: Event) -> set[Event]
     return happened
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs())
 def test_before_means_that_it_cannot_come_without(ranks: list[tuple[Lane, ...]]) -> None:
     happened = Happened(ranks, 3)

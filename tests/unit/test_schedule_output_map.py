@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import output_maps
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import require_runnable_on_gpus
 from schedule_checks import check_order, same
@@ -129,7 +129,7 @@ def test_a_function_that_asks_for_its_rank() -> None:
     check("reduce_scatter", schedule_of([in_pairs(rank) for rank in range(4)], SCATTER, add="reduce"))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     world=st.integers(1, 5),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import schedule_checks
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_checks import applicable, builders, same, small_numbers
 from schedule_interpreter import Tensors, edited, interpret
@@ -136,7 +136,7 @@ def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
         verify(schedule)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_some_small_shapes(data: st.DataObject) -> None:
     world, rows = data.draw(st.integers(1, 4), label="world_size"), data.draw(st.integers(0, 40), label="rows")
@@ -155,7 +155,7 @@ def test_who_fills_a_slot_again_too_early_is_noticed(builder: str) -> None:
     assert not all(same(interpret(hasty, inputs, seed), expected(p, inputs)) for seed in range(20))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 5000), n=st.integers(1, 2000), chunks=st.sampled_from([1, 2, 4]), rank=st.integers(0, 1))
 def test_tiles_are_each_row_and_column_once_chunk_by_chunk(rows: int, n: int, chunks: int, rank: int) -> None:
     p = MatmulReduceScatter(2, 2 * rows, n, 8, "bf16")

@@ -115,7 +115,7 @@ def test_sets_are_counted_and_an_order_for_one_queue_is_found() -> None:
     assert [type(step) for _, step in issue_order(schedule)[0]] == [Wait, Tiles, Wait, Compute, Set]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     extent=st.integers(0, 40),
     entries=st.lists(st.integers(-3, 3), min_size=2, max_size=4),
@@ -131,7 +131,7 @@ def test_counts_are_those_of_one_tile_after_the_other(extent: int, entries: list
     assert dict(counted(tiles, *numbers)) == one_by_one
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(extent=st.integers(1, 60), p=st.integers(1, 6), q=st.integers(1, 6))
 def test_counts_of_what_repeats_are_those_of_one_tile_after_the_other(extent: int, p: int, q: int) -> None:
     a, b = lookup((5, 3, 8, 3, 1, 0), T % p), (T % q) * 2 + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_toys import all_schedules, gpu
 
@@ -75,7 +75,7 @@ def _model(name: str, key: str, factor: float) -> Model:
 CASES = st.sampled_from([(name, key) for name in ("h200", "mi300x") for key in _keys(name)])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(CASES, st.floats(1.0, 2.0) | st.floats(1.0, 1.02), st.sampled_from(sorted(_schedules())), st.sampled_from(MODES))
 def test_better_hardware_is_never_slower(case: tuple[str, str], factor: float, which: str, mode: Mode) -> None:
     name, key = case

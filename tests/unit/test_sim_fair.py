@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.sim.fair import LEAST, Load, speeds
@@ -112,7 +112,6 @@ def _used(loads: list[Load], counts: dict[int, int], found: dict[int, float]) ->
     return [sum(counts[i] * dict(loads[i].share).get(r, 0.0) * found[i] for i in counts) for r in range(5)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(SHARES, st.integers(1, 4)), min_size=1, max_size=6))
 def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
     steps: list[tuple[dict[int, float], int]],
@@ -128,7 +127,6 @@ def test_nothing_is_used_beyond_what_there_is_and_nobody_is_slow_for_nothing(
         assert speed > 1 - 1e-9 or any(used[r] >= 1 - 1e-9 for r, _ in loads[i].share)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sets(st.integers(0, 4), min_size=1), st.floats(0.01, 1.0), st.integers(1, 4)),

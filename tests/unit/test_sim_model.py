@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sim_toys import TOY, gpu
 
@@ -82,7 +82,6 @@ def test_a_dtype_without_a_rate_is_named() -> None:
 # -- machine files
 
 
-@settings(deadline=None)
 @given(
     st.tuples(st.integers(1, 8192), st.integers(1, 8192), st.integers(1, 16384)),
     st.floats(1.0, 1.1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sim_toys import all_schedules, bytes_leaving, gpu
 
@@ -60,7 +60,7 @@ PROBLEMS = {world: AllGatherMatmul.even(world * 12 * 16, 320, 192, world) for wo
 SCHEDULES: dict[int, dict[str, Schedule]] = {world: all_schedules(PROBLEMS[world]) for world in WORLDS}
 SHARD = "shard[chunks=1,send=in_turn,by=dma]"
 CASES = st.sampled_from([(world, name) for world in WORLDS for name in SCHEDULES[world]])
-RUNS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RUNS = settings(max_examples=60)
 
 
 @RUNS

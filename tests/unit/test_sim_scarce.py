@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sim_toys import gpu
 
@@ -78,7 +78,6 @@ _AMOUNTS = st.dictionaries(st.integers(0, 5), st.floats(0.01, 1.0), max_size=3)
 _LOADS = st.lists(st.tuples(_AMOUNTS, _AMOUNTS, _AMOUNTS), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(_LOADS)
 def test_speeds_of_a_part_are_those_beside_all_others(some: list[tuple[dict[int, float], ...]]) -> None:
     """Of lanes that have one load each: with what is scarce only, and of each part alone."""

@@ -183,7 +183,7 @@ TABLES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(TABLES, TABLES, st.sampled_from([(10,) * 4, (10, 20, 10, 20)]), st.sampled_from([TOY, SWITCH]))
 def test_whatever_counters_are_used(set_at: list, wait_at: list, rows: tuple, model: Model) -> None:
     """What is simulated as one rank ends, or hangs, as all ranks do."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sim_toys import TOY, puts
 
@@ -49,7 +49,6 @@ def _distances(topology: Topology, source: int) -> dict[int, int]:
     return found
 
 
-@settings(deadline=None)
 @given(TOPOLOGIES)
 def test_every_route_leads_from_source_to_target_over_the_fewest_links(topology: Topology) -> None:
     for source in range(topology.ranks):
@@ -64,7 +63,6 @@ def test_every_route_leads_from_source_to_target_over_the_fewest_links(topology:
     assert len({link.name for link in topology.links}) == len(topology.links)
 
 
-@settings(deadline=None)
 @given(TOPOLOGIES, st.lists(st.tuples(RANKS, RANKS, st.integers(1, 1000)), max_size=20))
 def test_what_goes_into_a_node_comes_out_of_it(topology: Topology, flows: list[tuple[int, int, int]]) -> None:
     """Links carry all bytes of each flow, and no others: at every node what arrives leaves, but what begins or ends there."""
