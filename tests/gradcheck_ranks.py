@@ -24,39 +24,41 @@ Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]
 
 
-def _from_all(x: torch.Tensor, group: dist.ProcessGroup) -> Tensors:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, x.detach(), group=group)
-    return found
+def _from_all(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensors:
+    """Of each rank its tensor, in one dimension and of so many numbers."""
+    mine = x.new_zeros(max(sizes))
+    mine[: x.numel()] = x.detach().flatten()
+    found = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(found, mine, group=group)
+    return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
 
 class _Own(torch.autograd.Function):
-    """[numbers of all ranks] -> this rank's, as a tensor of `shape`."""
+    """[numbers of all ranks, so many of each] -> this rank's, as a tensor of `shape`."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: torch.Tensor, first: int, shape: Shape, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        own = numbers.new_empty(shape)
-        own.view(-1).copy_(numbers[first : first + own.numel()])
-        return own
+    def forward(
+        ctx: Any, numbers: torch.Tensor, sizes: Sequence[int], shape: Shape, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return numbers.split(sizes)[group.rank()].view(shape).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return torch.cat([g.flatten() for g in _from_all(grad.contiguous(), ctx.group)]), None, None, None
+        return torch.cat(_from_all(grad, ctx.sizes, ctx.group)), None, None, None
 
 
 class _Joined(torch.autograd.Function):
-    """A result -> [numbers of all ranks' results]."""
+    """A result -> [numbers of all ranks' results, so many of each]."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        of_ranks = _from_all(y, group)
-        ctx.shape, ctx.sizes, ctx.rank = y.shape, [one.numel() for one in of_ranks], group.rank()
-        return torch.cat([one.flatten() for one in of_ranks])
+    def forward(ctx: Any, y: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.shape, ctx.sizes, ctx.rank = y.shape, sizes, group.rank()
+        return torch.cat(_from_all(y, sizes, group))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad.split(ctx.sizes)[ctx.rank].view(ctx.shape), None
+        return grad.split(ctx.sizes)[ctx.rank].view(ctx.shape), None, None
 
 
 class _Shared(torch.autograd.Function):
@@ -69,7 +71,8 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return torch.stack(_from_all(grad.contiguous(), ctx.group)).sum(0), None
+        sizes = [grad.numel()] * ctx.group.size()
+        return torch.stack(_from_all(grad, sizes, ctx.group)).sum(0).view(grad.shape), None
 
 
 @dataclass(frozen=True)
@@ -141,15 +144,22 @@ def checked(group: dist.ProcessGroup, name: str, schedule: str | None, doubled: 
 
     sizes = [[torch.Size(shape).numel() for shape in of_ranks] for of_ranks in one.own]
     inputs = [random(sum(of_ranks)) for of_ranks in sizes]
+    results: list[Any] = [None] * group.size()  # how many numbers each rank's have
+    given = [torch.zeros(shapes[group.rank()], dtype=torch.float64) for shapes in one.own]
+    given += [torch.zeros(shape, dtype=torch.float64) for shape in one.shared]
+    dist.all_gather_object(results, [y.numel() for y in one.call(given, options)], group=group)
     shared = [random(torch.Size(shape).numel()) for shape in one.shared]
 
     def function(*numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = [
-            _Own.apply(x, sum(of_ranks[: group.rank()]), shapes[group.rank()], group)
+            _Own.apply(x, of_ranks, shapes[group.rank()], group)
             for x, of_ranks, shapes in zip(numbers, sizes, one.own, strict=False)
         ]
         alike = [_Shared.apply(x, group).view(shape) for x, shape in zip(numbers[len(own) :], one.shared, strict=True)]
-        return tuple(_Joined.apply(y, group) for y in one.call([*own, *alike], options))
+        return tuple(
+            _Joined.apply(y, of_ranks, group)
+            for y, *of_ranks in zip(one.call([*own, *alike], options), *results, strict=True)
+        )
 
     op = operator_named(name)
     with contextlib.ExitStack() as stack:

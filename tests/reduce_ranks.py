@@ -118,16 +118,19 @@ def following(
     """A bias and a residual, added by every schedule; fresh ones in each of two calls."""
     rank, world = group.rank(), group.size()
     p = MatmulAllReduce(world, shape[0] * shape[1], n, shape[2], NAMES[dtype], with_bias, with_residual)
+    given = []
+    for call in range(2):
+        x = Operands(world, shape, n, dtype, "sum", call)
+        bias = data(7, (n,), dtype, 80 + call) if with_bias else None
+        residual = data(7, (*shape[:-1], n), dtype, 90 + call) if with_residual else None
+        exact, usual = x.exact(), x.usual(group)
+        for one in (bias, residual):
+            exact, usual = (exact, usual) if one is None else (exact + one.double(), usual + one)
+        given.append((x.xs[rank], x.ws[rank], bias, residual, exact, usual))
     for name in [candidate.name for candidate in every(p)]:
-        for call in range(2):
-            x = Operands(world, shape, n, dtype, "sum", call)
-            bias = data(7, (n,), dtype, 80 + call) if with_bias else None
-            residual = data(7, (*shape[:-1], n), dtype, 90 + call) if with_residual else None
+        for a, w, bias, residual, exact, usual in given:
             with poisoned_outputs(OPERATOR):
-                y = weft.matmul_all_reduce(x.xs[rank], x.ws[rank], group, bias=bias, residual=residual, schedule=name)
-            exact, usual = x.exact(), x.usual(group)
-            for one in (bias, residual):
-                exact, usual = (exact, usual) if one is None else (exact + one.double(), usual + one)
+                y = weft.matmul_all_reduce(a, w, group, bias=bias, residual=residual, schedule=name)
             try:
                 close(y, exact, usual)
             except AssertionError as error:
@@ -166,29 +169,33 @@ def normed(
     rank, world = group.rank(), group.size()
     p = MatmulAllReduce(world, shape[0] * shape[1], n, shape[2], NAMES[dtype], False, with_residual, eps)
     names = [candidate.name for candidate in every(p)]
+    given = []
+    for call in range(3):
+        x = Operands(world, shape, n, dtype, "sum", call)
+        residual = data(7, (*shape[:-1], n), dtype, 90 + call) if with_residual else None
+        weight = data(7 if with_residual else rank, (n,), dtype, 100 + call)
+        exact, usual = x.exact(), x.usual(group)
+        if residual is not None:
+            exact, usual = exact + residual.double(), usual + residual
+        torchs = [rms_norm(one, (n,), weight.to(one.dtype), eps) for one in (exact, usual)]
+        given.append((x.xs[rank], x.ws[rank], residual, weight, exact, usual, torchs))
     for name in names:
         found = []
         for call in (0, 1, 2, 0):
-            x = Operands(world, shape, n, dtype, "sum", call)
-            residual = data(7, (*shape[:-1], n), dtype, 90 + call) if with_residual else None
-            weight = data(7 if with_residual else rank, (n,), dtype, 100 + call)
+            a, w, residual, weight, *_ = given[call]
             with poisoned_outputs(OPERATOR):
-                y, total = weft.matmul_all_reduce(
-                    x.xs[rank], x.ws[rank], group, residual=residual, norm=weight, eps=eps, schedule=name
-                )
-            exact, usual = x.exact(), x.usual(group)
-            if residual is not None:
-                exact, usual = exact + residual.double(), usual + residual
-            found.append((y, total, exact, usual, weight))
-        for y, total, exact, usual, weight in found:
+                results = weft.matmul_all_reduce(a, w, group, residual=residual, norm=weight, eps=eps, schedule=name)
+            found.append((*results, call))
+        for y, total, call in found:
+            *_, weight, exact, usual, torchs = given[call]
             assert y.shape == total.shape == exact.shape
             assert y.dtype == total.dtype == dtype
             # What is normed is the sum as it was rounded: in 16 bits the norm of the exact one is further off.
-            torchs = [rms_norm(one, (n,), weight.to(one.dtype), eps) for one in (total.double(), total, exact, usual)]
+            of_total = [rms_norm(one, (n,), weight.to(one.dtype), eps) for one in (total.double(), total)]
             try:
                 close(total, exact, usual)
-                close(y, torchs[0], torchs[1])
-                close(y, torchs[2], torchs[3])
+                close(y, *of_total)
+                close(y, *torchs)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
             assert same_everywhere(group, total, *[y] * with_residual) or name == "serial", name

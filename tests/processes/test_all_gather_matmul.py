@@ -30,8 +30,8 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("world", [1, 2, 4])  # the one that changes last: each change makes a new group
 def test_results(pool: Pool, world: int, name: str) -> None:
     shape, gather_dim, widths, rows, dtype, return_A, schedule = FORWARD[name]
     if rows is not None:

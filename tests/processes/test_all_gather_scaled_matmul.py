@@ -36,8 +36,8 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("world", [1, 2, 4])  # the one that changes last: each change makes a new group
 def test_results(pool: Pool, world: int, name: str) -> None:
     case = FORWARD[name]
     if world == 1:

@@ -30,8 +30,8 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("world", [1, 2, 4])  # the one that changes last: each change makes a new group
 def test_results(pool: Pool, world: int, name: str) -> None:
     experts, dtype, traffic, exact, schedule, transposed = FORWARD[name]
     pinned = schedule if world > 1 or schedule == "serial" else None

@@ -180,7 +180,7 @@ OPERATORS = {
     ),
 }
 # Of numbers of ranks and dtypes, those with which `make test` tries every schedule.
-SOME = ((1, F32), (2, F32), (2, BF16), (2, F16), (3, BF16), (4, F32))
+SOME = ((1, F32), (2, F32), (3, BF16), (4, F16))
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 
@@ -191,8 +191,8 @@ def each(field: str, argument: str) -> Any:
     return pytest.mark.parametrize(("operator", argument), found)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @each("forward", "name")
+@pytest.mark.parametrize("world", [1, 2, 4])  # the one that changes last: each change makes a new group
 def test_results(pool: Pool, operator: str, world: int, name: str) -> None:
     of = OPERATORS[operator]
     *given, schedule = of.forward[name]
@@ -229,7 +229,7 @@ def test_every_schedule_of_all_gather(pool: Pool, world: int, dim: int, dtype: t
 
 
 @each("gradients", "case")
-@pytest.mark.parametrize(("world", "compiled"), pairs([1, 3], [False, True], (1, False), (3, False), (3, True)))
+@pytest.mark.parametrize(("world", "compiled"), pairs([1, 2, 3], [False, True], (1, False), (3, False), (2, True)))
 def test_gradients(pool: Pool, operator: str, world: int, case: tuple[Any, Any], compiled: bool) -> None:
     of = OPERATORS[operator]
     given, wanted = case

@@ -46,8 +46,8 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("world", [1, 2, 4])  # the one that changes last: each change makes a new group
 def test_results(pool: Pool, world: int, name: str) -> None:
     case = FORWARD[name] if world > 1 else replace(FORWARD[name], schedule=None)
     pool.run(ranks.forward, case, 3, ranks=world, timeout_s=60)

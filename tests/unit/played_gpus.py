@@ -276,7 +276,8 @@ class Played:
                 return
             moved = False
             for key in keys:
-                speed.setdefault(key, chance.choice([1, 1, 10]))
+                if key not in speed:
+                    speed[key] = chance.choice([1, 1, 10])
             for key in sorted(keys, key=lambda k: chance.random() / speed[k]):
                 went = advance(key)
                 moved = moved or went
