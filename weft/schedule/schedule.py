@@ -18,6 +18,7 @@ lane starts a run before its rank has been called, and a run ends on a rank when
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -107,6 +108,12 @@ class Schedule:
         expected: with the contents that buffers are expected to hold. Otherwise these stay variables, as an executor needs it.
         """
         expected = expected or not self.contents
+        known = _written_out(self)
+        if (rank, expected) not in known:
+            known[rank, expected] = self._written_out(rank, expected)
+        return known[rank, expected]
+
+    def _written_out(self, rank: int, expected: bool) -> tuple[Lane, ...]:
         values = self.values(rank) if expected else {"rank": rank}
         lanes = ((lane, unrolled(lane.steps, values, partly=not expected)) for lane in self.lanes)
         return tuple(Lane(lane.name, lane.resource, tuple(s for s in steps if not s.is_empty)) for lane, steps in lanes)
@@ -140,6 +147,24 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.table()
+
+
+_last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ...]]] = (None, {})
+
+
+def _written_out(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
+    """What `of_rank` has made of this very schedule. It is kept of the last one: who checks, orders and runs it asks again."""
+    global _last
+    of, known = _last
+    if of is None or of() is not schedule:
+        of, known = _last = (weakref.ref(schedule, _forget), {})
+    return known
+
+
+def _forget(of: weakref.ref[Schedule]) -> None:
+    global _last
+    if _last[0] is of:
+        _last = (None, {})
 
 
 _ROLES, _RESOURCES, _COPY_BY, _READ_BY = map(get_args, (Role, Resource, CopyBy, ReadBy))

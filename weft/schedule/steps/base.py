@@ -150,7 +150,15 @@ def _fields_put_in(item: Any, values: Values, partly: bool) -> Any:
     """Itself, if that changes nothing."""
     kind = type(item)
     old = values_of(item)
-    new = [one if type(one) in (int, str, bool) else put_in(one, values, partly=partly) for one in old]
+    # As `put_in`, which is called for the others only: a large schedule has a million values.
+    new = [
+        one
+        if (of := type(one)) is int or of is str or of is bool
+        else one.evaluate(values)
+        if of is Expr and not partly
+        else put_in(one, values, partly=partly)
+        for one in old
+    ]
     return item if all(map(operator.is_, old, new)) else kind(*new)
 
 
