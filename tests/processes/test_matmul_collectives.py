@@ -14,7 +14,7 @@ import reduce_ranks as reduced
 import scatter_ranks as scattered
 import torch
 import torch.distributed as dist
-from slow import pairs
+from slow import pairs, slow
 from typer.testing import CliRunner
 
 from weft.bench.core.options import BenchOptions
@@ -229,7 +229,7 @@ def test_every_schedule_of_all_gather(pool: Pool, world: int, dim: int, dtype: t
 
 
 @each("gradients", "case")
-@pytest.mark.parametrize(("world", "compiled"), pairs([1, 2, 3], [False, True], (1, False), (3, False), (2, True)))
+@pytest.mark.parametrize(("world", "compiled"), [(1, False), (3, False), (2, True), slow(1, True), slow(3, True)])
 def test_gradients(pool: Pool, operator: str, world: int, case: tuple[Any, Any], compiled: bool) -> None:
     of = OPERATORS[operator]
     given, wanted = case
