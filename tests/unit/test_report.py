@@ -2,7 +2,10 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -10,6 +13,8 @@ from weft.bench.core import records
 from weft.bench.core.harness import HARNESS
 from weft.bench.ops.all_gather_matmul import OPERATOR
 from weft.bench.report import main, markdown, rewrite
+from weft.files import write_whole
+from weft.studies import ficco, t3
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = "shard[chunks=1,send=in_turn,by=dma]"
@@ -262,6 +267,75 @@ def test_without_a_document_the_tables_are_printed(tmp_path: Path, capsys: pytes
         main([str(paths[0])])
     assert end.value.code == 2
     assert "cpu has no records: record a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "study"), [("sim-ficco", ficco), ("sim-t3", t3)])
+def test_simulated_records_are_shown_as_their_study_shows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, study: ModuleType
+) -> None:
+    results = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    simulated = records.read([results])
+    tables = study.markdown(simulated)
+    main([str(results)])
+    assert capsys.readouterr().out == f"{name}\n\n{tables}\n"
+    assert markdown([*simulated, *_records("one")]) == f"{markdown(_records('one'))}\n{tables}", "measured ones apart"
+    document = f"<!-- results:{name} -->\n<!-- /results -->\n"
+    assert tables in rewrite(document, {name: simulated})
+    page = tmp_path / "page.md"
+    page.write_text(document.replace("results:", "study:inefficiency "))
+    with pytest.raises(SystemExit):
+        main([str(page), str(results)])
+    assert "study:inefficiency is no study with a block of its own: write one of ficco, t3" in capsys.readouterr().err
+    with pytest.raises(
+        ValueError, match="no study simulates embedding_all_to_all, but only all_gather_matmul, matmul_"
+    ):
+        markdown([r | {"device": "simulated"} for r in _records("one")])
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    results = ROOT / "benchmarks" / "results" / "sim-t3.jsonl"
+    command = [sys.executable, "-m", "weft.bench.report", str(results)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == ""
+        assert program.wait(timeout=60) == 1
+
+
+def test_a_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("before")
+    path.chmod(0o640)
+    write_whole(path, "after")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("after", 0o640)
+    link = tmp_path / "link.md"
+    link.symlink_to(path)
+    write_whole(link, "through a link")
+    assert (path.read_text(), link.is_symlink()) == ("through a link", True)
+
+    def ended_half_way(part: Path, text: str) -> int:
+        with part.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", ended_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, "never")
+    assert path.read_text() == "through a link"
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_records_are_appended_whole_and_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.jsonl"
+    records.append(path, _records("one"))
+    path.write_bytes(path.read_bytes()[:-1])
+    records.append(path, _records("two"))
+    assert records.read([path]) == [*_records("one"), *_records("two")]
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="JSON compliant"):
+        records.append(path, [*_records("three"), {"p50_ms": math.nan}])
+    assert path.read_bytes() == before
 
 
 def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:

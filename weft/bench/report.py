@@ -7,7 +7,8 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
     python -m weft.bench.report results.jsonl
 
 - `<!-- results:NAME -->` to `<!-- /results -->`: a table for each operator, dtype and mode, a row per configuration; the
-  operator knows its columns. A block stays empty until its results are recorded.
+  operator knows its columns. Of simulated records it shows what the study that simulated them makes of them. A block stays
+  empty until its results are recorded.
 - `<!-- study:STUDY NAME -->` to `<!-- /study -->`: what the study (`weft.studies`) makes of them. It stays empty likewise.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: how many times as fast a variant is, in the geometric mean
   over configurations.
@@ -24,11 +25,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from weft.bench.core import records
+from weft.bench.core.console import end_quietly
 from weft.bench.core.harness import HARNESS
 from weft.bench.core.operators import operator
 from weft.bench.core.tables import Record, by_config, geomean, times
+from weft.files import write_whole
 from weft.words import counted
 
 _GAIN = re.compile(
@@ -40,6 +44,9 @@ _MARKED = re.compile(
     re.DOTALL,
 )
 
+_SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
+"""Which study simulates an operator (`weft reproduce`). Its records say nothing of a run on a machine, so the operator's own tables
+cannot show them."""
 
 TOO_SHORT_MS = 1.0
 """On CPU a row of a table with a shorter time is left out: that is how long the system may keep a process waiting."""
@@ -47,7 +54,24 @@ TOO_SHORT_MS = 1.0
 
 def markdown(found: Sequence[Record], *, short: bool = False) -> str:
     """The tables of one results file, with a line that says where and with what they were measured. short: also of times that are
-    too short for a document."""
+    too short for a document. Simulated records are shown as their study shows them, behind those that were measured."""
+    simulated = [r for r in found if r["device"] == "simulated"]
+    parts = [_measured([r for r in found if r["device"] != "simulated"], short)] if len(simulated) < len(found) else []
+    for op in dict.fromkeys(r["op"] for r in simulated):
+        if op not in _SIMULATED_BY:
+            known = ", ".join(_SIMULATED_BY)
+            raise ValueError(f"no study simulates {op}, but only {known}: take its records out, or measure it")
+        parts.append(_study(_SIMULATED_BY[op]).markdown([r for r in simulated if r["op"] == op]))
+    return "\n".join(parts)
+
+
+def _study(name: str) -> Any:
+    if name not in (known := sorted(_SIMULATED_BY.values())):
+        raise ValueError(f"study:{name} is no study with a block of its own: write one of {', '.join(known)}")
+    return importlib.import_module(f"weft.studies.{name}")
+
+
+def _measured(found: Sequence[Record], short: bool) -> str:
     latest = _latest_runs(found) if short else _long_enough(_latest_runs(found))
     if not latest:
         raise ValueError(
@@ -112,8 +136,7 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
     def block(found: re.Match[str]) -> str:
         if found["name"] not in results and not found["body"].strip():
             return found[0]
-        study = importlib.import_module(f"weft.studies.{found['study']}") if found["study"] else None
-        shown = markdown if study is None else study.markdown
+        shown = _study(found["study"]).markdown if found["study"] else markdown
         return f"{found[1]}{shown(given(found['name']))}{found[5]}"
 
     def factor(found: re.Match[str]) -> str:
@@ -159,9 +182,11 @@ def main(arguments: Sequence[str]) -> None:
         results = {path.stem: records.read([path]) for path in given if path not in documents}
         written = {path: rewrite(path.read_text(), results) for path in documents}
         for path, text in written.items():
-            path.write_text(text)
+            write_whole(path, text)
         if not documents:
             print("\n".join(_printed(name, found) for name, found in results.items()), flush=True)
+    except BrokenPipeError:
+        end_quietly()
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except TypeError as error:

@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from weft.bench.table_1 import SYNTHETIC, TABLE_1
 from weft.cli.paths import check_writable
+from weft.files import write_whole
 
 if TYPE_CHECKING:
     from weft.plan import Explanation
@@ -173,7 +174,7 @@ def _run(
         found.cells(shown)
     print_explanation(found, shown)
     if json is not None:
-        json.write_text(json_text.dumps(found.as_json(), indent=1) + "\n")
+        write_whole(json, json_text.dumps(found.as_json(), indent=1) + "\n")
 
 
 @contextlib.contextmanager

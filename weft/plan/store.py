@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 from weft import env
 from weft.caller import warn
+from weft.files import write_whole
 
 _warned = False
 
@@ -47,14 +46,7 @@ def keep(path: Path, content: dict[str, Any]) -> None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-    try:
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        part.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:

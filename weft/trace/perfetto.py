@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.files import write_whole
 from weft.timeline import Timeline
 from weft.trace.kinds import kind_of
 from weft.trace.picture import bytes_sent
@@ -59,4 +60,4 @@ def write_trace(path: Path, timelines: Mapping[str, Timeline], **about: str) -> 
     """Write `timelines` as one trace file; `about` (machine, configuration) goes into its metadata."""
     trace = {"schemaVersion": 1, "displayTimeUnit": "ms", **about, "traceEvents": trace_events(timelines)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace))
+    write_whole(path, json.dumps(trace))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 try:
     from rich.console import Console
@@ -17,6 +19,12 @@ except ImportError:
 
 _ANY_WIDTH = 100_000
 _FEWER = 5  # times as long between lines, once there was one
+
+
+def end_quietly() -> NoReturn:
+    """For a reader who has seen enough (`| head`): exit status 1, and no word of what cannot be flushed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
 
 
 def print_table(

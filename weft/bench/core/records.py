@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Hashable, Iterable
@@ -59,10 +60,19 @@ def environment(device_type: str) -> Record:
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """Append one line per record."""
-    with path.open("a") as file:
-        for record in records:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+    """Append one line per record, behind a last line that was not ended too. All are written at once, or none."""
+    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    with path.open("ab") as file:
+        file.write(("\n" * _cut_off(path) + lines).encode())
+
+
+def _cut_off(path: Path) -> bool:
+    """Whether its last line lacks its end."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 class _Line(Record):
