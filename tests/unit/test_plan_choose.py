@@ -18,6 +18,7 @@ from weft.schedule import (
     AllGatherMatmul,
     AllToAllMatmul,
     NotApplicableError,
+    Problem,
     Schedule,
     builder,
     candidates,
@@ -169,6 +170,12 @@ def test_calls_that_outlast_serial_on_the_host_are_for_graphs() -> None:
     assert choice.row(choice.candidate.name).gemms == 1
     assert choice.predicted_us < (choice.row("serial").us or 0.0) < choice.row(name).host_us
     assert f"host busy for {choice.row(name).host_us:.0f} us" in choice.row(name).why_not
+    assert choice.row(name).us < choice.predicted_us
+    fastest = next(row for row in choice.rows if not row.rough)
+    assert choice.reason.endswith(
+        f"; {fastest.candidate.name}, {fastest.us:.1f} us, would keep the host busy for {fastest.host_us:.0f} us a call"
+    )
+    assert "host" not in decide(problem, model, mode="graph").reason
     assert decide(problem, model, mode="graph").row(name).why_not != choice.row(name).why_not
 
 
@@ -443,6 +450,39 @@ def test_it_is_said_once_that_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan.choose(AllGatherMatmul.even(4, 8, 8, 2), model).candidate.name == "serial"
+
+
+def test_the_warning_says_what_its_times_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size that was planned stands for those near it; a graph that nothing can be captured in runs nothing; and of a choice
+    between measured times it says nothing of what was predicted."""
+    monkeypatch.setenv("WEFT_QUIET", "0")
+
+    def said(problem: Problem, **options: Any) -> list[str]:
+        monkeypatch.setattr(module, "_warned", False)
+        monkeypatch.setattr(module, "_choices", {})
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert plan.choose(problem, H200, **options).candidate.name == "serial"
+        return [str(one.message) for one in found]
+
+    assert said(TINY)[0].startswith("weft runs all_gather_matmul without overlap, [2, 8] gathered from 2 ranks")
+    assert said(TINY, near=True)[0].startswith(
+        "weft runs all_gather_matmul without overlap, sizes near [2, 8] gathered"
+    )
+    (alone,) = said(LARGE, measured={"serial": 100.0})
+    assert "queued: serial is taken, 100.0 us measured: no other was measured; weft.plan" in alone
+    assert "predicted" not in alone
+    exact = described("all_to_all_matmul", m=64, n=64, k=64, ranks=2, dtype="bf16", experts=2)
+    assert decide(exact, H200, mode="graph").schedule.reads_on_host
+    assert said(exact, measured={"serial": 1.0})
+    assert said(exact, mode="graph", measured={"serial": 1.0}) == []
+
+
+def test_it_is_said_why_nothing_else_was_compared() -> None:
+    few = frozenset({"serial", *(one.name for one in candidates(LARGE) if one.builder.startswith("ficco_2d"))})
+    choice = decide(LARGE, H200, mode="queued", among=few)
+    assert choice.reason.endswith("predicted: all others round at every step")
+    assert any(row.us is not None for row in choice.rows if row.rough)
 
 
 def test_quiet_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,11 +390,12 @@ def _fastest(
     # Each is run by itself, a few times: only one holds memory.
     times = _measured(p, schedules, domain, tensors, deadline_s, serial, "single", 2)
 
+    device = domain.device.type
+
     def best(names: list[str]) -> str:
         fastest = min(names, key=lambda name: times[name])
         if "serial" not in names:
             return fastest
-        device = domain.device.type
         needed_us = max(_CLEARLY[device] * times["serial"], _CLEARLY_US[device])
         return "serial" if times["serial"] - times[fastest] <= needed_us else fastest
 
@@ -402,9 +403,9 @@ def _fastest(
     usual, others = best(list(times)), [name for name in times if name != "serial"]
     if usual == "serial" and others and domain.rank == 0:  # times are the same on all ranks
         other, us = min(others, key=lambda name: times[name]), times["serial"]
-        clearly = "clearly " if times[other] < us else ""
-        text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not {clearly}faster"
-        warn_once(p, "single", text)
+        least = f"by {_CLEARLY[device]:.0%}" + (f" and {_CLEARLY_US[device]:g} us" if _CLEARLY_US[device] else "")
+        text = f"serial {us:.0f} us measured, the best other one {other} {times[other]:.0f} us: not faster"
+        warn_once(p, None if device == "cpu" else "single", text + (f" {least}" if times[other] < us else ""))
     return usual, best(capturable or list(times))
 
 

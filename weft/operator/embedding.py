@@ -198,7 +198,7 @@ def _planned(p: EmbeddingPlan, typical: Problem, domain: Domain) -> Transport:
     measured = {name: times[name] for name in p.candidates} if times.keys() >= p.candidates.keys() else None
     choice = decide(typical, model, mode="queued", measured=measured, among=frozenset(p.candidates))
     if choice.candidate.name == "serial":
-        warn_once(typical, "queued", f"{choice.reason}; weft.plan.explain says more")
+        warn_once(typical, "queued", f"{choice.reason}; weft.plan.explain says more", near=True)
     return p.candidates[choice.candidate.name]
 
 

@@ -71,6 +71,7 @@ def choose(
     pinned: str | None = None,
     measured: Mapping[str, float] | None = None,
     among: frozenset[str] | None = None,
+    near: bool = False,
 ) -> Choice:
     """How to do `problem` on `model`; remembered for this very model.
 
@@ -78,6 +79,7 @@ def choose(
         heuristic picks for the model's machine, if that can do this; "autotune" names none.
     measured: microseconds by candidate, serial among them: then the choice is between these.
     among: names of the candidates that are looked at; by default all.
+    near: the choice is made for sizes around this one, which the warning says.
 
     Warns (`NoOverlapWarning`), once in a process, when serial is taken though there are others. `ValueError` for a mode or
     name that is not known; `NotApplicableError`, which is one too, if the pinned one cannot do this.
@@ -96,8 +98,9 @@ def choose(
         _choices.pop(next(iter(_choices)), None)
     _choices[key] = model, choice  # holding the model keeps its id from being given to another
     others = any(row.us is not None and row.candidate.name != "serial" for row in choice.rows)
-    if pinned is None and choice.candidate.name == "serial" and others:
-        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain says more")
+    runs = mode != "graph" or not choice.schedule.reads_on_host
+    if pinned is None and choice.candidate.name == "serial" and others and runs:
+        warn_once(problem, mode, f"{choice.reason}; weft.plan.explain says more", near=near)
     return choice
 
 
@@ -127,6 +130,7 @@ def decide(
     if mode == "graph" and chosen.reads_on_host:
         reason += "; no graph can capture it, nor any other: the host reads sizes"
     serial = next((row for row in rows if row.candidate.name == "serial"), None)
+    reason += _held_up(rows, chosen, serial) if mode == "queued" and not measured else ""
     rows = [replace(row, why_not=row.why_not or _why_not(row, chosen, serial, mode, bool(measured))) for row in rows]
     rows.sort(key=lambda row: (row.us is None, row.us or 0.0))
     assert chosen.predicted_us is not None
@@ -180,14 +184,9 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         )
     if fastest is serial:
         others = [row.us for row in timed if row is not serial and row.us is not None]
-        pruned = any(row.why_not.startswith(AT_LEAST) or _outlasts(row, serial) for row in rows)
-        than = (
-            "; all others take longer for certain, or keep the host busy for longer"
-            if pruned
-            else "; nothing else can do this"
-        )
-        than = f", the best other one {min(others):.1f} us" if others else than
-        return serial, f"serial is the fastest: {serial.us:.1f} us {how}{than}"
+        if others:
+            return serial, f"serial is the fastest: {serial.us:.1f} us {how}, the best other one {min(others):.1f} us"
+        return serial, f"serial is taken, {serial.us:.1f} us {how}: {_no_other(rows, serial, mode, measured)}"
     if serial.us - fastest.us < needed_us:
         return serial, (
             f"nothing is clearly faster than serial, {serial.us:.1f} us {how}: {fastest.candidate.name} at "
@@ -200,6 +199,33 @@ def _best(rows: list[Row], mode: Mode, measured: bool) -> tuple[Row, str]:
         f"{best.candidate.name} {among}: {best.us:.1f} us {how}, {1 - best.us / serial.us:.0%} less than serial's "
         f"{serial.us:.1f} us"
     )
+
+
+def _no_other(rows: list[Row], serial: Row, mode: Mode, measured: bool) -> str:
+    """Why there is nothing to compare serial with."""
+    if measured:
+        return "no other was measured"
+    reasons = {
+        "take longer for certain": any(row.why_not.startswith(AT_LEAST) for row in rows),
+        "round at every step": any(row.rough for row in rows),
+        "keep the host busy for longer": mode == "queued" and any(_outlasts(row, serial) for row in rows),
+        "cannot be captured": mode == "graph" and any(row.reads_on_host for row in rows if row is not serial),
+    }
+    held = [reason for reason, holds in reasons.items() if holds]
+    return f"all others {', or '.join(held)}" if held else "nothing else can do this"
+
+
+def _held_up(rows: list[Row], chosen: Row, serial: Row | None) -> str:
+    """What is said of the fastest one that is left out because it would hold up the host, where it is faster than what is taken."""
+    if serial is None or chosen.us is None:
+        return ""
+    faster = [
+        row for row in rows if row.us is not None and row.us < chosen.us and not row.rough and _outlasts(row, serial)
+    ]
+    if not faster:
+        return ""
+    best = min(faster, key=lambda row: row.us or 0.0)
+    return f"; {best.candidate.name}, {best.us:.1f} us, would keep the host busy for {best.host_us:.0f} us a call"
 
 
 def _outlasts(row: Row, serial: Row) -> bool:
@@ -259,15 +285,15 @@ def _why_not(row: Row, chosen: Row, serial: Row | None, mode: Mode, measured: bo
 _warned = False
 
 
-def warn_once(problem: Problem, mode: Mode, reason: str) -> None:
-    """`NoOverlapWarning`, once in a process: `problem` is done by the serial schedule though there are others. reason: why,
-    with times."""
+def warn_once(problem: Problem, mode: Mode | None, reason: str, *, near: bool = False) -> None:
+    """`NoOverlapWarning`, once in a process: `problem` is done by the serial schedule though there are others. mode: None where
+    all calls are alike. reason: why, with times. near: so are sizes around it, and it may never have been called itself."""
     global _warned
     if _warned or env.quiet() or not problem.has_work:
         return
     _warned = True
     warn(
-        f"weft runs {problem.title} without overlap, {problem.text}, {mode}: {reason}. Said once in a process; with "
-        "WEFT_QUIET=1 not at all",
+        f"weft runs {problem.title} without overlap, {'sizes near ' if near else ''}{problem.text}"
+        f"{'' if mode is None else f', {mode}'}: {reason}. Said once in a process; with WEFT_QUIET=1 not at all",
         NoOverlapWarning,
     )

@@ -34,14 +34,16 @@ class _Family:
 _families: dict[Hashable, _Family] = {}
 
 
-def _choices(problem: Problem, model: Model, modes: tuple[Mode, ...], among: frozenset[str] | None) -> list[Choice]:
+def _choices(
+    problem: Problem, model: Model, modes: tuple[Mode, ...], among: frozenset[str] | None, near: bool
+) -> list[Choice]:
     """Of each mode. What takes long and is clearly the fastest is planned once: modes differ by microseconds at a run's ends."""
     found: list[Choice] = []
     for mode in modes:
         if found and _is_clear(found[0]):
             found.append(found[0])
         else:
-            found.append(choose(problem, model, mode=mode, among=among))
+            found.append(choose(problem, model, mode=mode, among=among, near=near))
     return found
 
 
@@ -81,7 +83,7 @@ def names_near(
     planned = problem if itself else typical(problem)
     known = _families.get(key)
     if known is None:
-        choices = _choices(planned, model, modes, None)
+        choices = _choices(planned, model, modes, None, not itself)
         near = {row.candidate.name for choice in choices for row in choice.rows[:CONTENDERS]}
         near |= {choice.candidate.name for choice in choices}
         near |= {candidate.name for candidate in candidates(problem) if problem.worth_running(candidate)}
@@ -90,7 +92,7 @@ def names_near(
         known = _families[key] = _Family(base, frozenset(near))
         names = tuple(choice.candidate.name for choice in choices)
     elif itself or here not in known.names:
-        names = tuple(choice.candidate.name for choice in _choices(planned, model, modes, known.contenders))
+        names = tuple(choice.candidate.name for choice in _choices(planned, model, modes, known.contenders, not itself))
     else:
         return known.names[here]
     if not itself:
