@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -89,13 +90,13 @@ class Products(Work):
     def wanted(self, given: Given) -> Results:
         return [given[name] for name in self.names]
 
+    @abstractmethod
     def weighing(self, rank: int, n: int) -> torch.Tensor:
         """Of the result of `rank`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_product(self, n: int) -> torch.Tensor:
         """The gradient of this rank's product."""
-        raise NotImplementedError
 
     def grads(self, n: int) -> tuple[Results, Results]:
         g = self.of_product(n)
@@ -200,14 +201,23 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
 
 
 class MatmulAllReduce(Products):
-    """bias, residual: whether they follow the sum."""
+    """bias, residual, norm: whether they follow the sum.
 
-    arguments = ("x", "w", "bias", "residual")
-    bad_settings: ClassVar[list[Form]] = [put("op", "mean"), put("op", 5), put("bias", 1), put("residual", "x")]
+    Before a norm the residual makes of every sum 1 or -1, and EPS adds up to 4 with the mean of their squares: so the norm halves,
+    and all of it and of its gradients is exact, in as many columns as a power of two. On GPUs 1 / sqrt(4) need not be.
+    """
+
+    EPS = 3.0
+    arguments = ("x", "w", "bias", "residual", "norm")
+    bad_settings: ClassVar[list[Form]] = [
+        put("op", "mean"), put("op", 5), put("bias", 1), put("residual", "x"), put("norm", 1), put("norm", torch.ones(3)),
+        put("eps", -1.0), put("eps", "small"),
+    ]  # fmt: skip
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
-        return {"bias": rng.random() < 0.5, "residual": rng.random() < 0.5}
+        norm = device == "cpu" and rng.random() < 0.5
+        return {"bias": rng.random() < 0.5, "residual": norm or rng.random() < 0.5, "norm": norm}
 
     @classmethod
     def schedules(cls, world: int, options: Given) -> list[str]:
@@ -218,32 +228,63 @@ class MatmulAllReduce(Products):
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in self.arguments if self.options.get(name, True))
 
+    def _n(self) -> int:
+        return (8, 64)[self.size] * (1 + self.other) if self.options["norm"] else super()._n()
+
+    def settings(self) -> Given:
+        return {"eps": self.EPS} if self.options["norm"] else {}
+
     def _following(self, n: int) -> dict[str, torch.Tensor]:
-        """The same on all ranks."""
+        """The same on all ranks, but for the norm's weight."""
         m, columns = self._m(n), self._n()
-        return {"bias": self.numbers(5, 0, n, (columns,)), "residual": self.numbers(6, 0, n, (m, columns))}
+        bias, residual = self.numbers(5, 0, n, (columns,)), self.numbers(6, 0, n, (m, columns))
+        if self.options["norm"]:
+            signs = 2.0 * self.counts(6, 0, n, (m, columns), 1) - 1
+            residual = signs - self._sum(n) - (bias if self.options["bias"] else 0)
+        return {"bias": bias, "residual": residual, "norm": self._norm(self.rank, n)}
+
+    def _norm(self, rank: int, n: int) -> torch.Tensor:
+        return self.numbers(7, rank, n, (self._n(),))
+
+    def _total(self, n: int) -> torch.Tensor:
+        following = self._following(n)
+        return self._sum(n) + sum(following[name] for name in self.names[2:] if name != "norm")
 
     def tensors(self, n: int) -> list[torch.Tensor]:
         following = self._following(n)
         return [*super().tensors(n), *(following[name] for name in self.names[2:])]
 
     def forward(self, given: Given) -> Results:
-        return [weft.matmul_all_reduce(group=self.group, **given)]
+        made = weft.matmul_all_reduce(group=self.group, **given)
+        return list(made) if self.options["norm"] else [made]
 
     def expected(self, n: int) -> Results:
-        following = self._following(n)
-        return [self._sum(n) + sum(following[name] for name in self.names[2:])]
+        total = self._total(n)
+        return [total / 2 * self._norm(self.rank, n), total] if self.options["norm"] else [total]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
+        """Of the sum."""
         return self.weighing_like(rank, n, self._m(n), self._n())
 
+    def _of_normed(self, rank: int, n: int) -> torch.Tensor:
+        return self.numbers(11, rank, n, (self._m(n), self._n()), 2)
+
+    def _of_total(self, rank: int, n: int) -> torch.Tensor:
+        """The gradient of the sum on `rank`, that through its norm too."""
+        if not self.options["norm"]:
+            return self.weighing(rank, n)
+        total, g = self._total(n), self._of_normed(rank, n) * self._norm(rank, n)
+        return self.weighing(rank, n) + g / 2 - total * (g * total).mean(1, keepdim=True) / 8
+
     def of_product(self, n: int) -> torch.Tensor:
-        return torch.stack([self.weighing(rank, n) for rank in range(self.world)]).sum(0)
+        return torch.stack([self._of_total(rank, n) for rank in range(self.world)]).sum(0)
 
     def grads(self, n: int) -> tuple[Results, Results]:
-        (mine,), wanted = super().grads(n)
-        own = {"bias": mine.sum(0), "residual": mine}
-        return [mine], [*wanted, *(own[name] for name in self.names[2:])]
+        given, wanted = super().grads(n)
+        mine, normed = self._of_total(self.rank, n), self._of_normed(self.rank, n)
+        own = {"bias": mine.sum(0), "residual": mine, "norm": (normed * self._total(n) / 2).sum(0)}
+        given = [self.here(normed), *given] if self.options["norm"] else given
+        return given, [*wanted, *(own[name] for name in self.names[2:])]
 
 
 class MatmulAllGather(Products):

@@ -4,6 +4,7 @@ notice. A thousand injections are in benchmarks/chaos (docs/failures.md)."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import random
 import subprocess
@@ -69,6 +70,10 @@ def test_every_operator_is_drawn_and_can_be_called() -> None:
     ours = calls.OPERATORS.keys() & set(weft.__all__)  # the others are parts of these, such as their backward
     assert {"all_gather_matmul", "matmul_all_to_all"} < ours
     assert ours - OPERATORS.keys() == set(), "without an entry in tests/chaos/operators.py"
+    followed = [one for one in map(partial(draw, 1), range(MANY)) if one.options.get("norm")]
+    assert {(one.backward, one.options["bias"]) for one in followed} == {
+        (a, b) for a in (False, True) for b in (False, True)
+    }
     backward = {one.operator for one in map(partial(draw, 1), range(MANY)) if one.backward}
     assert backward == {name for name in ours if calls.OPERATORS[name].gradients_of}
 
@@ -76,6 +81,7 @@ def test_every_operator_is_drawn_and_can_be_called() -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_can_be_called_in_each_bad_way(operator: str) -> None:
     of = OPERATORS[operator]
+    assert not inspect.isabstract(of), f"it does not say all that Work asks for: {sorted(of.__abstractmethods__)}"
     options = of.drawn(random.Random(0), "cpu")
     for kind in bad.FORMED:
         names = [name for name, _ in bad.forms(kind, of, options)]

@@ -9,6 +9,7 @@ has the same bits as torch's operators on the data of all ranks for that step.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ Results = list[torch.Tensor]
 FP8 = torch.float8_e4m3fn
 
 
-class Work:
+class Work(ABC):
     """Calls of one operator. turn: from this step on another shape is called. options: of every call.
 
     devices: where it is called. differentiable: whether some of its steps are. is_module: whether something is made first.
@@ -51,17 +52,17 @@ class Work:
         return []
 
     @classmethod
+    @abstractmethod
     def bad_values(cls, options: Given) -> list[Form]:
         """Right types and sizes, wrong numbers."""
-        raise NotImplementedError
 
     @classmethod
-    def bad_sizes(cls, options: Given) -> list[Form]:
-        raise NotImplementedError
+    @abstractmethod
+    def bad_sizes(cls, options: Given) -> list[Form]: ...
 
     @classmethod
-    def bad_dtypes(cls, options: Given) -> list[Form]:
-        raise NotImplementedError
+    @abstractmethod
+    def bad_dtypes(cls, options: Given) -> list[Form]: ...
 
     backward = False  # whether steps differentiate
     padded = False  # whether results may have rows behind those that are expected
@@ -76,26 +77,26 @@ class Work:
         self.backward = self.options.pop("backward", False)
         self.dtype = getattr(torch, self.options.pop("dtype", "float32"))
 
-    def make(self) -> None:
+    def make(self) -> None:  # noqa: B027 - most have nothing to make
         """Collective: what has to be there before the first call."""
 
+    @abstractmethod
     def inputs(self, n: int) -> Given:
         """This rank's of step n, by argument."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, given: Given) -> Results:
         """weft's call."""
-        raise NotImplementedError
 
-    def expected(self, n: int) -> Results:
-        raise NotImplementedError
+    @abstractmethod
+    def expected(self, n: int) -> Results: ...
 
     def grads(self, n: int) -> tuple[Results, Results]:
-        """(of this rank's results, what the gradients of its inputs must be)"""
+        """(of this rank's results, what the gradients of its inputs must be), if it is differentiable"""
         raise NotImplementedError
 
     def wanted(self, given: Given) -> Results:
-        """The inputs whose gradients are taken."""
+        """The inputs whose gradients are taken, likewise."""
         raise NotImplementedError
 
     def numbers(self, what: int, rank: int, n: int, shape: tuple[int, ...], most: int = 3) -> torch.Tensor:
