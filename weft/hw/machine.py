@@ -32,7 +32,9 @@ UNITS = {
 SOURCES = ("measured", "datasheet", "paper", "assumed")
 _FOLDERS = {"machine": "weft.hw", "topology": "weft.hw.topology"}
 _TIMES = ("ns", "us", "ms", "s")
-_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s")
+_BYTES = ("B", "KiB", "MiB", "GiB", "GB")
+_BANDWIDTHS = ("B/s", "GB/s", "TB/s")
+_RATES = ("FLOP/s", "TFLOP/s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +68,30 @@ class Machine:
     def __iter__(self) -> Iterator[str]:
         return iter(self.quantities)
 
-    def number(self, key: str, units: tuple[str, ...] = ()) -> float:
+    def number(self, key: str, units: tuple[str, ...] = ("1",)) -> float:
         """For the simulator: `KeyError` and `ValueError` say what to change in the machine file."""
         if key not in self.quantities:
             raise KeyError(
                 f"{self.name}: add {key} to its machine file, the simulator needs it (see weft/sim/machines.py)"
             )
-        if units and self[key].unit not in units:
+        if self[key].unit not in units:
             raise ValueError(f"{self.name}: {key} is in {self[key].unit}: give it in {' or '.join(units)}")
         return self[key].si
 
     def per_us(self, key: str) -> float:
-        return self.number(key, _RATES) * 1e-6
+        """Of what computes floating-point operations, else bytes."""
+        return self.number(key, _RATES if key.startswith("compute.") else _BANDWIDTHS) * 1e-6
 
     def us(self, key: str) -> float:
         return self.number(key, _TIMES) * 1e6
 
+    def bytes(self, key: str) -> float:
+        return self.number(key, _BYTES)
+
     def count(self, key: str) -> int:
-        return round(self.number(key))
+        if self.number(key) % 1:
+            raise ValueError(f"{self.name}: {key} = {self[key]}: it must be a whole number")
+        return int(self.number(key))
 
     def __str__(self) -> str:
         width = max(len(key) for key in self.quantities)

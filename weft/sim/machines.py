@@ -64,7 +64,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         vector_flops_per_us=per_us("compute.fp32_vector"),
         launch_us=us("compute.launch"),
         hbm_bytes_per_us=per_us("memory.copy_bandwidth"),
-        l2_bytes=number("memory.l2"),
+        l2_bytes=machine.bytes("memory.l2"),
         wiring=load_topology(machine.topology, machine),
         copy_latency_us=us("copy_engine.latency"),
         copy_bytes_per_us=per_us("copy_engine.bandwidth"),
@@ -98,7 +98,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         kernel_copy_beside_us=us("kernel_copy.beside"),
         tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,
-        stored_late_bytes=number("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
+        stored_late_bytes=machine.bytes("link.stored_late") if "link.stored_late" in machine.quantities else 0.0,
         stored_end_us=us("link.stored_end") if "link.stored_end" in machine.quantities else 0.0,
         all_reduce=number("collective.all_reduce") if "collective.all_reduce" in machine.quantities else 1.0,
         loaded_start_us=us("link.loaded_start") if "link.loaded_start" in machine.quantities else 0.0,
@@ -130,7 +130,7 @@ def _peak(model: Model, dtype: str, flops_per_us: float) -> float:
 
 def _curve(machine: Machine, what: str) -> tuple[tuple[int, float], ...]:
     found = [(key, re.fullmatch(rf"link\.{what}_(\d+)_programs", key)) for key in machine]
-    curve = sorted((int(match[1]), machine[key].si * 1e-6) for key, match in found if match)
+    curve = sorted((int(match[1]), machine.per_us(key)) for key, match in found if match)
     if not curve:
         raise KeyError(f"{machine.name}: add link.{what}_8_programs (or another number of them) to its machine file")
     return tuple(curve)
