@@ -158,6 +158,14 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     ]
 
 
+def test_demo_draws_into_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "demo"
+    file.touch()
+    found = _weft("demo", "--out", str(file))
+    assert found.returncode == 2
+    assert "Invalid value for '--out'" in found.stderr
+
+
 @pytest.mark.slow
 def test_demo_leaves_a_picture_and_a_trace(tmp_path: Path) -> None:
     found = _weft("demo", "--out", str(tmp_path / "demo"), "--scale", "1/1024")

@@ -246,6 +246,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "all_to_all_matmul needs the number of experts of all ranks together, a multiple of 2 (--experts)"),
         (["--experts", "9"], "experts=9 must be a positive multiple of ranks=2"),
         (
             ["--experts", "960", "--ranks", "96"],

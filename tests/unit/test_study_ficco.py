@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files as files_of
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,21 @@ def test_the_simulated_records_are_the_models(name: str, machine: str, ranks: in
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks=3: M=16384 of g1 is not divided into as many shards of as many pieces"):
+    with pytest.raises(
+        ValueError, match="ranks=3: M=16384 of g1 is not divided into as many shards of as many pieces; take"
+    ):
         simulated("mi300x", 3)
+
+
+def test_a_machine_that_lacks_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^topology mesh: NVIDIA H200 has no link\.pair_usable: add it to that machine's file"
+    ):
+        simulated("h200", 4, "mesh")
+    file = tmp_path / "mine.toml"
+    file.write_text((files_of("weft.hw") / "h200.toml").read_text().replace("[memory.l2]", "[memory.l3]"))
+    with pytest.raises(ValueError, match=r"^NVIDIA H200: add memory\.l2 to its machine file"):
+        simulated(str(file), 4)
 
 
 def test_a_page_shows_the_same_tables_of_simulated_and_measured_records() -> None:

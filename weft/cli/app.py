@@ -76,7 +76,9 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for overlap.png and trace.json.")] = Path("weft-demo"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for overlap.png and trace.json.")] = Path(
+        "weft-demo"
+    ),
     ranks: Annotated[int, typer.Option(min=1, help="CPU processes.")] = 2,
     scale: Annotated[
         str | None, typer.Option(help="Shrink batch and tables, as 1/64. Default: what fits; it is printed.")

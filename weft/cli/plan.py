@@ -315,8 +315,9 @@ def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k
     sizes = re.fullmatch(r"(\d+)[,x](\d+)[,x](\d+)", text.replace(" ", ""))
     if sizes is None:
+        named = ", or one of g1 to g16 and s1 to s16" if ranks else ""
         raise ValueError(
-            f"--shape {text!r} must be three whole numbers M,N,K above 0, as 16384,8192,4096 or 16384x8192x4096"
+            f"--shape {text!r} must be three whole numbers M,N,K above 0, as 16384,8192,4096 or 16384x8192x4096{named}"
         )
     m, n, k = map(int, sizes.groups())
     return m, n, k

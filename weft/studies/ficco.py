@@ -122,7 +122,7 @@ def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[
     for gemm in gemms or (*TABLE_1, *SYNTHETIC):
         if gemm.m % (ranks * ranks):
             raise ValueError(
-                f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divided into as many shards of as many pieces"
+                f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divided into as many shards of as many pieces; take 2, 4 or 8"
             )
         mine = gemm.sharded(ranks)
         problem = AllGatherMatmul.even(mine.m, mine.n, mine.k, ranks)

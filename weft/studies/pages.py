@@ -67,10 +67,13 @@ def head(op: str, machine: Machine, ranks: int, topology: str | None) -> Record:
 
 
 def model_for(machine: Machine, ranks: int, topology: str | None) -> Model:
-    """`ValueError` for a topology that is not known, or not made for so many ranks."""
-    model = model_of(machine, ranks)
-    if topology is not None:
-        model = replace(model, wiring=load_topology(topology, machine))
+    """`ValueError` for a topology that is not known, or not made for so many ranks, and for a number that the file lacks."""
+    try:
+        model = model_of(machine, ranks)
+        if topology is not None:
+            model = replace(model, wiring=load_topology(topology, machine))
+    except KeyError as error:
+        raise ValueError(error.args[0]) from error
     model.wiring.of(ranks)
     return model
 

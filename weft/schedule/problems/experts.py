@@ -85,8 +85,12 @@ class ExpertsProblem(Problem):
 
         weft plan matmul_all_to_all --shape 32768,7168,2048 --experts 256 --ranks 8 --bounded --mode graph
         """
-        if experts is None or experts < 1 or ranks < 1 or experts % ranks:
-            above = max(1, -(-(experts or 1) // max(1, ranks))) * ranks
+        if experts is None:
+            raise ValueError(
+                f"experts=None: {cls.name} needs the number of experts of all ranks together, a multiple of {ranks} (--experts)"
+            )
+        if experts < 1 or ranks < 1 or experts % ranks:
+            above = max(1, -(-experts // max(1, ranks))) * ranks
             raise ValueError(
                 f"experts={experts} must be a positive multiple of ranks={ranks}: {cls.name} has so many, on all ranks "
                 f"together; use {above}"
