@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weft.schedule import RANK, Draft, Expr, Index, Norm, Set, Wait, lookup, total, value
 from weft.schedule.expr import Held
+from weft.schedule.verify import verify
 
 numbers = st.integers(-20, 20)
 
@@ -140,3 +141,25 @@ def test_what_differs_between_ranks_is_no_comparison() -> None:
     assert not lane.steps
     lane.repeat("only", lookup((0, 1), RANK), Set("there"))
     assert [len(d.schedule().of_rank(rank)[0].steps) for rank in range(2)] == [0, 1]
+
+
+def test_what_is_no_whole_number_is_no_index() -> None:
+    with pytest.raises(TypeError, match="schedule two: world_size='2' is a str"):
+        Draft("two", "2")  # type: ignore[arg-type]
+    d = Draft("fractions", 2)
+    x, y, there = d.buffer("x", 4, 1, "fp32", "input"), d.buffer("y", 4, 1, "fp32", "output"), d.signals("there", 1)
+    lane = d.lane("compute")
+    for add, what in (
+        (lambda: lane.copy(x.part(rows=(0.5, 1)), y.part()), "row of x in 'copy'=0.5: a float"),
+        (lambda: lane.copy(x.part(rows=(0, 4 / 2)), y.part()), "rows of x in 'copy'=2.0: a float"),
+        (lambda: lane.set(there, at="1"), "at of 'set'='1': a str"),
+        (lambda: lane.repeat("i", 1.5, Set("there")), "extent of 'for'=1.5: a float"),
+    ):
+        with pytest.raises(TypeError, match=f"lane compute.*{what} is no whole number or expression of the rank"):
+            add()
+    assert not lane.steps
+    for rows in (3, (1, 2, 3)):
+        with pytest.raises(TypeError, match=r"x\.part\(rows=.*, cols=None\): say each as \(first, count\)"):
+            x.part(rows=rows)
+    lane.copy(x.part(rows=(np.int64(0), 4)), y.part())
+    verify(d.schedule())

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from weft.words import kind
+
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
@@ -199,12 +201,19 @@ class Total(NamedTuple):
 _PER_RANK = "write what differs between ranks as lookup((0, 1), RANK), or as arithmetic"
 
 
-def no_comparison(index: Index, what: str) -> None:
-    """`TypeError` for True or False: what Python makes of `RANK == 1`, which is the same on all ranks."""
+INDEX_TYPES = frozenset({int, Expr})
+"""Of what is an index without a further look."""
+
+
+def require_index(index: Index, what: str) -> None:
+    """`TypeError` for what is neither a whole number nor an expression, and for True or False: what Python makes of `RANK == 1`,
+    which is the same on all ranks."""
     if isinstance(index, bool):
         raise TypeError(
             f"{what}={index}: Python compares expressions when the schedule is written, not on each rank: {_PER_RANK}"
         )
+    if not isinstance(index, Expr) and not hasattr(index, "__index__"):
+        raise TypeError(f"{what}={index!r}: {kind(index)} is no whole number or expression of the rank; divide with //")
 
 
 def value(index: Index, **variables: int) -> int:
@@ -226,7 +235,7 @@ def _total(buffer: str, first: Index, end: Index, step: int) -> Expr:
 
 def lookup(table: Sequence[int], index: Index) -> Index:
     """`table[index]`; a plain number if all entries are the same."""
-    no_comparison(index, "index")
+    require_index(index, "index")
     if len(set(table)) == 1:
         return table[0]
     if isinstance(index, int):

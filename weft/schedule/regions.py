@@ -40,8 +40,13 @@ class Buffer:
         self, *, rows: tuple[Index, Index] | None = None, cols: tuple[Index, Index] | None = None, at: Index = RANK
     ) -> Region:
         """The region (first, count) in rows and columns, of rank `at`; all of them where nothing is said."""
-        row, n_rows = rows or (0, self.rows)
-        col, n_cols = cols or (0, self.cols)
+        try:
+            row, n_rows = rows or (0, self.rows)
+            col, n_cols = cols or (0, self.cols)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{self.name}.part(rows={rows}, cols={cols}): say each as (first, count), or leave it out"
+            ) from None
         return Region(self.name, row, n_rows, col, n_cols, at)
 
 

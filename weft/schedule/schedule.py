@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, get_args
 
-from weft.schedule.expr import RANK, Index, Values, no_comparison
+from weft.schedule.expr import INDEX_TYPES, RANK, Index, Values, require_index
 from weft.schedule.kernels import TileKernel
 from weft.schedule.printing import buffer_lines, step_lines, wrapped
 from weft.schedule.steps import (
@@ -179,6 +179,10 @@ class Draft:
     """A schedule in the making: declare buffers and signals, then write lanes. See the top of this file."""
 
     def __init__(self, name: str, world_size: int) -> None:
+        if not isinstance(world_size, int):
+            raise TypeError(
+                f"schedule {name}: world_size={world_size!r} is {kind(world_size)}: give the number of ranks"
+            )
         self.name, self.world_size = name, world_size
         self._buffers: dict[str, Buffer] = {}
         self._signals: dict[str, Signals] = {}
@@ -308,7 +312,7 @@ class LaneDraft:
 
 
 def _require_step(step: Any, *where: str) -> None:
-    """`TypeError` for what is none, or has something else for a region, or a comparison for a number. Large schedules have ten
+    """`TypeError` for what is none, or has something else for a region, or no number for one. Large schedules have ten
     thousands: words are put together for what is wrong only."""
     if not isinstance(step, Step):
         hint = ": a lane's methods put steps on it; inside of repeat, write Copy(...), Set(...), Wait(...)"
@@ -317,13 +321,13 @@ def _require_step(step: Any, *where: str) -> None:
         if wrong := _wrong_operand(getattr(step, name), wanted):
             raise TypeError(f"{' '.join(where)}: {name} of {step.kind!r} {wrong}")
     indices = _indices(type(step))  # type: ignore[arg-type]
-    if indices and bool in map(type, indices(step)):
+    if indices and not INDEX_TYPES.issuperset(map(type, indices(step))):
         for name in _index_fields(type(step)):  # type: ignore[arg-type]
-            no_comparison(getattr(step, name), f"{' '.join(where)}: {name} of {step.kind!r}")
+            require_index(getattr(step, name), f"{' '.join(where)}: {name} of {step.kind!r}")
     for region in (access.region for access in step.accesses()):
-        if bool in map(type, _INDICES_OF_REGION(region)):
+        if not INDEX_TYPES.issuperset(map(type, _INDICES_OF_REGION(region))):
             for name in _index_fields(Region):
-                no_comparison(getattr(region, name), f"{' '.join(where)}: {name} of {region.buffer} in {step.kind!r}")
+                require_index(getattr(region, name), f"{' '.join(where)}: {name} of {region.buffer} in {step.kind!r}")
     for inner in step.inner:
         _require_step(inner, f"{' '.join(where)}, in {step.kind!r}")
 
