@@ -158,6 +158,52 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("launcher", ["weft.cli", "weft.bench"])
+def test_a_benchmark_that_nobody_reads_keeps_its_records_and_ends_quietly(tmp_path: Path, launcher: str) -> None:
+    file = tmp_path / "kept.jsonl"
+    given = [
+        "all_gather_matmul",
+        "--quick",
+        "--device",
+        "cpu",
+        "--preset",
+        "64x64x64",
+        "--mode",
+        "single",
+        "--json",
+        str(file),
+    ]
+    arguments = [sys.executable, "-m", launcher, *(["bench"] if launcher == "weft.cli" else []), *given]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        said = program.stderr.read()
+        assert program.wait(timeout=100) == 1, said
+    assert "timing, single" in said
+    assert "Traceback" not in said
+    assert "Broken pipe" not in said
+    assert {json.loads(line)["variant"] for line in file.read_text().splitlines()} == {"serial", "weft"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("where", ["stdout", "json"])
+def test_a_full_disk_is_a_sentence(where: str) -> None:
+    arguments = [
+        "plan",
+        "all_gather_matmul",
+        "--shape",
+        "64,64,64",
+        *(["--json", "/dev/full"] if where == "json" else []),
+    ]
+    with Path("/dev/full" if where == "stdout" else os.devnull).open("w") as out:
+        found = subprocess.run(
+            [sys.executable, "-m", "weft.cli", *arguments], stdout=out, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert found.returncode == 2
+    assert found.stderr.strip() == "weft: [Errno 28] No space left on device"
+
+
 def test_demo_draws_into_no_file(tmp_path: Path) -> None:
     file = tmp_path / "demo"
     file.touch()

@@ -114,9 +114,13 @@ def main() -> None:
     except ValueError as error:
         print(f"weft bench: {error}", file=sys.stderr)
         sys.exit(2)
+    from weft.bench.core.console import end_quietly
     from weft.bench.core.run import bench
 
-    bench(options)
+    try:
+        bench(options)
+    except BrokenPipeError:
+        end_quietly()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -28,7 +30,9 @@ app.add_typer(reproduce, name="reproduce")
 
 
 def main() -> None:
-    """The `weft` command. An argument or path that cannot be used is a sentence and exit code 2, not a traceback."""
+    """The `weft` command. An argument, path or disk that cannot be used is a sentence and exit code 2, not a traceback."""
+    if sys.stdout is None:  # it was closed before the command began
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         app()
     except (
@@ -39,8 +43,17 @@ def main() -> None:
         NotADirectoryError,
         PermissionError,
     ) as error:
-        typer.secho(f"weft: {error}", fg="red", err=True)
-        sys.exit(2)
+        _refuse(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        sys.stdout = None  # type: ignore[assignment]  # what could not be written cannot be at the end either
+        _refuse(error)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    typer.secho(f"weft: {error}", fg="red", err=True)
+    sys.exit(2)
 
 
 def _version(wanted: bool) -> None:

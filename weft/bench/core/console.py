@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -23,8 +24,12 @@ _FEWER = 5  # times as long between lines, once there was one
 
 def end_quietly() -> NoReturn:
     """For a reader who has seen enough (`| head`): exit status 1, and no word of what cannot be flushed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop_output()
     sys.exit(1)
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(
@@ -42,6 +47,7 @@ def print_table(
         print("\n  ".join([f"\n{title}", *lines, *notes]), flush=True)
         return
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]  # rich would end the process, and a rank does not do that
     for count in range(len(optional) + 1):
         table = _rich_table(columns, rows, section, optional[len(optional) - count :])
         needed = console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum
@@ -51,6 +57,11 @@ def print_table(
             break
     console.print(f"\n[bold]{escape(title)}[/bold]", table, *(f"[dim]{escape(note)}[/dim]" for note in notes), sep="\n")
     sys.stdout.flush()
+
+
+def _broken_pipe() -> NoReturn:
+    _drop_output()
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def _rich_table(

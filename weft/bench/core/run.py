@@ -67,10 +67,10 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
         if rank == 0:
             for record in measured.records:
                 record["run"] = run
-            op.show(measured, options)
             written += measured.records
             if options.json is not None:
                 records.append(options.json, measured.records)
+            op.show(measured, options)
         del measured
         release(ranks)
     if rank == 0 and len(presets) > 1:
