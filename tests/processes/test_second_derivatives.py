@@ -146,3 +146,48 @@ def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
         assert f"{name} has no forward derivative" in forward
         assert f"{name} inside of a transform of torch.func" in mapped
         assert f"{name} inside of a transform of torch.func" in transformed
+
+
+def several(group: dist.ProcessGroup, name: str) -> str:
+    """What is told of several gradients in one backward; each alone is made, and the group lives on."""
+    call = CALLS[name](group)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 3, requires_grad=True)
+    y = torch.nan_to_num(call(x, w))
+    two = torch.randn(2, *y.shape)
+    said = told(lambda: torch.autograd.grad(y, [x, w], two, retain_graph=True, is_grads_batched=True))
+    for one in two:
+        torch.autograd.grad(y, [x, w], one, retain_graph=True)
+    return said
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_several_gradients_at_once_are_refused(pool: Pool, name: str) -> None:
+    operator = name.split(",")[0]
+    for ranks in (1, 2):
+        for said in pool.run(several, name, ranks=ranks, timeout_s=60):
+            assert f"backward of {operator} for several gradients at once" in said
+            assert "Take one gradient after the other" in said
+
+
+def made_for_inference(group: dist.ProcessGroup, name: str) -> list[str]:
+    """What is told of a tensor that autograd would not keep, in calls of a shape that is new and of one that is known."""
+    call, said = CALLS[name](group), []
+    with torch.inference_mode():
+        kept_by_none = torch.randn(4, 8)
+    w = torch.randn(1, 8, 3, requires_grad=True)
+    for _ in range(2):
+        said.append(told(lambda: call(kept_by_none if group.rank() == 0 else kept_by_none.clone(), w)))
+        torch.nan_to_num(call(kept_by_none.clone(), w)).sum().backward()
+    with torch.no_grad():
+        call(kept_by_none, w)
+    return said
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_autograd_does_not_keep_is_refused_before_the_call(pool: Pool, name: str) -> None:
+    operator = name.split(",")[0]
+    for both in pool.run(made_for_inference, name, ranks=2, timeout_s=60):
+        for said in both:
+            assert said.startswith(
+                f"RefusedError: rank 0: {operator} with a tensor that was made in torch.inference_mode()"
+            )

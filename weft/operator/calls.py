@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.operator import choosing
-from weft.operator.derivatives import once, refused, require_plain
+from weft.operator.derivatives import once, refused, require_kept, require_plain, require_single
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
@@ -102,11 +102,15 @@ def _called(
         signature = READER.signature(call, torch.is_grad_enabled())
         if signature is not None and (known := table.again(group, signature)) is not None:
             if known.differentiated:
-                return list(_Function.apply(known.prepared, call, deadline_s, timeline, *op.tensors(call)))
+                tensors = op.tensors(call)
+                require_kept(op.name, tensors)
+                return list(_Function.apply(known.prepared, call, deadline_s, timeline, *tensors))
             return known.prepared(call, deadline_s, timeline, known.inputs(call))
     checked, wanted = op.checked(call, group), op.wanted(call)
-    prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
     differentiated = True in wanted
+    if differentiated:
+        require_kept(op.name, op.tensors(checked))
+    prepared = _prepared_for(op, checked, group, schedule, deadline_s, wanted)
     inputs = None if differentiated else op.inputs(prepared.p, checked)
     if signature is not None and checked is call:
         table.remember(group, signature, prepared, call, inputs)
@@ -203,6 +207,7 @@ def _gradients(
         with torch.autocast(device.type, enabled=False):
             return _gradients(op, group, device, found, saved, grads, wanted, deadline_s)
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
+        require_single(op.title, grads)
         prepared, beside = found()
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):

@@ -62,6 +62,24 @@ def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | N
         )
 
 
+def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:
+    """`ValueError` for several gradients in one backward, which torch makes by a vmap of its own."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        raise ValueError(
+            f"backward of {operator} for several gradients at once (is_grads_batched=True, or vectorize=True): ranks make it "
+            f"together, and vmap does not reach into it. Take one gradient after the other"
+        )
+
+
+def require_kept(operator: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    """`ValueError` for what autograd would not keep for backward. It says so itself, but only when the call has been made."""
+    if any(t is not None and t.is_inference() for t in tensors):
+        raise ValueError(
+            f"{operator} with a tensor that was made in torch.inference_mode(), where gradients are wanted: autograd keeps none "
+            f"for backward. Make it in torch.no_grad(), or pass its clone()"
+        )
+
+
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Any) -> tuple[Any, ...]:
