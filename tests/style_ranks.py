@@ -344,6 +344,76 @@ def inputs(group: dist.ProcessGroup, name: str) -> int:
     return calls["all_gather_matmul"] // 2
 
 
+Linears = tuple[nn.Module, nn.Module]
+
+
+def _without_gradients(ab: Linears, x: torch.Tensor, mode: Any) -> torch.Tensor:
+    with mode():
+        ab[0](x)
+    return ab[1](x)  # type: ignore[no-any-return]
+
+
+def _narrow_first(ab: Linears, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        first = ab[0](x)
+    return first.float() + ab[1](x)  # type: ignore[no-any-return]
+
+
+def _changed_between(ab: Linears, x: torch.Tensor) -> torch.Tensor:
+    first = ab[0](x)
+    with torch.no_grad():
+        x.mul_(2)
+    return first.detach() + ab[1](x)  # type: ignore[no-any-return]
+
+
+def _recomputed(ab: Linears, x: torch.Tensor, reentrant: bool, both: bool) -> torch.Tensor:
+    first = checkpoint(ab[0], x, use_reentrant=reentrant)
+    return first + (checkpoint(ab[1], x, use_reentrant=reentrant) if both else ab[1](x))  # type: ignore[no-any-return]
+
+
+UNLIKE: dict[str, Any] = {
+    "the first without gradients": lambda ab, x: _without_gradients(ab, x, torch.no_grad),
+    "the first for inference": lambda ab, x: _without_gradients(ab, x, torch.inference_mode),
+    "the first in bf16": _narrow_first,
+    "changed in place between": _changed_between,
+    "one recomputed": lambda ab, x: _recomputed(ab, x, False, False),
+    "both recomputed": lambda ab, x: _recomputed(ab, x, False, True),
+    "one recomputed, reentrant": lambda ab, x: _recomputed(ab, x, True, False),
+    "both recomputed, reentrant": lambda ab, x: _recomputed(ab, x, True, True),
+}
+
+
+class InParts(nn.Module):
+    """Two linears of one input. calls: what of them."""
+
+    def __init__(self, calls: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(HIDDEN, 8), nn.Linear(HIDDEN, 8), calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.calls((self.a, self.b), x)  # type: ignore[no-any-return]
+
+
+def unlike(group: dist.ProcessGroup, name: str) -> None:
+    """One input for two linears that are called unlike each other, by torch's styles and by weft's: equal results and gradients."""
+    mesh, found = init_device_mesh(device().type, (group.size(),)), []
+    for by in ("torch", "weft"):
+        s = STYLES[by]
+        torch.manual_seed(2)
+        model = InParts(UNLIKE[name]).to(device())
+        prepare = s.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        parallelize_module(model, mesh, {"": prepare, "a": s.ColwiseParallel(), "b": s.ColwiseParallel()})
+        x = data(group.rank(), (2, LENGTH, HIDDEN), torch.float32, 1).requires_grad_()
+        y = model(x * 1)
+        (y * data(group.rank(), tuple(y.shape), torch.float32, 3)).sum().backward()
+        grads = [torch.zeros(()) if p.grad is None else local(p.grad) for p in model.b.parameters()]
+        assert x.grad is not None
+        found.append([local(y), x.grad, *grads])
+    near = 0.05 if name == "the first in bf16" else 1e-4
+    for torchs_, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, torchs_, rtol=near, atol=near * float(torchs_.abs().max()))
+
+
 def hugging_face(group: dist.ProcessGroup, by: str, steps: int) -> tuple[list[float], dict[str, int]]:
     """A tiny LlamaForCausalLM of random weights. (losses, calls of weft in the last step)."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -103,6 +103,11 @@ def test_inputs_are_gathered_once(pool: Pool, name: str) -> None:
     assert pool.run(ranks.inputs, name, ranks=2, timeout_s=60) == [ranks.INPUTS[name][-1]] * 2
 
 
+@pytest.mark.parametrize("name", ranks.UNLIKE)
+def test_what_one_layer_gathered_may_not_do_for_another(pool: Pool, name: str) -> None:
+    pool.run(ranks.unlike, name, ranks=2, timeout_s=60)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install transformers"
 )

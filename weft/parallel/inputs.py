@@ -25,7 +25,8 @@ class PrepareModuleInput(TorchPrepareModuleInput):
     Arguments and layouts are torch's. Where an input is to go from Shard(d) to Replicate, and linears below the module are divided
     by `weft.parallel.ColwiseParallel`, it stays a DTensor Shard(d). The module's code sees the same shape and, by any operation on
     DTensors, the same values. Code that calls `to_local()` on it would see this rank's part, and code that changes it before its
-    linears would have each of them gather: use torch's there.
+    linears would have each of them gather: use torch's there. So would linears that are called one with and one without gradients,
+    autocast or activation checkpointing. Under torch.compile do not change it in place between linears.
 
     Otherwise, and with `use_local_output=True`, it does what torch's does.
     """

@@ -13,6 +13,7 @@ tensors:
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -104,14 +105,15 @@ class ColwiseLinear(nn.Linear):
         mesh, group, ndim = x.device_mesh, x.device_mesh.get_group().group_name, x.dim()
         dim = _dimension(x.placements[0], ndim)
         weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
-        whole = getattr(x, _WHOLE, None)
-        if whole is not None:
+        shares, like = hasattr(x, _WHOLE), _circumstances(x)
+        made_like, whole = getattr(x, _WHOLE, None) or (None, None)
+        if whole is not None and made_like == like:
             y = nn.functional.linear(whole, weight, bias)
         else:
             local, weight = as_autocast(_local(x), weight)
-            whole, (y,) = all_gather_matmul(local, [weight.t()], dim, group, return_A=hasattr(x, _WHOLE))
-            if whole is not None:
-                setattr(x, _WHOLE, whole)
+            whole, (y,) = all_gather_matmul(local, [weight.t()], dim, group, return_A=shares)
+            if shares:
+                setattr(x, _WHOLE, (like, whole))
             y = y if bias is None else y + bias.to(y.dtype)
         return DTensor.from_local(y, mesh, (Shard(ndim - 1),), run_check=False)
 
@@ -152,6 +154,19 @@ def shared(x: DTensor) -> DTensor:
     """`x`, on which the first layer that gathers it leaves the whole for others that are given this very DTensor."""
     setattr(x, _WHOLE, None)
     return x
+
+
+def _circumstances(x: DTensor) -> tuple[Any, ...]:
+    """In which a layer gathers `x`. What was gathered in others would not do: without gradients, in another dtype, before x was
+    changed in place, or where activation checkpointing computes again what it did not keep."""
+    kind, traced = x.device.type, torch.compiler.is_compiling()
+    hooks = None if traced else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        None if traced or x.is_inference() else x._version,
+        None if hooks is None else weakref.ref(hooks[0]),  # which holds x, and x would hold it
+    )
 
 
 def _is_stock(module: nn.Module) -> bool:
