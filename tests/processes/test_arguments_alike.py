@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operators_called import OPERATORS, Arguments, leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.launch import Pool
 
@@ -180,3 +182,40 @@ def written_otherwise(group: dist.ProcessGroup, operator: str) -> None:
 @pytest.mark.parametrize("operator", SAME)
 def test_what_means_the_same_makes_one_call(pool: Pool, operator: str) -> None:
     pool.run(written_otherwise, operator, ranks=2, timeout_s=120)
+
+
+def counted_by_one(group: dist.ProcessGroup, operator: str, known: bool) -> None:
+    """Rank 0 counts the FLOPs of a call and of its backward, for which torch puts a dispatch mode around both."""
+    found = []
+    for counting in (False, True):
+        own = dist.new_group([0, 1])
+        call = OPERATORS[operator](own)
+        tensors = [place.given(call.arguments) for place in call.tensors.values()]
+        tensors = [t.requires_grad_() for t in tensors if t.is_floating_point()]
+        for _ in range(1 + known):
+            with contextlib.ExitStack() as stack:
+                if counting and group.rank() == 0:
+                    stack.enter_context(FlopCounterMode(display=False))
+                results = leaves(call())
+                grads = torch.autograd.grad(results[0].sum(), tensors)
+            counting = known
+        found.append([*results, *grads])
+        dist.destroy_process_group(own)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "matmul_all_reduce",
+        "matmul_all_gather",
+        "all_to_all_matmul",
+        "matmul_all_to_all",
+    ],
+)
+def test_a_mode_of_torchs_on_one_rank_makes_the_same_call(pool: Pool, operator: str, known: bool) -> None:
+    pool.run(counted_by_one, operator, known, ranks=2, timeout_s=60)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -110,6 +111,28 @@ def test_tensors_of_other_kinds_are_refused_on_every_rank(pool: Pool, operator: 
         for (name, kind), text in found.items():
             assert text.startswith("RefusedError: "), (name, kind, text)
             assert f"rank 1: {name} {KINDS[kind][1]}" in text, (name, kind, text)
+
+
+def on_meta(group: dist.ProcessGroup, operator: str) -> str:
+    """What each rank is told where all tensors of rank 1 are on meta; the group lives on."""
+    call = OPERATORS[operator](group)
+
+    def move(arguments: Any) -> None:
+        for place in call.tensors.values():
+            place.put(arguments, place.given(arguments).to("meta"))
+
+    said = told(partial(call, move if group.rank() == 1 else None))
+    call()
+    return said
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tensors_on_devices_that_weft_does_not_know_are_refused(pool: Pool, operator: str) -> None:
+    for said in pool.run(on_meta, operator, ranks=2, timeout_s=60):
+        assert said.startswith("RefusedError: ")
+        assert re.search(
+            "on meta: pass tensors on a GPU, or on the CPU|on meta but|on meta and holds no values", said
+        ), said
 
 
 # --- other arguments ---

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,9 @@ OPERATORS: dict[str, Operator[Any]] = {}
 """All that can be called, by name."""
 _tables: dict[str, Table] = {}
 _compiled: dict[str, Any] = {}
+_wanted_outside: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
+"""Of a call below a dispatch mode, where autograd has been passed: the gradients that are wanted. Peers may have no such mode, as
+when one rank counts its FLOPs."""
 
 
 def made(
@@ -54,8 +58,14 @@ def made(
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
         name = group if isinstance(group, str) else group_of(group).group_name
-        results: list[torch.Tensor] = _compiled[op.name](*call, name, schedule or "", deadline_s or 0.0)
-        return results
+        compiled, options = _compiled[op.name], (name, schedule or "", deadline_s or 0.0)
+        if torch.compiler.is_compiling():
+            return compiled(*call, *options)  # type: ignore[no-any-return]
+        before = _wanted_outside.set(op.wanted(call))
+        try:
+            return compiled(*call, *options)  # type: ignore[no-any-return]
+        finally:
+            _wanted_outside.reset(before)
     group = group_of(group)
     with together(op.title, group, like, deadline_s):
         call = form(group)
@@ -106,6 +116,7 @@ def _called(
                 require_kept(op.name, tensors)
                 return list(_Function.apply(known.prepared, call, deadline_s, timeline, *tensors))
             return known.prepared(call, deadline_s, timeline, known.inputs(call))
+    _require_device(op, _device_of(op, call))
     checked, wanted = op.checked(call, group), op.wanted(call)
     differentiated = True in wanted
     if differentiated:
@@ -121,17 +132,18 @@ def _called(
 
 def _prepared_for(
     op: Operator[Any], call: Any, group: dist.ProcessGroup, schedule: str | None, deadline_s: float | None,
-    wanted: tuple[bool, ...],
+    wanted: tuple[bool, ...] | None,
 ) -> Prepared:  # fmt: skip
-    """What is prepared does not depend on which gradients are wanted, but all ranks must want the same."""
+    """What is prepared does not depend on which gradients are wanted, but all ranks must want the same. None: they have agreed on
+    that, in forward."""
     pinned, table = plan.pinned(schedule), _tables[op.name]
     key = (op.key(call), pinned)
     prepared = table.find(group, key)
-    if prepared is not None and wanted in prepared.agreed:
+    if prepared is not None and (wanted is None or wanted in prepared.agreed):
         return prepared
-    world = group.size()
+    world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
 
-    device = next(t.device for t in op.tensors(call) if t is not None)
+    device = _device_of(op, call)
 
     def check() -> tuple[str, str, int]:
         """In the words of other messages, where the problem is all that is said of a call. The number is twice the size, and one
@@ -152,6 +164,17 @@ def _prepared_for(
         prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered))
     prepared.agreed.add(wanted)
     return prepared
+
+
+def _device_of(op: Operator[Any], call: Any) -> torch.device:
+    return next(t.device for t in op.tensors(call) if t is not None)
+
+
+def _require_device(op: Operator[Any], device: torch.device) -> None:
+    """Here, where peers are told: on others ranks do not meet."""
+    if device.type not in ("cpu", "cuda"):
+        made = "; of a module that was made on meta, to_empty(device=...) and then values" * (device.type == "meta")
+        raise ValueError(f"{op.name} on {device}: pass tensors on a GPU, or on the CPU{made}")
 
 
 def _require_problem(op: Operator[Any], p: Any) -> None:
@@ -237,8 +260,9 @@ def registered(op: O) -> O:
         *given, name, schedule, deadline_s = arguments
         call, group = op.form(*given), group_of(name)
         with together(op.title, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
+            wanted = _wanted_outside.get() or op.wanted(call)
             call = op.checked(call, group)
-            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
+            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, wanted)
             return prepared(call, deadline_s or None, None)
 
     def fake(*arguments: Any) -> list[torch.Tensor]:
@@ -278,7 +302,7 @@ def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
 
         def found() -> tuple[Prepared, Any]:
             call = op.checked(op.form(*given), group)
-            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, op.wanted(call))
+            prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, None)
             return prepared, op.beside(saved)
 
         made = _gradients(op, group, grads[0].device, found, saved, list(grads), wanted, deadline_s or None)
