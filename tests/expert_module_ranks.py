@@ -170,6 +170,25 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
     }
 
 
+def misrouted(group: dist.ProcessGroup) -> dict[str, str]:
+    """What each rank is told of what rank 1 alone passes; the next call is as good as the one before."""
+    rank, experts = group.rank(), 4
+    mlp = layer(group, experts)
+    x, index, by = (t.to(device()) for t in routed(rank, experts, 6, 1))
+    wanted, found = mlp(x, index, by), {}
+    for name, bad in {
+        "too large": (x, index + experts, by),
+        "negative": (x, index - experts, by),
+        "of floats": (x, index.float(), by),
+        "fewer": (x, index[:3], by),
+        "wide": (x[:, :5], index, by),
+        "nothing": (None, index, by),
+    }.items():
+        found[name] = told(lambda bad=bad: mlp(*(bad if rank == 1 else (x, index, by))))  # type: ignore[misc]
+        assert torch.equal(mlp(x, index, by), wanted), name
+    return found
+
+
 def rows_lost(group: dist.ProcessGroup) -> str:
     mlp = layer(group, 2, max_rows=5)
     x, index, by = (t.to(device()) for t in routed(group.rank(), 2, 6, 1))

@@ -39,6 +39,19 @@ def test_copies_state_dicts_and_bad_arguments(pool: Pool) -> None:
         assert f"num_experts=4, gated=True, rank={rank} of 2" in told["shown"]
 
 
+def test_what_one_rank_cannot_route_is_refused_on_every_rank(pool: Pool) -> None:
+    for told in pool.run(ranks.misrouted, ranks=2, timeout_s=60):
+        for name, words in {
+            "too large": "top_k_index has 4: experts are 0 to 3",
+            "negative": "top_k_index has -4: experts are 0 to 3",
+            "of floats": "top_k_index is torch.float32: use torch.int64",
+            "fewer": "top_k_index (3, 2) and top_k_weights (6, 2) must both be [6, top_k], as x has 6 tokens",
+            "wide": "x has shape (6, 5): pass [..., 8]",
+            "nothing": "x is a NoneType: pass a torch.Tensor",
+        }.items():
+            assert told[name] == f"RefusedError: rank 1: ExpertParallelMLP: {words}"
+
+
 def test_rows_for_which_there_is_no_room_are_an_error(pool: Pool) -> None:
     with Pool(2) as alone:
         told = alone.run(ranks.rows_lost, timeout_s=60)

@@ -20,12 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from weft.operator.layers import refuse_input
 from weft.operator.prepared import group_of
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
+from weft.words import kind
 
 _ONE_BY_ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _WHICH = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -54,7 +58,7 @@ class ExpertParallelMLP(nn.Module):
     `local_part` takes them from all experts' state dict, in that form or one expert by one, and `weft.nn.local_state_dict` from a
     whole model's. `deepcopy` and pickle keep the
     group's name. Rows are weighted in x's dtype and added up in fp32, in the order of top_k: equal calls give equal bits.
-    Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`.
+    Errors are those of `weft.all_to_all_matmul` and `weft.matmul_all_to_all`; routing that cannot be is refused on every rank.
     """
 
     def __init__(
@@ -138,13 +142,11 @@ class ExpertParallelMLP(nn.Module):
         return name in (self.first_name, "down_proj") or _ONE_BY_ONE.fullmatch(name) is not None
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """top_k_index: which experts of all each token has. top_k_weights: how much each counts, in any floating dtype."""
+        """top_k_index: which experts of all each token has, integers; on CPU their values are checked. top_k_weights: how much each
+        counts, in any floating dtype."""
+        if wrong := self._wrong_input(x, top_k_index, top_k_weights):
+            refuse_input(self, self.group_name, x, wrong)
         tokens = x.reshape(-1, x.shape[-1])
-        if top_k_index.dim() != 2 or top_k_index.shape != top_k_weights.shape or len(top_k_index) != len(tokens):
-            raise ValueError(
-                f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be "
-                f"[{len(tokens)}, top_k], as x has {len(tokens)} tokens"
-            )
         top_k = top_k_index.shape[1]
         expert, order = top_k_index.flatten().to(torch.int64).sort(stable=True)
         splits = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
@@ -167,6 +169,26 @@ class ExpertParallelMLP(nn.Module):
         rows = y[place].view(len(tokens), top_k, self.hidden)
         weighted: torch.Tensor = (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
         return weighted.view(x.shape)
+
+    def _wrong_input(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> str:
+        for name, given in (("x", x), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+            if not isinstance(given, torch.Tensor):
+                return f"{name} is {kind(given)}: pass a torch.Tensor"
+        if x.dim() < 1 or x.shape[-1] != self.hidden:
+            return f"x has shape {tuple(x.shape)}: pass [..., {self.hidden}]"
+        tokens = x.shape[:-1].numel()
+        if top_k_index.dim() != 2 or top_k_index.shape != top_k_weights.shape or len(top_k_index) != tokens:
+            return (
+                f"top_k_index {tuple(top_k_index.shape)} and top_k_weights {tuple(top_k_weights.shape)} must both be "
+                f"[{tokens}, top_k], as x has {tokens} tokens"
+            )
+        if top_k_index.dtype not in _INTEGERS:
+            return f"top_k_index is {top_k_index.dtype}: use torch.int64"
+        if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()) and top_k_index.device.type == "cpu":
+            for expert in (top_k_index.min(), top_k_index.max()) if top_k_index.numel() else ():
+                if not 0 <= expert < self.num_experts:
+                    return f"top_k_index has {int(expert)}: experts are 0 to {self.num_experts - 1}"
+        return ""
 
     def extra_repr(self) -> str:
         return (

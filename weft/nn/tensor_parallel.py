@@ -27,9 +27,8 @@ from torch import nn
 
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.norm import RMSNorm
-from weft.operator.layers import as_autocast, replicated
+from weft.operator.layers import as_autocast, refuse_input, replicated
 from weft.operator.prepared import group_of
-from weft.operator.together import together
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, row
@@ -99,15 +98,8 @@ class _ParallelLinear(nn.Module):
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
         """`ValueError`, told to the other ranks, for an x that does not fit; it is called before anything else of a call.
         of: the module that was called."""
-        self._refuse(self._wrong_input(x, isinstance(of, ParallelAttention)), x, of)
-
-    def _refuse(self, wrong: str, x: Any, of: nn.Module) -> None:
-        """Raise what is `wrong`; nothing if that is ''."""
-        if wrong:
-            if torch.compiler.is_compiling():
-                raise ValueError(f"{type(of).__name__}: {wrong}")
-            with together(type(of).__name__, group_of(self.group_name), x, None):
-                raise ValueError(f"{type(of).__name__}: {wrong}")
+        if wrong := self._wrong_input(x, isinstance(of, ParallelAttention)):
+            refuse_input(of, self.group_name, x, wrong)
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
         """three: x has three dimensions, and no other number of them."""

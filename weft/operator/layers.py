@@ -7,10 +7,11 @@ sum. Ranks that step with parts drift apart, and nothing says so.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import together
@@ -40,6 +41,16 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) for t in tensors)
+
+
+def refuse_input(of: nn.Module, group_name: str, x: object, wrong: str) -> NoReturn:
+    """`ValueError` for what a module cannot take, told to the other ranks: instead of the first call that it would make. wrong: what
+    is wrong, and what to pass."""
+    text = f"{type(of).__name__}: {wrong}"
+    if torch.compiler.is_compiling():
+        raise ValueError(text)
+    with together(type(of).__name__, group_of(group_name), x, None):
+        raise ValueError(text)
 
 
 class _Replicated(torch.autograd.Function):
