@@ -324,6 +324,39 @@ def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
     return apart
 
 
+def drawn_under_fsdp(group: dist.ProcessGroup) -> None:
+    """Layers that are made on meta, divided by FSDP2, and only then given memory and values: those of layers that are made at once.
+    Ranks of one part have other seeds, and take the first one's."""
+    mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+
+    def made() -> nn.ModuleDict:
+        return nn.ModuleDict({
+            "mlp": weft.nn.ParallelMLP(8, 8, group=tp, bias=True),
+            "experts": weft.nn.ExpertParallelMLP(8, 6, 4, group=tp),
+        })  # fmt: skip
+
+    def draw(model: nn.Module, seed: int) -> None:
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    with torch.device("meta"):
+        divided = made()
+    for module in divided.values():
+        fully_shard(module, mesh=mesh["dp"])
+    divided.to_empty(device=device())
+    for p in divided.parameters():
+        nn.init.constant_(p, torch.nan)
+    draw(divided, 1 + dp.rank())
+    plain = made().to(device())
+    draw(plain, 1)
+    for one, other in zip(divided.parameters(), plain.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        assert torch.equal(one.full_tensor(), other)
+
+
 def norm_alone(group: dist.ProcessGroup) -> str:
     """The others do not come to the backward of a norm."""
     own = own_group(group)
@@ -403,6 +436,7 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         "no linear": lambda: weft.nn.ColumnParallelLinear.from_linear(nn.Identity(), group),  # type: ignore[arg-type]
         "odd": lambda: weft.nn.rotary_embedding(4, 5),
         "no group": lambda: weft.nn.ColumnParallelLinear(8, 8, group="nobody"),
+        "mesh": lambda: weft.nn.ColumnParallelLinear(8, 8, group=init_device_mesh(device().type, (world,))),  # type: ignore[arg-type]
         "x": lambda: mlp(x[..., :5]),
         "two dimensions": lambda: mlp(x[0]),
         "two dimensions here": lambda: attention(x[0] if group.rank() == 0 else x),

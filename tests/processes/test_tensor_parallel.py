@@ -75,6 +75,10 @@ def test_a_block_under_fsdp(pool: Pool, recompute: bool) -> None:
     assert max(pool.run(ranks.sharded_by_fsdp, recompute, ranks=4, timeout_s=100)) < 1e-4
 
 
+def test_layers_on_meta_are_drawn_when_fsdp_has_divided_them(pool: Pool) -> None:
+    pool.run(ranks.drawn_under_fsdp, ranks=4, timeout_s=60)
+
+
 def test_a_rank_that_does_not_come_to_a_norms_backward_is_missed(pool: Pool) -> None:
     found, _ = pool.run(ranks.norm_alone, ranks=2, timeout_s=60)
     assert found.startswith("DeadlineError: ")
@@ -104,6 +108,7 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "no linear": "ValueError: linear is a Identity: pass a torch.nn.Linear",
             "odd": "ValueError: head_dim=5 must be even",
             "no group": "ValueError: group='nobody' names no process group",
+            "mesh": "ValueError: group=DeviceMesh(",
             "x": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (2, 5, 5), and sequence_dim=1 takes [B, S/W, 8]: pass that",
             "length": "RefusedError: ranks 0, 1: RowParallelLinear: x has shape (2, 5, 4), and the 5 of sequence_dim=1 must be "
             "divisible by world_size=2",
@@ -121,3 +126,4 @@ def test_handling_and_bad_input(pool: Pool) -> None:
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert found[name].startswith(text), (name, found[name])
+        assert found["mesh"].endswith("is a DeviceMesh: pass its get_group(), of one of its dimensions")

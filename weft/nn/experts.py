@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft.operator.layers import refuse_input
+from weft.operator.layers import fill, refuse_input
 from weft.operator.prepared import group_of
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
@@ -102,17 +102,25 @@ class ExpertParallelMLP(nn.Module):
 
     def reset_parameters(self) -> None:
         """Each expert as `nn.Linear` draws its weights, one after the other: ranks with equal seeds have parts of one model."""
-        first, down = self.get_parameter(self.first_name), self.down_proj
-        if first.is_meta:
+        parameters = self.get_parameter(self.first_name), self.down_proj
+        if parameters[0].is_meta:
             return
-        with torch.no_grad():
-            for expert in range(self.num_experts):
-                drawn = [
-                    torch.empty_like(w[0]).uniform_(-(w.shape[2] ** -0.5), w.shape[2] ** -0.5) for w in (first, down)
-                ]
-                here = expert - self.rank * len(first)
-                if 0 <= here < len(first):
-                    first[here], down[here] = drawn
+        local = self.num_experts // self.world_size
+        # FSDP2 may have divided them further.
+        divided = [hasattr(w, "placements") for w in parameters]
+        parts = [
+            torch.empty(w.shape, device=w.device, dtype=w.dtype) if of_fsdp else w.detach()
+            for w, of_fsdp in zip(parameters, divided, strict=True)
+        ]
+        for expert in range(self.num_experts):
+            here = expert - self.rank * local
+            for part in parts:
+                drawn = torch.empty_like(part[0]).uniform_(-(part.shape[2] ** -0.5), part.shape[2] ** -0.5)
+                if 0 <= here < local:
+                    part[here] = drawn
+        for parameter, part, of_fsdp in zip(parameters, parts, divided, strict=True):
+            if of_fsdp:
+                fill(parameter, part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of the state dict of all experts this rank's. `whole` has stacked weights of this module's names and num_experts, or for

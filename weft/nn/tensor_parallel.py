@@ -27,7 +27,7 @@ from torch import nn
 
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.norm import RMSNorm
-from weft.operator.layers import as_autocast, refuse_input, replicated
+from weft.operator.layers import as_autocast, fill, refuse_input, replicated
 from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -85,7 +85,8 @@ class _ParallelLinear(nn.Module):
         if not self.weight.is_meta:
             device, dtype = self.weight.device, self.weight.dtype
             whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype)
-            self.load_state_dict(self.local_part(whole.state_dict()))
+            for name, part in self.local_part(whole.state_dict()).items():
+                fill(self.get_parameter(name), part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of an `nn.Linear`'s parameters, this rank's: views."""
@@ -191,11 +192,8 @@ class RowParallelLinear(_ParallelLinear):
         """
         self.require_input(x, self)
         if self.sequence_dim is None and isinstance(norm, RMSNorm):
-            self._refuse(
-                "norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: pass torch's, x is whole here",
-                x,
-                self,
-            )
+            wrong = "norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: pass torch's, x is whole here"
+            refuse_input(self, self.group_name, x, wrong)
         x, weight = as_autocast(x, self.weight)
         if self.sequence_dim is not None:
             y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)

@@ -43,9 +43,19 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(dtype) for t in tensors)
 
 
+def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """`value` into `parameter`, which FSDP2 may have divided further: then by the first of the ranks that it is divided over."""
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor  # half a second
+
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
 def refuse_input(of: nn.Module, group_name: str, x: object, wrong: str) -> NoReturn:
-    """`ValueError` for what a module cannot take, told to the other ranks: instead of the first call that it would make. wrong: what
-    is wrong, and what to pass."""
+    """`ValueError` for what a module cannot take, told to the other ranks: instead of the first call that it would make.
+    wrong: what is wrong, and what to pass."""
     text = f"{type(of).__name__}: {wrong}"
     if torch.compiler.is_compiling():
         raise ValueError(text)
