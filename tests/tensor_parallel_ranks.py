@@ -387,6 +387,10 @@ def autocast(group: dist.ProcessGroup) -> list[str]:
             y = layer(x)
         y.float().sum().backward()
         found.append(f"{kind} {y.dtype} {next(layer.parameters()).grad.dtype}")  # type: ignore[union-attr]
+    if device().type == "cpu":  # on GPUs fp64 is refused
+        wide = weft.nn.ColumnParallelLinear(8, 4 * group.size(), group=group, dtype=torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert wide(torch.ones(1, 2, 8, dtype=torch.float64)).dtype == torch.float64  # as `nn.Linear` leaves it
     return found
 
 

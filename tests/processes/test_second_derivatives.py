@@ -105,6 +105,20 @@ def test_a_second_derivative_is_refused(pool: Pool, name: str, compiled: bool) -
             assert text.startswith(f"NotImplementedError: {operator} can be differentiated once"), how
 
 
+def norm_twice(group: dist.ProcessGroup) -> str:
+    norm = weft.nn.RMSNorm(8, group=group)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    grads = torch.autograd.grad((norm(x) ** 3).sum(), [x, norm.weight], create_graph=True)
+    said = told(lambda: torch.autograd.grad(sum((grad**2).sum() for grad in grads), [x, norm.weight]))
+    norm(x).sum().backward()
+    return said
+
+
+def test_a_second_derivative_of_what_ranks_have_whole_is_refused(pool: Pool) -> None:
+    for said in pool.run(norm_twice, ranks=2, timeout_s=60):
+        assert said.startswith("NotImplementedError: weft.nn.replicated can be differentiated once")
+
+
 def first_with_graph(group: dist.ProcessGroup, name: str) -> bool:
     """Whether gradients are the same with create_graph=True, and the call after a refusal as good as the one before."""
     call, found = CALLS[name](group), []

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.operator.derivatives import refused
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import together
 from weft.runtime.in_turn import turn_on
@@ -40,7 +41,7 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) for t in tensors)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -87,5 +88,6 @@ _library = torch.library.Library("weft", "FRAGMENT")
 _library.define("summed_over_ranks(Tensor x, str group) -> Tensor")
 for _key in ("CPU", "CUDA"):
     _library.impl("summed_over_ranks", _summed, _key)
+torch.library.register_autograd("weft::summed_over_ranks", refused("weft.nn.replicated"), lib=_library)
 torch.library.register_fake("weft::summed_over_ranks", lambda x, group: torch.empty_like(x), lib=_library)
 never_left_out("summed_over_ranks")
