@@ -52,9 +52,11 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")
-    if hasattr(group, "get_group"):
-        raise ValueError(f"group={group!r} is a {type(group).__name__}: pass its get_group(), of one of its dimensions")
     if not isinstance(group, dist.ProcessGroup):
+        if hasattr(group, "get_group"):
+            raise ValueError(
+                f"group={group!r} is a {type(group).__name__}: pass its get_group(), of one of its dimensions"
+            )
         raise ValueError(
             f"group={group!r} is no process group that this rank belongs to: only its members make this call"
         )
