@@ -428,6 +428,8 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         weft.nn.ParallelAttention(8, 2 * world, group=group, head_dim=2, sequence_dim=dim, device=device())
         for dim in (1, 0)
     )
+    with torch.inference_mode():
+        made_in_inference = torch.ones(2, 4, device=device())
     calls: dict[str, Callable[[], Any]] = {
         "columns": lambda: weft.nn.ColumnParallelLinear(8, 4 * world + 1, group=group),
         "rows": lambda: weft.nn.RowParallelLinear(4 * world + 1, 8, group=group),
@@ -447,6 +449,9 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         "two dimensions of a sequence": lambda: flat(x[0]),
         "norm": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, sequence_dim=None, device=device())(
             data(0, (2, 4), torch.float32, 1), norm=weft.nn.RMSNorm(8, group=group)
+        ),
+        "inference": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, sequence_dim=None, device=device())(
+            made_in_inference
         ),
         "whole": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, sequence_dim=None)(x),
         "no tensor": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group)([x]),  # type: ignore[arg-type]

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.operator.derivatives import once
+from weft.operator.derivatives import once, require_kept
 from weft.operator.flattened import grad_of_weight
 from weft.operator.prepared import group_of
+from weft.operator.together import together
 from weft.ops.matmul_all_gather import matmul_all_gather
 from weft.ops.matmul_all_reduce import EPS, matmul_all_reduce, through_norm
 
@@ -31,6 +32,7 @@ def columns(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: str
 ) -> list[torch.Tensor]:
     """Of x [..., K], the same on all ranks: y_i [..., N_i / W], of weights [N_i / W, K] and biases [N_i / W]."""
+    _require_kept("a column-parallel layer", group, x, *weights, *biases)
     return list(_Columns.apply(x, group, len(weights), *weights, *biases))
 
 
@@ -40,12 +42,25 @@ def row(
 ) -> Any:  # fmt: skip
     """Of x [..., K / W] and weight [N, K / W]: y [..., N], the same on all ranks, as bias [N], residual [..., N] and norm [N] are;
     with norm, the weight of an RMSNorm, (normed, y)."""
+    _require_kept("a row-parallel layer", group, x, weight, bias, residual, norm)
     return _Row.apply(x, weight, bias, residual, norm, eps, group)
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
     """`columns` of one weight, without a bias, joined: y [..., N], the same on all ranks."""
+    _require_kept("a column-parallel layer", group, x, weight)
     return _GatheredColumns.apply(x, weight, group)
+
+
+def _require_kept(layer: str, group: str, *tensors: torch.Tensor | None) -> None:
+    """Refused here, where peers are told: autograd would find it when they have made the call."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if any(t is not None and t.is_inference() for t in tensors) and any(
+        t is not None and t.requires_grad for t in tensors
+    ):
+        with together(layer, group_of(group), tensors[0], None):
+            require_kept(layer, tensors)
 
 
 def _of_parameters(
