@@ -300,6 +300,34 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
     return had
 
 
+def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
+    """By torch.distributed.checkpoint, from two ranks to all of them. Names and shapes that are saved."""
+    import torch.distributed.checkpoint as dcp
+
+    def made(of: dist.ProcessGroup, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = nn.ModuleDict({kind: parallel(kind, True, of, 1) for kind in ("attention", "mlp")})
+        layers["experts"] = weft.nn.ExpertParallelMLP(8, 12, 4, group=of, device=device())
+        layers["norm"] = weft.nn.RMSNorm(HIDDEN, group=of, device=device())
+        return layers
+
+    two, names = dist.new_group([0, 1]), []
+    if group.rank() < 2:
+        assert two is not None
+        saved = made(two, 1)
+        dcp.save(weft.nn.distributed_state_dict(saved), checkpoint_id=folder, process_group=two)
+        names = sorted(f"{name} {list(t.shape)}" for name, t in weft.nn.distributed_state_dict(saved).items())
+    dist.barrier()
+    loaded, right = made(group, 2), made(group, 1)  # drawn from one seed, all numbers of ranks have parts of one model
+    assert not torch.equal(loaded["mlp"].up_proj.weight, right["mlp"].up_proj.weight)  # type: ignore[index]
+    dcp.load(weft.nn.distributed_state_dict(loaded), checkpoint_id=folder)
+    for name, p in loaded.named_parameters():
+        assert torch.equal(p, right.get_parameter(name)), name
+    moments = {name: torch.ones_like(p) for name, p in loaded.named_parameters()}
+    assert isinstance(weft.nn.distributed_state_dict(loaded, moments)["mlp.up_proj.weight"], DTensor)
+    return names
+
+
 def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
     """How far gradients of a block under FSDP2, two by two, are from means of those without."""
     mesh = init_device_mesh(device().type, (2, group.size() // 2), mesh_dim_names=("dp", "tp"))
@@ -309,6 +337,7 @@ def sharded_by_fsdp(group: dist.ProcessGroup, recompute: bool) -> float:
         torch.manual_seed(3)
         blocks.append(Block(tp, recompute))
     fully_shard(blocks[1], mesh=mesh["dp"])
+    assert "a folder for each rank of the group" in told(lambda: weft.nn.distributed_state_dict(blocks[1]))
     x = shard(data(dp.rank(), (2, 16, HIDDEN), torch.float32, 5), 1, tp).clone()
     rotary, apart = weft.nn.rotary_embedding(16, HEAD_DIM, device=device()), 0.0
     for _ in range(2):

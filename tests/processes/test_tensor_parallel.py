@@ -3,6 +3,8 @@ activation checkpointing, autocast, copies, checkpoints, bad input."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tensor_parallel_ranks as ranks
 import torch
@@ -68,6 +70,13 @@ def test_a_block_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
             for name, values in found.items():
                 close = torch.allclose(torch.tensor(values), torch.tensor(one[name]), rtol=1e-4, atol=1e-5)
                 assert close, (name, world, how)
+
+
+def test_checkpoints_have_all_ranks_parts(pool: Pool, tmp_path: Path) -> None:
+    names, again, *_ = pool.run(ranks.saved_and_loaded, str(tmp_path), ranks=4, timeout_s=100)
+    assert names == again
+    assert {"mlp.up_proj.weight [40, 24]", "mlp.up_proj.bias [40]", "mlp.down_proj.weight [24, 40]"} < set(names)
+    assert {"mlp.down_proj.bias [24]", "norm.weight [24]", "experts.down_proj [4, 8, 12]"} < set(names)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])

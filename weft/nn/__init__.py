@@ -8,6 +8,7 @@ from weft.nn.tensor_parallel import (
     ParallelAttention,
     ParallelMLP,
     RowParallelLinear,
+    distributed_state_dict,
     local_state_dict,
     rotary_embedding,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "ShardedEmbeddingBagCollection",
+    "distributed_state_dict",
     "local_state_dict",
     "replicated",
     "rotary_embedding",

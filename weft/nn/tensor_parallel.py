@@ -409,6 +409,42 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
     return found
 
 
+def distributed_state_dict(
+    model: nn.Module, state: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """For `torch.distributed.checkpoint`: the state dict of `model`, in which a rank's part of a layer of `weft.nn` is a DTensor.
+    So all parts are saved, under stock names and shapes, and another number of ranks can load them.
+
+        dcp.save(weft.nn.distributed_state_dict(model), checkpoint_id=folder)
+        dcp.load(weft.nn.distributed_state_dict(model), checkpoint_id=folder)  # into the parameters: memory is theirs
+
+    state: tensors of the parameters' names and shapes, an optimizer's moments say; default `model.state_dict()`.
+
+    Raises `ValueError` for what FSDP2 has divided too.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard  # half a second
+
+    found = dict(model.state_dict() if state is None else state)
+    for prefix, module in model.named_modules():
+        divided = {}
+        if isinstance(module, _ParallelLinear):
+            divided = {"weight": module.divided} if module.divided else {"weight": 0, "bias": 0}
+        elif isinstance(module, ExpertParallelMLP):
+            divided = {module.first_name: 0, "down_proj": 0}
+        for name, dim in divided.items():
+            key = f"{prefix}.{name}".lstrip(".")
+            if (part := found.get(key)) is None:
+                continue
+            if isinstance(part, DTensor):
+                raise ValueError(
+                    f"{key} is a DTensor, which FSDP2 has divided too: save it before, or on one rank of each shard"
+                )
+            mesh = DeviceMesh.from_group(group_of(module.group_name), part.device.type)  # type: ignore[arg-type]
+            found[key] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+    return found
+
+
 def _part(name: str, value: int, world: int) -> int:
     if value < 1 or value % world:
         raise ValueError(
