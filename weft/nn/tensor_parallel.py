@@ -438,7 +438,7 @@ def distributed_state_dict(
                 continue
             if isinstance(part, DTensor):
                 raise ValueError(
-                    f"{key} is a DTensor, which FSDP2 has divided too: save it before, or on one rank of each shard"
+                    f"{key} was divided by FSDP2 too: save model.state_dict() to a folder for each rank of the group"
                 )
             mesh = DeviceMesh.from_group(group_of(module.group_name), part.device.type)  # type: ignore[arg-type]
             found[key] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
