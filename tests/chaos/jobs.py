@@ -36,7 +36,7 @@ from .draw import Injection
 from .faults import Injected, Leave, Sabotage, injected
 from .operators import OPERATORS
 from .traces import BETWEEN, CALLING, DONE, LEAVING, Board, Trace
-from .work import Given, Results, Work
+from .work import Differentiable, Given, Results, Work
 
 MOST_ERRORS = 4  # after so many steps that failed a rank ends
 _DOORS = (
@@ -127,6 +127,7 @@ class Job:
         given, around = self.sabotage.act(n, "before", self.work, given)
         results = self._forward(n, "forward", self.work, given, around)
         if self.work.backward:
+            assert isinstance(self.work, Differentiable)
             grads, wanted = self.work.grads(n)
             _, around = self.sabotage.act(n, "between", self.work, given)
             backward = partial(self._backward, given, results, grads)
@@ -154,6 +155,7 @@ class Job:
         return self._call(n, name, lambda: work.forward(given), lambda: work.expected(n), around, work.padded)
 
     def _backward(self, given: Given, results: Results, grads: Results) -> Results:
+        assert isinstance(self.work, Differentiable)
         wanted = self.work.wanted(given)
         differentiable = [y for y in results if y.requires_grad]
         torch.autograd.backward(differentiable, grads)

@@ -16,10 +16,10 @@ import weft.ops.matmul_reduce_scatter
 import weft.ops.scaled_matmul_reduce_scatter  # now, and not in a call that is interrupted
 
 from .bad import DEADLINES, Form, each, put
-from .work import FP8, AllToAllMatmul, Given, Results, Work
+from .work import FP8, AllToAllMatmul, Differentiable, Given, Results
 
 
-class Products(Work):
+class Products(Differentiable):
     """x @ w of every rank, of one shape."""
 
     K, MOST = 16, 3  # numbers are whole, from -MOST to MOST

@@ -91,14 +91,6 @@ class Work(ABC):
     @abstractmethod
     def expected(self, n: int) -> Results: ...
 
-    def grads(self, n: int) -> tuple[Results, Results]:
-        """(of this rank's results, what the gradients of its inputs must be), if it is differentiable"""
-        raise NotImplementedError
-
-    def wanted(self, given: Given) -> Results:
-        """The inputs whose gradients are taken, likewise."""
-        raise NotImplementedError
-
     def numbers(self, what: int, rank: int, n: int, shape: tuple[int, ...], most: int = 3) -> torch.Tensor:
         """Whole numbers from -most to most."""
         generator = torch.Generator().manual_seed(hash((self.seed, what, rank, n)) % 2**63)
@@ -115,7 +107,19 @@ class Work(ABC):
         return {"deadline_s": self.options["deadline_s"], "schedule": self.options.get("schedule")}
 
 
-class AllGatherMatmul(Work):
+class Differentiable(Work):
+    """Whose steps may be differentiated too."""
+
+    @abstractmethod
+    def grads(self, n: int) -> tuple[Results, Results]:
+        """(of this rank's results, what the gradients of its inputs must be)"""
+
+    @abstractmethod
+    def wanted(self, given: Given) -> Results:
+        """The inputs whose gradients are taken, likewise."""
+
+
+class AllGatherMatmul(Differentiable):
     K = 16
     arguments = ("A_shard", "Bs")
 
@@ -239,7 +243,7 @@ class AllGatherScaledMatmul(AllGatherMatmul):
         return ys if A is None else [A.float(), *ys]
 
 
-class AllToAllMatmul(Work):
+class AllToAllMatmul(Differentiable):
     EXPERTS, K, N = 2, 8, 12
     arguments = ("tokens", "w_experts", "splits")
 

@@ -7,7 +7,9 @@ import importlib.util
 import gpu_ranks
 import pytest
 import style_ranks as styles
+import styled_layers as layers
 import tensor_parallel_ranks as ranks
+import titan_functions
 import titan_ranks
 import torch
 
@@ -102,16 +104,16 @@ def test_a_block_compiles_in_one_graph(pair: Pool) -> None:
         assert calls == {"columns": 5, "row": 2}
 
 
-@pytest.mark.parametrize("name", styles.LINEARS)
+@pytest.mark.parametrize("name", layers.LINEARS)
 def test_layers(pair: Pool, name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        calls = pair.run(styles.linears, name, dtype, 8, False, timeout_s=60)
-        assert calls == [styles.LINEARS[name][-1]] * 2
+        calls = pair.run(layers.linears, name, dtype, 8, False, timeout_s=60)
+        assert calls == [layers.LINEARS[name][-1]] * 2
 
 
-@pytest.mark.parametrize("name", styles.INPUTS)
+@pytest.mark.parametrize("name", layers.INPUTS)
 def test_inputs_are_gathered_once(pair: Pool, name: str) -> None:
-    assert pair.run(styles.inputs, name, timeout_s=60) == [styles.INPUTS[name][-1]] * 2
+    assert pair.run(layers.inputs, name, timeout_s=60) == [layers.INPUTS[name][-1]] * 2
 
 
 @pytest.mark.skipif(
@@ -127,11 +129,11 @@ def test_a_hugging_face_llama(pair: Pool) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "weights frozen"])
 def test_torchtitans_functions(pair: Pool, frozen: bool) -> None:
-    assert [saved[0] for saved in pair.run(styles.functions, 8, frozen, timeout_s=60)] == [5 * 2 * 4] * 2
+    assert [saved[0] for saved in pair.run(titan_functions.functions, 8, frozen, timeout_s=60)] == [5 * 2 * 4] * 2
 
 
 def test_torchtitans_functions_compile(pair: Pool) -> None:
-    assert max(pair.run(styles.functions_compiled, timeout_s=100)) < 1e-4
+    assert max(pair.run(titan_functions.functions_compiled, timeout_s=100)) < 1e-4
 
 
 def test_recomputing_in_parts(pair: Pool) -> None:

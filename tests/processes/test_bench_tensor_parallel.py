@@ -41,6 +41,10 @@ def _options(**given: Any) -> BenchOptions:
     [
         ({"variants": ("fast",)}, "no variant 'fast': give some of serial, weft, weft-compiled, asynctp"),
         ({"variants": ("asynctp",)}, "variant 'asynctp' cannot run here: torch has it for GPUs only"),
+        (
+            {"variants": ("asynctp",), "device": "cuda", "preset": "llama-3-8b-whole"},
+            "variant 'asynctp' has no all-reduce: give llama-3-8b-whole other variants",
+        ),
         ({"preset": "llama"}, "no preset 'llama': give some of llama-3-8b, llama-3-70b, llama-3-405b, cpu"),
         ({"ranks": 1}, "ranks=1: a block has nothing to communicate"),
         ({"ranks": 3}, "ranks=3 do not divide length=512 of cpu"),

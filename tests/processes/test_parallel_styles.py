@@ -4,9 +4,12 @@ activation checkpointing; a block compiles; and for every layout results, gradie
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import style_ranks as ranks
+import styled_layers as layers
+import titan_functions
 import titan_ranks
 import torch
 from slow import slow
@@ -16,6 +19,19 @@ from weft.launch import Pool
 
 def equal(found: list[float], torchs: list[float]) -> bool:
     return len(found) == len(torchs) and all(abs(a / b - 1) <= 1e-5 for a, b in zip(found, torchs, strict=True))
+
+
+def learns_alike(pool: Pool, world: int, how: tuple[Any, ...], wanted: dict[str, int]) -> None:
+    """Steps in fp32, by torch's styles and by weft's, which make these calls in the last one; parameters and gradients are DTensors
+    as torch's make them. how: what `train` is given."""
+    torchs = pool.run(ranks.train, "torch", *how, ranks=world, timeout_s=100)
+    ours = pool.run(ranks.train, "weft", *how, ranks=world, timeout_s=100)
+    for (losses, layouts, calls), (torchs_losses, torchs_layouts, torchs_calls) in zip(ours, torchs, strict=True):
+        assert equal(losses, torchs_losses), (losses, torchs_losses)
+        assert len(losses) < 20 or losses[-1] < losses[0] - 0.05
+        assert layouts == torchs_layouts
+        assert calls == wanted
+        assert torchs_calls == {}
 
 
 @pytest.mark.parametrize(
@@ -31,19 +47,11 @@ def equal(found: list[float], torchs: list[float]) -> bool:
 )
 def test_a_change_of_imports_changes_no_loss(
     pool: Pool, world: int, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int
-) -> None:  # fmt: skip
-    """Steps in fp32; parameters and gradients are DTensors as torch's styles make them."""
-    how = (optimizer, bias, recompute, data_parallel, steps)
-    torchs = pool.run(ranks.train, "torch", *how, ranks=world, timeout_s=100)
-    ours = pool.run(ranks.train, "weft", *how, ranks=world, timeout_s=100)
-    for (losses, layouts, calls), (torchs_losses, torchs_layouts, torchs_calls) in zip(ours, torchs, strict=True):
-        assert equal(losses, torchs_losses), (losses, torchs_losses)
-        assert steps < 20 or losses[-1] < losses[0] - 0.05
-        assert layouts == torchs_layouts
-        # Two layers, each with two gathers and two scatters, and again where they are recomputed; a gather for the output.
-        times = 2 if recompute else 1
-        assert calls == {"all_gather_matmul": 4 * times + 1, "matmul_reduce_scatter": 4 * times}
-        assert torchs_calls == {}
+) -> None:
+    # Two layers, each with two gathers and two scatters, and again where they are recomputed; a gather for the output.
+    times = 2 if recompute else 1
+    calls = {"all_gather_matmul": 4 * times + 1, "matmul_reduce_scatter": 4 * times}
+    learns_alike(pool, world, (optimizer, bias, recompute, data_parallel, steps), calls)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +60,10 @@ def test_a_change_of_imports_changes_no_loss(
 )
 def test_nor_does_it_without_sequence_parallelism(
     pool: Pool, world: int, optimizer: str, bias: bool, recompute: bool, data_parallel: int, steps: int
-) -> None:  # fmt: skip
-    how = (optimizer, bias, recompute, data_parallel, steps, False)
-    torchs = pool.run(ranks.train, "torch", *how, ranks=world, timeout_s=100)
-    ours = pool.run(ranks.train, "weft", *how, ranks=world, timeout_s=100)
-    for (losses, layouts, calls), (torchs_losses, torchs_layouts, _) in zip(ours, torchs, strict=True):
-        assert equal(losses, torchs_losses), (losses, torchs_losses)
-        assert steps < 20 or losses[-1] < losses[0] - 0.05
-        assert layouts == torchs_layouts
-        times = 2 if recompute else 1
-        assert calls == {"columns": 10 * times, "row": 4 * times, "gathered_columns": 1}
+) -> None:
+    times = 2 if recompute else 1
+    calls = {"columns": 10 * times, "row": 4 * times, "gathered_columns": 1}
+    learns_alike(pool, world, (optimizer, bias, recompute, data_parallel, steps, False), calls)
 
 
 def test_a_block_compiles_in_one_graph(pool: Pool) -> None:
@@ -73,11 +75,11 @@ def test_a_block_compiles_in_one_graph(pool: Pool) -> None:
         assert calls == {"columns": 5, "row": 2}
 
 
-@pytest.mark.parametrize("name", ranks.LINEARS)
+@pytest.mark.parametrize("name", layers.LINEARS)
 def test_layers(pool: Pool, name: str) -> None:
     for world in (1, 2, 4):
-        calls = pool.run(ranks.linears, name, torch.float32, 8, False, ranks=world, timeout_s=60)
-        assert calls == [ranks.LINEARS[name][-1]] * world
+        calls = pool.run(layers.linears, name, torch.float32, 8, False, ranks=world, timeout_s=60)
+        assert calls == [layers.LINEARS[name][-1]] * world
 
 
 COLUMNS, ROWS = "columns of a sequence", "rows to a sequence"
@@ -95,17 +97,17 @@ COLUMNS, ROWS = "columns of a sequence", "rows to a sequence"
 )
 def test_what_is_left_to_torch(pool: Pool, name: str, dtype: torch.dtype, features: int, own: bool) -> None:
     """Other dtypes, features that do not divide by the ranks, and linears of other kinds."""
-    assert pool.run(ranks.linears, name, dtype, features, own, ranks=2, timeout_s=60) == [0, 0]
+    assert pool.run(layers.linears, name, dtype, features, own, ranks=2, timeout_s=60) == [0, 0]
 
 
-@pytest.mark.parametrize("name", ranks.INPUTS)
+@pytest.mark.parametrize("name", layers.INPUTS)
 def test_inputs_are_gathered_once(pool: Pool, name: str) -> None:
-    assert pool.run(ranks.inputs, name, ranks=2, timeout_s=60) == [ranks.INPUTS[name][-1]] * 2
+    assert pool.run(layers.inputs, name, ranks=2, timeout_s=60) == [layers.INPUTS[name][-1]] * 2
 
 
-@pytest.mark.parametrize("name", ranks.UNLIKE)
+@pytest.mark.parametrize("name", layers.UNLIKE)
 def test_what_one_layer_gathered_may_not_do_for_another(pool: Pool, name: str) -> None:
-    pool.run(ranks.unlike, name, ranks=2, timeout_s=60)
+    pool.run(layers.unlike, name, ranks=2, timeout_s=60)
 
 
 @pytest.mark.skipif(
@@ -124,12 +126,12 @@ def test_a_hugging_face_llama(pool: Pool) -> None:
 @pytest.mark.parametrize(("world", "k"), [(1, 8), (2, 8), (4, 8), (3, 8)])
 def test_torchtitans_functions(pool: Pool, world: int, k: int, frozen: bool) -> None:
     """What is kept of x is a rank's part of it, whatever the number of ranks; here columns that do not divide by three."""
-    for rank, saved in enumerate(pool.run(ranks.functions, k, frozen, ranks=world, timeout_s=60)):
+    for rank, saved in enumerate(pool.run(titan_functions.functions, k, frozen, ranks=world, timeout_s=60)):
         assert saved[0] == 5 * world * (k // world + (rank < k % world))
 
 
 def test_torchtitans_functions_compile(pool: Pool) -> None:
-    assert max(pool.run(ranks.functions_compiled, ranks=2, timeout_s=100)) < 1e-4
+    assert max(pool.run(titan_functions.functions_compiled, ranks=2, timeout_s=100)) < 1e-4
 
 
 def test_recomputing_in_parts(pool: Pool) -> None:

@@ -172,6 +172,8 @@ class _TensorParallel(Operator[Block]):
         if options.ranks < 2:
             raise ValueError(f"ranks={options.ranks}: a block has nothing to communicate on fewer than 2")
         for block in self.presets(options):
+            if ASYNCTP in options.variants and block.model.whole:
+                raise ValueError(f"variant {ASYNCTP!r} has no all-reduce: give {block.of} other variants")
             for what in ("length", "intermediate", "heads", "kv_heads"):
                 if (size := getattr(block.model, what)) % options.ranks:
                     raise ValueError(f"ranks={options.ranks} do not divide {what}={size} of {block.of}: take 2 or 4")
