@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from matmul_ranks import data, device
+from matmul_ranks import data, device, told
 
 
 def functions(group: dist.ProcessGroup, k: int, frozen: bool) -> list[int]:
@@ -71,3 +71,22 @@ def functions_compiled(group: dist.ProcessGroup) -> float:
         y.square().sum().backward()
         found.append([y.detach(), *(t.grad for t in leaves)])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))  # type: ignore[operator]
+
+
+def of_inference(group: dist.ProcessGroup) -> list[str]:
+    """What each function says of an x that was made in inference mode on rank 1 alone, and that the group lives on."""
+    from weft.parallel.functions import AllGatherLinear, AllGatherLinearMulti, LinearReduceScatter
+
+    at, found = (group, group.group_name), []
+    w, v = (data(group.rank(), (8, 8), torch.float32, seed).requires_grad_() for seed in (1, 2))
+    calls = (
+        lambda x: AllGatherLinear.apply(x, w, None, *at),
+        lambda x: AllGatherLinearMulti.apply(x, w, v, *at)[0],
+        lambda x: LinearReduceScatter.apply(x, w, None, *at),
+    )
+    for call in calls:
+        with torch.inference_mode(group.rank() == 1):
+            x = torch.ones(4, 8, device=device())
+        found.append(told(lambda call=call, x=x: call(x)))
+        call(x.clone()).sum().backward()
+    return found

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.operator.derivatives import refused
+from weft.operator.derivatives import refused, require_kept
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import together
 from weft.runtime.in_turn import turn_on
@@ -62,6 +62,19 @@ def refuse_input(of: nn.Module, group_name: str, x: object, wrong: str) -> NoRet
         raise ValueError(text)
     with together(type(of).__name__, group_of(group_name), x, None):
         raise ValueError(text)
+
+
+def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
+    """At the beginning of an autograd Function's forward: what autograd would not keep for backward is refused, and peers are
+    told.
+    It says so itself, but only when the calls in there have been made."""
+    if (
+        not torch.compiler.is_compiling()
+        and any(ctx.needs_input_grad)
+        and any(t is not None and t.is_inference() for t in tensors)
+    ):
+        with together(layer, group_of(group_name), tensors[0], None):
+            require_kept(layer, tensors)
 
 
 class _Replicated(torch.autograd.Function):

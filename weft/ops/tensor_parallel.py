@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.operator.derivatives import once, require_kept
+from weft.operator.derivatives import once
 from weft.operator.flattened import grad_of_weight
+from weft.operator.layers import require_kept_by
 from weft.operator.prepared import group_of
-from weft.operator.together import together
 from weft.ops.matmul_all_gather import matmul_all_gather
 from weft.ops.matmul_all_reduce import EPS, matmul_all_reduce, through_norm
 
@@ -32,7 +32,6 @@ def columns(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: str
 ) -> list[torch.Tensor]:
     """Of x [..., K], the same on all ranks: y_i [..., N_i / W], of weights [N_i / W, K] and biases [N_i / W]."""
-    _require_kept("a column-parallel layer", group, x, *weights, *biases)
     return list(_Columns.apply(x, group, len(weights), *weights, *biases))
 
 
@@ -42,25 +41,12 @@ def row(
 ) -> Any:  # fmt: skip
     """Of x [..., K / W] and weight [N, K / W]: y [..., N], the same on all ranks, as bias [N], residual [..., N] and norm [N] are;
     with norm, the weight of an RMSNorm, (normed, y)."""
-    _require_kept("a row-parallel layer", group, x, weight, bias, residual, norm)
     return _Row.apply(x, weight, bias, residual, norm, eps, group)
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
     """`columns` of one weight, without a bias, joined: y [..., N], the same on all ranks."""
-    _require_kept("a column-parallel layer", group, x, weight)
     return _GatheredColumns.apply(x, weight, group)
-
-
-def _require_kept(layer: str, group: str, *tensors: torch.Tensor | None) -> None:
-    """Refused here, where peers are told: autograd would find it when they have made the call."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    if any(t is not None and t.is_inference() for t in tensors) and any(
-        t is not None and t.requires_grad for t in tensors
-    ):
-        with together(layer, group_of(group), tensors[0], None):
-            require_kept(layer, tensors)
 
 
 def _of_parameters(
@@ -74,6 +60,7 @@ def _of_parameters(
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str, count: int, *parameters: Any) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        require_kept_by(ctx, "a column-parallel layer", group, x, *parameters)
         weights, biases = parameters[:count], parameters[count:]
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
@@ -99,6 +86,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *following: Any) -> Any:  # type: ignore[override]
         bias, residual, norm, ctx.eps, group = following
+        require_kept_by(ctx, "a row-parallel layer", group, x, weight, bias, residual, norm)
         if norm is None:
             ctx.save_for_backward(x, weight)
             return matmul_all_reduce(x, weight.t(), group, bias=bias, residual=residual)
@@ -123,6 +111,7 @@ class _Row(torch.autograd.Function):
 class _GatheredColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
+        require_kept_by(ctx, "a column-parallel layer", group, x, weight)
         ctx.save_for_backward(x, weight)
         ctx.group = group
         return matmul_all_gather(x, weight.t(), -1, group)

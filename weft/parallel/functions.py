@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weft.operator.derivatives import once
+from weft.operator.layers import require_kept_by
 from weft.operator.prepared import size_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -61,6 +62,7 @@ class AllGatherLinear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x_shard: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
     ) -> torch.Tensor:  # fmt: skip
+        require_kept_by(ctx, "AllGatherLinear", group_name, x_shard, w, bias)
         (y,) = _gathered(ctx, x_shard, [w], group, group_name)
         return y if bias is None else y + bias
 
@@ -77,6 +79,7 @@ class AllGatherLinearMulti(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x_shard: torch.Tensor, wa: torch.Tensor, wb: torch.Tensor, group: dist.ProcessGroup, group_name: str
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        require_kept_by(ctx, "AllGatherLinearMulti", group_name, x_shard, wa, wb)
         a, b = _gathered(ctx, x_shard, [wa, wb], group, group_name)
         return a, b
 
@@ -96,6 +99,7 @@ class LinearReduceScatter(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
     ) -> torch.Tensor:  # fmt: skip
+        require_kept_by(ctx, "LinearReduceScatter", group_name, x, w, bias)
         ctx.group_name = group_name
         ctx.save_for_backward(x, w)
         y = matmul_reduce_scatter(x, w.t(), "sum", 0, group_name)
