@@ -66,8 +66,7 @@ def refuse_input(of: nn.Module, group_name: str, x: object, wrong: str) -> NoRet
 
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
     """At the beginning of an autograd Function's forward: what autograd would not keep for backward is refused, and peers are
-    told.
-    It says so itself, but only when the calls in there have been made."""
+    told. It says so itself, but only when the calls in there have been made."""
     if (
         not torch.compiler.is_compiling()
         and any(ctx.needs_input_grad)

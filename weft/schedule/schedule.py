@@ -108,7 +108,7 @@ class Schedule:
         expected: with the contents that buffers are expected to hold. Otherwise these stay variables, as an executor needs it.
         """
         expected = expected or not self.contents
-        known = _written_out(self)
+        known = _known_lanes(self)
         if (rank, expected) not in known:
             known[rank, expected] = self._written_out(rank, expected)
         return known[rank, expected]
@@ -152,7 +152,7 @@ class Schedule:
 _last: tuple[weakref.ref[Schedule] | None, dict[tuple[int, bool], tuple[Lane, ...]]] = (None, {})
 
 
-def _written_out(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
+def _known_lanes(schedule: Schedule) -> dict[tuple[int, bool], tuple[Lane, ...]]:
     """What `of_rank` has made of this very schedule. It is kept of the last one: who checks, orders and runs it asks again."""
     global _last
     of, known = _last
