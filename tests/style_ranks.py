@@ -173,7 +173,8 @@ def train(
     made = (
         torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
         if optimizer == "SGD"
-        else torch.optim.AdamW(model.parameters(), 1e-2)
+        # One parameter at a time: torch's way to take many at once refuses plain parameters beside DTensors.
+        else torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     )
     losses = []
     for step in range(steps):
