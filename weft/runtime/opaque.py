@@ -16,18 +16,20 @@ import torch.fx
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+"""None where no compiled function runs on this thread: what keeps Dynamo out takes longer than a launch."""
 
 
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which Dynamo calls and does not trace, nor what it calls. Free as long as nobody has loaded Dynamo, which
-    takes seconds and is not done here."""
+    """`function`, which Dynamo calls and does not trace, nor what it calls. Nearly free where Dynamo does not look at this thread's
+    frames; loading it takes seconds and is not done here."""
 
     untraced: Callable[P, T] | None = None
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal untraced
-        if "torch._dynamo" not in sys.modules:
+        if "torch._dynamo" not in sys.modules or (not torch.compiler.is_compiling() and _looks_at_frames() is None):
             return function(*args, **kwargs)
         if untraced is None:
             untraced = torch.compiler.disable(function)
