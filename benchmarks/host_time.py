@@ -1,6 +1,6 @@
 """What a call costs the host: wall time of a call in a row of 1,000 without synchronisation, whose work on the device is shorter.
 
-    python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--json FILE] [--profile]
+    python benchmarks/host_time.py [--ranks 2] [--calls 1000] [--samples 512] [--json FILE] [--profile]
 
 An embedding module (26 tables of D 64, 512 samples a rank, global batches, 50 different ones in turn) and GEMM operators at small
 shapes, each beside what a user would write by hand with the library's collectives. Of each the slowest rank, the median of five
@@ -29,11 +29,11 @@ from weft.embedding import EmbeddingBagConfig, KeyedJaggedTensor
 from weft.launch import run_ranks
 from weft.nn import ShardedEmbeddingBagCollection
 
-TABLES, DIM, ROWS, SAMPLES, BATCHES = 26, 64, 100_000, 512, 50
+TABLES, DIM, ROWS, BATCHES = 26, 64, 100_000, 50
 REPETITIONS = 5
 
 
-def calls_of(rank: int, world: int, device: torch.device) -> dict[str, Callable[[int], Any]]:
+def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[str, Callable[[int], Any]]:
     """By name; each takes the number of the call. What it returns is dropped."""
     group = dist.group.WORLD
     assert group is not None
@@ -42,7 +42,7 @@ def calls_of(rank: int, world: int, device: torch.device) -> dict[str, Callable[
     generator = torch.Generator().manual_seed(3)  # the same batches on all ranks
     batches = []
     for _ in range(BATCHES):
-        lengths = torch.randint(0, 5, (TABLES * SAMPLES * world,), generator=generator)
+        lengths = torch.randint(0, 5, (TABLES * samples * world,), generator=generator)
         values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
         keys = [f"f{i}" for i in range(TABLES)]
         batches.append(KeyedJaggedTensor(keys, values.to(device), lengths=lengths.to(device)))
@@ -105,7 +105,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    calls = calls_of(rank, world, device)
+    calls = calls_of(rank, world, device, given.samples)
     rows: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for i in range(2 * BATCHES):
@@ -139,7 +139,8 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         name: round(statistics.median(max(of[name][i] for of in everyone) for i in range(REPETITIONS)), 1)
         for name in calls
     }
-    return {"op": "host_time", "ranks": world, "calls": given.calls, "host_us": host, **environment(given.device)}
+    how = {"ranks": world, "calls": given.calls, "samples": given.samples}
+    return {"op": "host_time", **how, "host_us": host, **environment(given.device)}
 
 
 def main() -> None:
@@ -147,6 +148,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument(
+        "--samples", type=int, default=512, help="Of a rank. Fewer where one rank has all tables: see above."
+    )
     parser.add_argument("--profile", action="store_true", help="Print where rank 0's host was in further calls.")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

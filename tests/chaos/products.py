@@ -204,7 +204,7 @@ class MatmulAllReduce(Products):
     """bias, residual, norm: whether they follow the sum.
 
     Before a norm the residual makes of every sum 1 or -1, and EPS adds up to 4 with the mean of their squares: so the norm halves,
-    and all of it and of its gradients is exact, in as many columns as a power of two. On GPUs 1 / sqrt(4) need not be.
+    and all of it and of its gradients is exact, in as many columns as a power of two.
     """
 
     EPS = 3.0
@@ -216,7 +216,7 @@ class MatmulAllReduce(Products):
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
-        norm = device == "cpu" and rng.random() < 0.5
+        norm = rng.random() < 0.5
         return {"bias": rng.random() < 0.5, "residual": norm or rng.random() < 0.5, "norm": norm}
 
     @classmethod
