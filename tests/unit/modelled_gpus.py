@@ -269,8 +269,11 @@ class Gemms:
 class TrackedTiles:
     """In place of `weft.runtime.cuda.tracked_matmul.TrackedMatmul`, with its table."""
 
-    def __init__(self, device: torch.device, table: np.ndarray, counters: list, *, relative: bool, **_: int) -> None:
-        self.table, self.counters, self.relative = table, counters, relative
+    def __init__(
+        self, device: torch.device, table: np.ndarray, counters: list, *, relative: bool, adds: bool, **_: int
+    ) -> None:
+        self.counters, self.relative = counters, relative
+        self.table, self.added = np.split(table, [table.shape[1] - 2 * adds], axis=1)
 
     def prepare(self, a: torch.Tensor, w: torch.Tensor) -> None:
         pass

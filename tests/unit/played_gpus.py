@@ -231,8 +231,12 @@ class Played:
 
     def _tracked(self, one: Issued, tiles: TrackedTiles, a: torch.Tensor, w: torch.Tensor, y: int) -> Iterator[bool]:
         left = [come for come, _ in tiles.counters]
-        for row, rows, col, cols, place, pitch, *of_tile in tiles.table.tolist():
+        for (row, rows, col, cols, place, pitch, *of_tile), added in zip(
+            tiles.table.tolist(), tiles.added.tolist(), strict=True
+        ):
             tile = (a[row : row + rows] @ w[:, col : col + cols]).contiguous()
+            if added:
+                tile = torch.addmm(_at(tile, *added), a[row : row + rows], w[:, col : col + cols])
             for i, line in enumerate(tile):
                 ctypes.memmove(place + (y if tiles.relative else 0) + i * pitch, line.data_ptr(), line.nbytes)
             yield True
@@ -292,3 +296,11 @@ def _lines(source: int, rows: int, width: int, pitch: int) -> torch.Tensor:
     for row, line in enumerate(read):
         ctypes.memmove(line.data_ptr(), source + row * pitch, width)
     return read
+
+
+def _at(like: torch.Tensor, place: int, pitch: int) -> torch.Tensor:
+    """What is at an address, its rows so many bytes apart."""
+    found = torch.empty_like(like)
+    for i, line in enumerate(found):
+        ctypes.memmove(line.data_ptr(), place + i * pitch, line.nbytes)
+    return found

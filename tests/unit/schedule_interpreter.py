@@ -21,6 +21,7 @@ from weft.schedule import Collective, Compute, Copy, Lane, Reduce, Region, Sched
 Tensors = dict[str, np.ndarray]
 OPERATIONS = {
     "matmul": np.matmul,
+    "addmm": lambda a, b, c: c + a @ b,
     "scaled_matmul": lambda a, b, scale_a, scale_b, bias=0: (a * scale_a) @ (b * scale_b) + bias,
     "scaled_matmul_fast": lambda a, b, scale_a, scale_b, bias=0: (a * scale_a) @ (b * scale_b) + bias,
     "add": np.add,

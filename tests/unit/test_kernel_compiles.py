@@ -245,7 +245,9 @@ def tracked(target: str, dtype: torch.dtype, **key: Any) -> Any:
         return tracked_matmul.compile_variant(tracked_matmul.Variant(dtype=dtype, **usual | key))
 
 
-@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"cols": 128, "sets": 2}, {"splits": 4}], ids=str)
+@pytest.mark.parametrize(
+    "key", [{}, {"transposed": True}, {"cols": 128, "sets": 2}, {"splits": 4}, {"adds": True}], ids=str
+)
 def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) -> None:
     """Operands by TMA, in three stages, products by the tensor cores, nothing spilled."""
     built = tracked("sm_90", torch.bfloat16, tma=True, **key)
@@ -253,6 +255,7 @@ def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) ->
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 6
     assert "st.global.v4.b32" in ptx
     assert "st.global.b16" not in ptx
+    assert ("ld.global.v4.b32" in ptx) == (key.get("adds", False) or "splits" in key)
     assert "wgmma.mma_async" in ptx
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
@@ -260,7 +263,9 @@ def test_tracked_matmul_with_tensor_maps(key: dict[str, Any], tmp_path: Path) ->
     assert built.metadata.shared + 1024 <= 228 * 1024
 
 
-@pytest.mark.parametrize("key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}], ids=str)
+@pytest.mark.parametrize(
+    "key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"adds": True}], ids=str
+)
 def test_tracked_matmul_with_pointers(key: dict[str, Any]) -> None:
     for dtype in (torch.float16, torch.float32):
         assert tracked("sm_90", dtype, rows=64, cols=64, **key).asm["cubin"]

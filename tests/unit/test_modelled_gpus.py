@@ -20,6 +20,7 @@ from played_gpus import Played
 from schedule_interpreter import interpret
 from slow import slow
 
+from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Tensors
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
 from weft.runtime.schedule_memory import TORCH_DTYPE, layout_of
@@ -27,6 +28,8 @@ from weft.schedule import (
     AllGatherMatmul,
     AllGatherMatmulGradients,
     AllToAllMatmul,
+    Compute,
+    Draft,
     MatmulAllGather,
     MatmulAllGatherGradients,
     MatmulAllReduce,
@@ -41,6 +44,8 @@ from weft.schedule import (
     named,
 )
 from weft.schedule import problem as schedule_problem
+from weft.schedule.kernels import TrackedMatmul
+from weft.schedule.verify import verify
 
 RUNS = 3
 PROBLEMS: dict[str, Problem] = {
@@ -227,3 +232,25 @@ def test_what_is_copied_as_it_lies_must_lie_without_gaps(monkeypatch: pytest.Mon
         ValueError, match=r"buffer x_shard is \(32, 32\) with strides \(1, 32\): pass x_shard.contiguous"
     ):
         items.warm_up(tensors | {"x_shard": by_columns["x_shard"]})
+
+
+def test_tiles_add_to_memory_of_the_schedules_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose address is known before a run. What is the caller's is refused by name."""
+    model(monkeypatch)
+    for role in ("scratch", "input"):
+        d = Draft("added", 1)
+        x, w = d.buffer("x", 16, 16, "fp32", "input"), d.buffer("w", 16, 16, "fp32", "input")
+        c, y = d.buffer("c", 16, 16, "fp32", role), d.buffer("y", 16, 16, "fp32", "output")
+        lane = d.lane("compute")
+        if role == "scratch":
+            lane.copy(x.part(), c.part())
+        lane.tiles(TrackedMatmul(16, 16), "t", 1, Compute("addmm", y.part(), (x.part(), w.part(), c.part())))
+        schedule, region = d.schedule(), SymmetricMemory(1, 64)
+        verify(schedule)
+        if role == "scratch":
+            compiled(schedule, 0, region)
+            continue
+        with pytest.raises(
+            ScheduleError, match="a tracked addmm adds to memory of the schedule's own, and c is the caller's"
+        ):
+            compiled(schedule, 0, region)

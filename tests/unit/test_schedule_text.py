@@ -167,7 +167,11 @@ def test_what_goes_without_saying_may_be_left_out() -> None:
             "all_swap",
             r"lanes\[1\].steps\[0\].op: 'all_swap' is not known; known are all_gather, all_to_all",
         ),
-        ("lanes.1.steps.1.op", "exp", r"lanes\[1\].steps\[1\].op: 'exp' is not known; known are matmul, add, silu"),
+        (
+            "lanes.1.steps.1.op",
+            "exp",
+            r"lanes\[1\].steps\[1\].op: 'exp' is not known; known are matmul, addmm, add, silu",
+        ),
     ],
 )
 def test_what_is_unknown_is_refused(path: str, new: Any, message: str) -> None:

@@ -9,9 +9,9 @@ import pytest
 from sim_toys import gpu
 
 from weft import plan
-from weft.schedule import Compute, Draft, MatmulReduceScatter, Region, named
+from weft.schedule import Compute, Copy, Draft, MatmulReduceScatter, Region, named
 from weft.sim import simulate
-from weft.sim.costs import Operand, cost
+from weft.sim.costs import Cost, Links, Operand, Rates, cost, cost_of_tiles
 from weft.sim.lower import Work, lower
 
 # M, N, K on each of 2 ranks, bf16, queued calls, milliseconds: the schedule that was the fastest, and some others.
@@ -61,6 +61,43 @@ def test_the_end_of_a_gemm_that_stores_in_a_peers_memory_is_not_hidden() -> None
     rate = model.put_bytes_per_us[-1][1]
     assert work_us(4096, 1) == pytest.approx(work_us(4096, 0) + 1e6 / rate + 2)
     assert work_us(128, 1) == pytest.approx(work_us(128, 0) + 128 * 1024 * 2 / rate + 2)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_librarys_gemm_copies_what_it_adds_to_before(at: int) -> None:
+    """From where that lies, and what crosses between ranks is said."""
+    model = gpu("h200", 2)
+    a, b, out = (
+        Operand(4096, 8192, "bf16", 0, True),
+        Operand(8192, 1024, "bf16", 0, True),
+        Operand(4096, 1024, "bf16", 0, True),
+    )
+    c, (x, w, y, z) = out._replace(at=at), (Region(name, 0, 0, 0, 0) for name in "xwyz")
+    found = cost(model, 2, Compute("addmm", y, (x, w, z)), (a, b, c, out))
+    accumulated = cost(model, 2, Compute("matmul", y, (x, w), accumulate=True), (a, b, out))
+    copied = cost(model, 2, Copy(z, y, "dma" if at else "kernel"), (c, out))
+    assert found.work_us == pytest.approx(accumulated.work_us + copied.work_us)
+    assert found.sent_bytes == at * out.bytes
+    assert {use.place for use in found.uses} >= {use.place for use in copied.uses}
+
+
+def test_tiles_that_read_what_they_add_to_at_a_peers_wait_for_it() -> None:
+    """And no sooner than the link has brought it is the kernel done."""
+    model = gpu("h200", 2)
+    a, b = Operand(128, 4096, "bf16", 0, True), Operand(4096, 256, "bf16", 0, False)
+    out = Operand(128, 256, "bf16", 0, False)
+    x, w, y, z = (Region(name, 0, 0, 0, 0) for name in "xwyz")
+
+    def done(k: int, *at: int) -> Cost:
+        factors = (a._replace(cols=k), b._replace(rows=k))
+        step = Compute("addmm" if at else "matmul", y, (x, w, *[z] * len(at)))
+        operands = (*factors, *(out._replace(at=one) for one in at), out)
+        return cost_of_tiles(model, 2, [(step, operands, 1320)], 0, Rates(whole=True))
+
+    alone, here, there = done(4096), done(4096, 0), done(4096, 1)
+    assert alone.work_us == here.work_us < there.work_us
+    assert (alone.sent_bytes, there.sent_bytes) == (0, 1320 * out.bytes)
+    assert done(16, 1).work_us >= 1320 * out.bytes / Links(model.wiring.of(2), 0).bytes_per_us(1, 0)
 
 
 def test_a_tile_is_one_units_work() -> None:

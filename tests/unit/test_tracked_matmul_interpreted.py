@@ -1,5 +1,6 @@
 """The tracked matmul kernel under Triton's interpreter: tiles in any order, at other places and in other tensors, against float64;
-no memory around them is written; each word gets its token when all of its tiles have come, and not before; counters are zero again.
+no memory around them is written, or added to them; each word gets its token when all of its tiles have come, and not before;
+counters are zero again.
 `tests/interpreted.py` says how.
 """
 
@@ -28,6 +29,7 @@ class Case:
     launches: int = 2
     splits: int = 1  # along k
     missing: int = 0  # of the tiles that a counter waits for, how many never come
+    adds: int | None = None  # columns that rows of what is added are further apart than there are
 
 
 CASES = {
@@ -44,6 +46,15 @@ CASES = {
     "four programs a tile, awkward, in the caller's tensor": Case(m=33, k=451, n=45, relative=True, splits=4),
     "three programs a tile, a tile is missing": Case(k=330, splits=3, missing=1),
     "a tile is missing": Case(missing=1),
+    "added to what lies elsewhere": Case(adds=8),
+    "added, bf16, transposed weights, two signals": Case(dtype=torch.bfloat16, transposed=True, sets=2, adds=16),
+    "added, fp32, into the caller's tensor, no signal": Case(
+        m=17, k=20, n=36, dtype=torch.float32, relative=True, sets=0, adds=4
+    ),
+    "added, awkward": Case(m=33, k=37, n=45, transposed=True, adds=1),
+    "added to what is not aligned": Case(adds=1),
+    "added once by three programs a tile": Case(k=330, splits=3, launches=3, adds=8),
+    "added once, awkward, four programs a tile": Case(m=33, k=451, n=45, relative=True, splits=4, adds=3),
 }
 
 
@@ -59,6 +70,8 @@ def play(case: Case) -> None:
     # Rows of the first half of the row tiles belong into one tensor, the others into another one, five rows further down.
     outs = [torch.full((case.m + 10, pitch), NAN, dtype=case.dtype) for _ in range(1 if case.relative else 2)]
     half = -(-case.m // ROWS) // 2 * ROWS
+    added = torch.full((case.m + 6, case.n + (case.adds or 0)), NAN, dtype=case.dtype)
+    added_pitch = added.stride(0) * item
     words = torch.zeros(3, dtype=torch.int64)
     table, come = [], [0, 0, 0]
     for row, column in tiles:
@@ -68,12 +81,16 @@ def play(case: Case) -> None:
         counters = [int(row >= half), 2][: case.sets]
         for counter in counters:
             come[counter] += 1
-        table.append([row, min(ROWS, case.m - row), column, min(COLS, case.n - column), place, pitch * item, *counters])
+        entry = [row, min(ROWS, case.m - row), column, min(COLS, case.n - column), place, pitch * item, *counters]
+        if case.adds is not None:
+            entry += [added.data_ptr() + (row + 3) * added_pitch + column * item, added_pitch]
+        table.append(entry)
     targets = [[words.data_ptr() + 8 * i] for i in range(3)]
     numbered = [(n + case.missing * (i == 1), to) for i, (n, to) in enumerate(zip(come, targets, strict=True))]
     made = tracked_matmul.TrackedMatmul(
         torch.device("cpu"), np.array(table, np.int64), numbered[: 3 if case.sets == 2 else 2 * case.sets],
         rows=ROWS, cols=COLS, sets=case.sets, itemsize=item, relative=case.relative, splits=case.splits,
+        adds=case.adds is not None,
     )  # fmt: skip
     for _ in range(case.launches if not case.missing else 1):
         a = torch.randn(case.m, case.k, generator=g).to(case.dtype)
@@ -82,9 +99,11 @@ def play(case: Case) -> None:
         words.zero_()
         for out in outs:
             out.fill_(NAN)
+        c = torch.randn(case.m, case.n, generator=g).to(case.dtype)
+        added[3 : 3 + case.m, : case.n] = c
         made.prepare(a, w)
         made.launch(a, w, outs[0].data_ptr() if case.relative else 0)
-        exact = a.double() @ w.double()
+        exact = a.double() @ w.double() + (0 if case.adds is None else c.double())
         for which, out in enumerate(outs):
             mine = slice(None) if case.relative else slice(0, half) if which == 0 else slice(half, None)
             expected = torch.full((case.m + 10, pitch), NAN, dtype=torch.float64)
@@ -92,9 +111,14 @@ def play(case: Case) -> None:
             assert torch.equal(out.isnan(), expected.isnan()), "written elsewhere, or not everywhere"
             error = float((out.double() - expected).nan_to_num().abs().max() / exact.abs().max())
             assert error < {4: 1e-5, 2: 1e-2}[item], f"off by {error}"
+            if case.adds is not None and case.dtype == torch.float16:  # the interpreter cuts bits of bf16 off
+                allowed = torch.finfo(case.dtype).eps / 2 * expected.abs() + 1e-5 * float(exact.abs().max())
+                assert not ((out.double() - expected).abs() > allowed).any(), "rounded more than once"
         wanted = [int(come[0] > 0), int(come[1] > 0 and not case.missing), int(come[2] > 0)]
         assert words.tolist() == (wanted if case.sets else [0, 0, 0]), words
         assert made._variant(a, w, True).splits == case.splits
+        if case.adds is not None:
+            assert made._out_aligned == (added_pitch % 16 == 0 and pitch * item % 16 == 0)
         assert not made._arrived.any()
         left = made._tables[1][:, 0].tolist()
         assert left == [0, come[1]][: len(left)] if case.missing else not any(left), left

@@ -5,8 +5,9 @@ What T3's tracker does beside the memory controller, a program does at the end o
 memory, and whoever adds the last one of a counter sets its signals. A stream that waits for a signal then copies what is there
 while the kernel goes on with other tiles: the GEMM is one launch, and no compute unit is spent on communication.
 
-    table [tiles, 6 + SETS]     of a tile: its first row of a, how many rows, its first column, how many columns, where its first
-                                element is stored, the distance of rows there; then the numbers of its counters
+    table [tiles, columns]      of a tile: its first row of a, how many rows, its first column, how many columns, where its first
+                                element is stored, the distance of rows there; then the numbers of its counters, and if something
+                                is added to the product (ADDS), where that begins, and the distance of rows there
     counters [n, 4]             of a counter: tiles that have come (zero between launches), how many come in all, where its words
                                 begin in `sets`, and where they end
     sets                        addresses of words for tokens (`weft.kernels.signals`), a peer's among them
@@ -15,6 +16,8 @@ Split along K (SPLITS > 1): so many programs multiply parts of one tile, and eac
 last adds them up, in the order of the parts whatever the order in which they came: bits repeat. It stores the tile, and counts it.
 
 A tile is stored at an address of this device or of a peer; if its row distance is negative, in bytes from `y`, the caller's tensor.
+What is added (a GEMM's C) is read at an address of this device or of a peer, once for each element, when the product is there, and
+added in fp32: so a partial sum crosses a link while other tiles compute, and nobody has copied it.
 
 Order: a tile's stores, a barrier, the addition with acquire and release at system scope; the last one has seen all others, and its
 tokens are stored with release. A wait inside the loop would break the compiler's pipelining; there is none.
@@ -34,7 +37,7 @@ from weft.kernels.signals import write_token
 @triton.jit
 def _store_and_count(
     acc, entry, counters, sets, y, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SETS: tl.constexpr, PTX: tl.constexpr,
+    SETS: tl.constexpr, ADDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rows, columns = tl.load(entry + 1).to(tl.int32), tl.load(entry + 3).to(tl.int32)
@@ -44,7 +47,13 @@ def _store_and_count(
     to = tl.multiple_of(to, ALIGN * DTYPE.primitive_bitwidth // 8)
     columns = columns // ALIGN * ALIGN  # no change, but now the compiler stores 16 bytes at a time
     at = to + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :]
-    tl.store(at, acc.to(DTYPE), mask=(in_tile < rows)[:, None] & (in_columns < columns)[None, :])
+    mask = (in_tile < rows)[:, None] & (in_columns < columns)[None, :]
+    if ADDS:
+        added = tl.load(entry + 6 + SETS).to(tl.pointer_type(DTYPE))
+        added = tl.multiple_of(added, ALIGN * DTYPE.primitive_bitwidth // 8)
+        step = tl.load(entry + 7 + SETS) // ALIGN * ALIGN
+        acc += tl.load(added + in_tile.to(tl.int64)[:, None] * step + in_columns[None, :], mask=mask).to(tl.float32)
+    tl.store(at, acc.to(DTYPE), mask=mask)
 
     if SETS > 0:
         tl.debug_barrier()  # all lanes have stored
@@ -67,8 +76,8 @@ def tracked_matmul_kernel(
     a, w, table, counters, sets, partials, arrived,
     y: tl.int64, tiles: tl.int32, a_rows: tl.int32, a_stride: tl.int64, w_stride: tl.int64,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, SPLITS: tl.constexpr,
-    PART_K: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SETS: tl.constexpr, ADDS: tl.constexpr,
+    SPLITS: tl.constexpr, PART_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
@@ -80,7 +89,7 @@ def tracked_matmul_kernel(
     in_tile, in_columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     for unit in range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0)):
         tile, begin = unit // SPLITS, unit % SPLITS * PART_K
-        entry = table + tile * (6 + SETS)
+        entry = table + tile * (6 + SETS + 2 * ADDS)
         row, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
         column = tl.load(entry + 2).to(tl.int32)
 
@@ -115,7 +124,7 @@ def tracked_matmul_kernel(
                     w_at += BLOCK_K * w_step
 
         if SPLITS == 1:
-            _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, PTX)
+            _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, ADDS, PTX)
         else:
             in_part = in_tile[:, None] * BLOCK_N + in_columns[None, :]
             parts = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)  # few tiles: no more than there are programs
@@ -126,4 +135,4 @@ def tracked_matmul_kernel(
                 acc = tl.load(parts + in_part)
                 for split in range(1, SPLITS):
                     acc += tl.load(parts + split * (BLOCK_M * BLOCK_N) + in_part)
-                _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, PTX)
+                _store_and_count(acc, entry, counters, sets, y, DTYPE, ALIGN, BLOCK_M, BLOCK_N, SETS, ADDS, PTX)

@@ -272,7 +272,9 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         reads_on_host=schedule.reads_on_host,
         stops_host=schedule.stops_host,
         rough=any(
-            isinstance(step, Compute) and step.accumulate and ITEM_BYTES[operands[-1].dtype] <= 2
+            isinstance(step, Compute)
+            and (step.accumulate or step.op == "addmm")
+            and ITEM_BYTES[operands[-1].dtype] <= 2
             for _, step, operands, _ in each
         ),
         stages=any(map(_stages, _steps(schedule)))

@@ -136,6 +136,9 @@ def _compute(step: Compute, here: Unfused) -> Call:
         if step.accumulate:
             return lambda t, turn, group: done(t, turn, torch.addmm(t[out], a(t), b(t)))
         return lambda t, turn, group: done(t, turn, torch.mm(a(t), b(t)))
+    if step.op == "addmm":
+        a, b, c = inputs
+        return lambda t, turn, group: done(t, turn, torch.addmm(c(t), a(t), b(t)))
     if step.op in SCALED_MATMULS:
         fast = step.op == "scaled_matmul_fast"
 

@@ -93,7 +93,7 @@ class ReturningMatmul(TileKernel):
 @dataclass(frozen=True, slots=True)
 class TrackedMatmul(TileKernel):
     """A GEMM whose tiles are stored where their steps say, in peers' memory too, and whose signals are set as soon as all tiles
-    that set them are stored, while the kernel goes on (`weft.kernels.tracked_matmul`). A body is one matmul, and sets.
+    that set them are stored, while the kernel goes on (`weft.kernels.tracked_matmul`). A body is one matmul or addmm, and sets.
 
     rows, cols: of a tile at most; powers of two. Where there are fewer tiles than units, several do one of them, each a part of k
     that is no shorter than `least_part`, and the last of them stores the tile.
@@ -103,6 +103,9 @@ class TrackedMatmul(TileKernel):
     least_part: ClassVar[int] = 512
     rows: int = 128
     cols: int = 256
+
+    def continues(self, before: TileKernel | None) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Link, Topology
-from weft.schedule import ITEM_BYTES, MATMULS, OPS, Collective, Compute, Copy, Read, Step
+from weft.schedule import ITEM_BYTES, MATMULS, OPS, PLAIN_MATMULS, Collective, Compute, Copy, Read, Step
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
 from weft.sim.model import Model
 
@@ -101,7 +101,10 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
     if isinstance(step, Collective):
         return _COLLECTIVES[step.op](model, links, *operands)
     if isinstance(step, Compute) and step.op in MATMULS:
-        return _matmul(model, links, step.accumulate, *operands)
+        if step.op != "addmm":
+            return _matmul(model, links, step.accumulate, *operands)
+        *factors, added, out = operands
+        return _copied_first(model, links, added, out, _matmul(model, links, True, *factors, out))
     if isinstance(step, Compute) and step.op == "embedding_bag":
         return _embedding_bag(model, links, *operands)
     return _through_memory(model, links, step, operands)
@@ -296,18 +299,32 @@ def _matmul(model: Model, links: Links, accumulate: bool, a: Operand, b: Operand
     return _kernel(model, links, "matmul", (a, b), out, alone_us, busy_us, traffic)
 
 
+def _copied_first(model: Model, links: Links, added: Operand, out: Operand, matmul: Cost) -> Cost:
+    """The library's addmm: what it adds to is copied into the output, in its own time, and then it accumulates there."""
+    far = added.at != 0 or out.at != 0
+    copy = _peer_copy(model, links, added, out, "dma", False) if far else _local_copy(model, added.bytes, "kernel")
+    us = copy.work_us + matmul.work_us
+    uses = [
+        Use(how, place, _part(amount * one.work_us, us, 1.0))
+        for one in (copy, matmul)
+        for how, place, amount in one.uses
+    ]
+    return _cost("matmul", copy.latency_us + matmul.latency_us, us, uses, copy.sent_bytes + matmul.sent_bytes)
+
+
 def _stored_per_us(model: Model, links: Links, out: Operand) -> float:
     """Of bytes in a peer's memory, by all units."""
     return min(model.put_bytes_per_us[-1][1], links.bytes_per_us(0, out.at))
 
 
 def _is_matmul(step: Step) -> bool:
-    return isinstance(step, Compute) and step.op == "matmul"
+    return isinstance(step, Compute) and step.op in PLAIN_MATMULS
 
 
-def _tile(model: Model, links: Links, tiles: int, a: Operand, b: Operand, out: Operand) -> Cost:
+def _tile(model: Model, links: Links, tiles: int, a: Operand, *more: Operand) -> Cost:
     """One of so many, a unit's work, or where there are units for it that of several: without what it takes of its rank's memory to
     read the operands."""
+    *factors, out = more
     us = model.tile_us(out.rows, out.cols, a.cols, a.dtype)
     busy_us = us / model.compute_units
     splits = min(model.compute_units // tiles, a.cols // TrackedMatmul.least_part)
@@ -315,14 +332,20 @@ def _tile(model: Model, links: Links, tiles: int, a: Operand, b: Operand, out: O
         us = us / splits + splits * model.tile_part_us
     if out.at:
         us += _LATE_TILES * out.bytes * model.compute_units / _stored_per_us(model, links, out)
-    return _kernel(model, links, "matmul", (a, b), out, us, busy_us, out.bytes)
+    for added in factors[1:]:
+        if added.at:
+            rate = min(model.get_bytes_per_us[-1][1], links.bytes_per_us(added.at, 0))
+            us += _LATE_TILES * added.bytes * model.compute_units / rate
+    return _kernel(model, links, "matmul", (a, *factors), out, us, busy_us, out.bytes)
 
 
-def _segment(model: Model, links: Links, a: Operand, b: Operand, out: Operand) -> Cost:
+def _segment(model: Model, links: Links, a: Operand, *more: Operand) -> Cost:
     """Without what it reads from its rank's memory."""
+    *factors, out = more
     found = model.segment(out.rows, out.cols, a.cols, a.dtype)
     alone_us = max(found.time_us, found.hbm_bytes / model.hbm_bytes_per_us)
-    return _kernel(model, links, "matmul", (a, b), out, alone_us, found.units_busy * found.time_us, found.hbm_bytes)
+    inputs, busy_us = (a, *factors), found.units_busy * found.time_us
+    return _kernel(model, links, "matmul", inputs, out, alone_us, busy_us, found.hbm_bytes)
 
 
 def _through_memory(model: Model, links: Links, step: Step, operands: tuple[Operand, ...]) -> Cost:

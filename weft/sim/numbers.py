@@ -15,6 +15,7 @@ import numpy as np
 
 from weft.schedule import (
     ITEM_BYTES,
+    PLAIN_MATMULS,
     RANK,
     Collective,
     Compute,
@@ -312,7 +313,7 @@ class _Tables:
         """By rank, or of one for all, of what matmuls read in its own memory."""
         found: dict[str, list[np.ndarray]] = {}  # of each buffer, what tiles read of it
         for matmul in self._tiles.body:
-            if not isinstance(matmul, Compute) or matmul.op != "matmul":
+            if not isinstance(matmul, Compute) or matmul.op not in PLAIN_MATMULS:
                 continue
             for region in matmul.inputs:
                 numbers = (matmul.out.rows, region.at, region.row, region.col, region.rows, region.cols)

@@ -132,6 +132,9 @@ def _arithmetic(op: str, out: torch.Tensor, inputs: list[torch.Tensor], accumula
         return partial(scaled_matmul, *inputs, fast=op == "scaled_matmul_fast", out=out)
     if op == "matmul":
         return partial(torch.addmm, out, *inputs, out=out) if accumulate else partial(torch.mm, *inputs, out=out)
+    if op == "addmm":
+        a, b, c = inputs
+        return partial(torch.addmm, c, a, b, out=out)
     if not accumulate:
         return partial(_ELEMENTWISE[op], *inputs, out=out)
     return partial(_add_to, out, partial(_ELEMENTWISE[op], *inputs, out=torch.empty_like(out)))

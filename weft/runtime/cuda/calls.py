@@ -67,11 +67,14 @@ def _computing(step: Compute, out: View, inputs: list[View]) -> Operation:
         if step.accumulate:
             return Operation(lambda t: void(out(t).addmm_(a(t), b(t))), what, views)
         return Operation(lambda t: void(torch.mm(a(t), b(t), out=out(t))), what, views)
+    if step.op == "addmm":  # which copies what it adds to into the output, and adds to that
+        a, b, c = inputs
+        return Operation(lambda t: void(torch.addmm(c(t), a(t), b(t), out=out(t))), what, views)
     if step.op in SCALED_MATMULS and not step.accumulate:
         fast = step.op == "scaled_matmul_fast"
         return Operation(lambda t: scaled_matmul(*(x(t) for x in inputs), fast=fast, out=out(t)))
     if step.op not in _ELEMENTWISE or step.accumulate:
-        raise ScheduleError(f"streams cannot run {step}; they know matmul and {', '.join(_ELEMENTWISE)}")
+        raise ScheduleError(f"streams cannot run {step}; they know matmul, addmm and {', '.join(_ELEMENTWISE)}")
     op = _ELEMENTWISE[step.op]
     return Operation(lambda t: void(op(*(x(t) for x in inputs), out=out(t))))
 

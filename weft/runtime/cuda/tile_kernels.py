@@ -10,7 +10,7 @@ import torch
 from weft.errors import ScheduleError
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.regions import Regions
-from weft.schedule import ITEM_BYTES, Compute, Expr, Index, Set, Tiles
+from weft.schedule import ITEM_BYTES, PLAIN_MATMULS, Compute, Expr, Index, Set, Tiles
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TrackedMatmul
 from weft.schedule.steps import variables_of
 
@@ -73,14 +73,15 @@ class Tracked:
         if (
             variables_of(step)
             or not isinstance(matmul, Compute)
-            or (matmul.op, matmul.accumulate) != ("matmul", False)
+            or matmul.op not in PLAIN_MATMULS
+            or matmul.accumulate
             or not all(isinstance(one, Set) for one in sets)
         ):
             raise ScheduleError(
-                f"{step}: a tracked matmul does one matmul in each tile, which adds to nothing, and then sets signals; how many "
-                "tiles there are is known before a run"
+                f"{step}: a tracked matmul does one matmul or addmm in each tile, which does not accumulate, and then sets "
+                "signals; how many tiles there are is known before a run"
             )
-        a, w = matmul.inputs
+        a, w, *added = matmul.inputs
         tiles = {step.index: np.arange(int(step.extent))}
 
         def over(number: Index) -> np.ndarray:
@@ -101,15 +102,22 @@ class Tracked:
             raise ScheduleError(
                 f"{step}: tiles of up to {rows.max()} x {cols.max()} are more than {kernel.rows} x {kernel.cols}"
             )
-        base, place, pitch = regions.places(
+        self._base, place, pitch = regions.places(
             matmul.out.buffer, over(matmul.out.at), over(matmul.out.row), over(matmul.out.col)
         )
-        self._base = base
         counters, counter_of = self._counters([one for one in sets if isinstance(one, Set)], over, words_set)
-        table = np.stack([over(a.row), rows, over(w.col), cols, place, np.full_like(place, pitch), *counter_of], axis=1)
+        columns = [over(a.row), rows, over(w.col), cols, place, np.full_like(place, pitch), *counter_of]
+        for c in added:
+            base, place, pitch = regions.places(c.buffer, over(c.at), over(c.row), over(c.col))
+            if base is not None:
+                raise ScheduleError(
+                    f"{step}: a tracked addmm adds to memory of the schedule's own, and {c.buffer} is the caller's"
+                )
+            columns += [place, np.full_like(place, pitch)]
+        table = np.stack(columns, axis=1)
         self._matmul = tracked_matmul.TrackedMatmul(
             context.device, table, counters, rows=kernel.rows, cols=kernel.cols, sets=len(sets),
-            itemsize=ITEM_BYTES[context.buffers[matmul.out.buffer].dtype], relative=base is not None,
+            itemsize=ITEM_BYTES[context.buffers[matmul.out.buffer].dtype], relative=self._base is not None, adds=bool(added),
         )  # fmt: skip
 
     @staticmethod

@@ -30,6 +30,7 @@ class Variant(NamedTuple):
     rows: int
     cols: int
     sets: int
+    adds: bool = False
     splits: int = 1
     ptx: bool = torch.version.hip is None and not env.triton_interpreted()
 
@@ -51,7 +52,7 @@ class Variant(NamedTuple):
         return {
             "K": self.k, "N": self.n, "DTYPE": TRITON_TYPE[self.dtype], "TMA": self.tma, "W_TRANSPOSED": self.transposed,
             "ALIGN": ALIGNMENT // self.dtype.itemsize if self.aligned else 1, "BLOCK_M": self.rows, "BLOCK_N": self.cols,
-            "BLOCK_K": self.block_k, "SETS": self.sets, "SPLITS": self.splits, "PART_K": self.part_k,
+            "BLOCK_K": self.block_k, "SETS": self.sets, "ADDS": self.adds, "SPLITS": self.splits, "PART_K": self.part_k,
             "PTX": self.ptx,
         }  # fmt: skip
 
@@ -91,7 +92,8 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
 class TrackedMatmul:
     """Tiles of a @ w, stored and counted as tables say; made once for a schedule.
 
-    table: int64 [tiles, 6 + sets], as the kernel has it, but for places: addresses and a pitch, or offsets from `y`, all in bytes.
+    table: int64 [tiles, 6 + sets], two more with `adds`, as the kernel has it, but for places: addresses and a pitch, or offsets
+    from `y`, all in bytes.
     counters: of each, how many tiles come, and the addresses of the words that are set then. relative: places are offsets from y.
     splits: at most so many programs do one tile, by default as many as there are for it.
     """
@@ -107,11 +109,15 @@ class TrackedMatmul:
         sets: int,
         itemsize: int,
         relative: bool,
+        adds: bool = False,
         splits: int | None = None,
     ) -> None:
         table = table.copy()
-        self._out_aligned = not bool(((table[:, 4] | table[:, 5] | table[:, 3] * itemsize) % ALIGNMENT).any())
+        places = [table[:, 4], table[:, 5], table[:, 3] * itemsize, *(table[:, 6 + sets :].T if adds else ())]
+        self._out_aligned = not bool((np.bitwise_or.reduce(places) % ALIGNMENT).any())
         table[:, 5] = table[:, 5] // itemsize * (-1 if relative else 1)
+        if adds:
+            table[:, 7 + sets] //= itemsize
         ends = np.cumsum([len(words) for _, words in counters], dtype=np.int64)
         of_counters = [
             (0, come, end - len(words), end) for (come, words), end in zip(counters, ends.tolist(), strict=True)
@@ -121,7 +127,7 @@ class TrackedMatmul:
             torch.tensor(rows_, dtype=torch.int64, device=device)
             for rows_ in (table, of_counters or [(0,) * 4], words or [0])
         )
-        self._tiles, self._shape, self._device = len(table), (rows, cols, sets), device
+        self._tiles, self._shape, self._device = len(table), (rows, cols, sets, adds), device
         # Programs without a tile of their own multiply parts of others'.
         self._units = tma_and_multiprocessors(device)[1]
         self._most_splits = self._units // max(1, len(table)) if splits is None else splits

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Norm, Region, Role, Signals, at_text
 from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, put_in, totals_of, variables_of
 from weft.schedule.steps.collectives import Collective, CollectiveOp
-from weft.schedule.steps.computing import MATMULS, OPS, SCALED_MATMULS, Compute, Op, Reduce
+from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
 from weft.schedule.steps.copies import COPY_UNITS, Copy, CopyBy
 from weft.schedule.steps.loops import For, Tiles, unrolled
 from weft.schedule.steps.reads import Read, ReadBy
@@ -27,8 +27,8 @@ class Lane:
 
 
 __all__ = [
-    "COPY_UNITS", "ITEM_BYTES", "KINDS", "MATMULS", "OPS", "SCALED_MATMULS", "Awaited", "Buffer", "Collective", "CollectiveOp",
-    "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm", "Op", "Read", "ReadBy", "Reduce",
-    "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in", "totals_of", "unrolled",
-    "variables_of",
+    "COPY_UNITS", "ITEM_BYTES", "KINDS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Awaited", "Buffer", "Collective",
+    "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm", "Op", "Read", "ReadBy",
+    "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in", "totals_of",
+    "unrolled", "variables_of",
 ]  # fmt: skip

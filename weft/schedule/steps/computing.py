@@ -24,13 +24,15 @@ class Op:
         return self.inputs - self.optional <= inputs <= self.inputs
 
 
-# matmul: [m, k] x [k, n] -> [m, n] and 2k per element.
+# matmul: [m, k] x [k, n] -> [m, n] and 2k per element. addmm: of a, b and then c [m, n], which is not the output, c + a @ b, summed
+# before the one rounding.
 # scaled_matmul: the same of fp8 operands, then their fp32 scales, [1, 1] each, or [m, 1] and [1, n]: (a * scale) @ (b * scale),
 # and, if there is one, + bias [1, n], of the output's dtype. scaled_matmul_fast: with the library's fast accumulation.
 # embedding_bag: [m, bags] of ids x [rows, n] -> [m, n]: sums of `rows` rows, on the average, of tables whose columns lie side
 # by side; the ids of a row's bags say which ones. The others work element by element.
 OPS = {
     "matmul": Op(2),
+    "addmm": Op(3),
     "add": Op(2, 1.0),
     "silu": Op(1, 5.0),
     "gelu": Op(1, 10.0),
@@ -40,7 +42,8 @@ OPS = {
     "scaled_matmul_fast": Op(5, optional=1),
 }
 SCALED_MATMULS = ("scaled_matmul", "scaled_matmul_fast")
-MATMULS = ("matmul", *SCALED_MATMULS)
+PLAIN_MATMULS = ("matmul", "addmm")
+MATMULS = (*PLAIN_MATMULS, *SCALED_MATMULS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,14 @@ class Compute(Step):
             yield f"{self.op} of {len(self.inputs)} inputs is not known; known are {', '.join(OPS)}"
         elif self.op in SCALED_MATMULS:
             yield from self._wrong_scaling(shapes, dtypes)
-        elif self.op == "matmul":
-            (m, k), (k2, n), out = shapes
+        elif self.op in PLAIN_MATMULS:
+            (m, k), (k2, n), *added, out = shapes
             if k != k2 or out != (m, n):
                 yield f"[{m}, {k}] x [{k2}, {n}] does not fit into {list(out)}"
+            if added and added != [out]:
+                yield f"{list(added[0])} is added to a product of {list(out)}: give {list(out)}"
+            if added and self.accumulate:
+                yield "an addmm adds to its third input, and does not accumulate: take matmul with accumulate=True"
         elif self.op == "embedding_bag":
             (m, _), (_, n), out = shapes
             if out != (m, n):
