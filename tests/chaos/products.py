@@ -114,7 +114,8 @@ class MatmulReduceScatter(Products):
     @classmethod
     def schedules(cls, world: int, options: Given) -> list[str]:
         ways = ("chunks=1,by=dma,add=reduce", "chunks=2,by=kernel,add=gemm", "chunks=2,by=store,add=reduce")
-        return ["scatter", *(f"direct[{way}]" for way in ways), *["ring[chunks=2,by=dma]"] * (world > 2)]
+        pulled = ["pulled[chunks=2,by=gemm]", "pulled[chunks=1,by=tracked]"]
+        return ["scatter", *(f"direct[{way}]" for way in ways), *pulled, *["ring[chunks=2,by=dma]"] * (world > 2)]
 
     @classmethod
     def bad_sizes(cls, options: Given) -> list[Form]:

@@ -53,7 +53,7 @@ def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_schedule_that_scatters(ranks: Pool, dtype: torch.dtype) -> None:
     names = ranks.run(scatter_ranks.every_schedule, 300 * ranks.world_size, 136, 72, dtype, 0.01, timeout_s=240)
-    assert {"scatter", "direct", "tracked", "ring"} < {name.split("[")[0] for name in names[0]}
+    assert {"scatter", "direct", "tracked", "ring", "pulled"} < {name.split("[")[0] for name in names[0]}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -76,7 +76,10 @@ def test_every_schedule_of_both_gradients_of_what_was_gathered(ranks: Pool, colu
     assert len(names[0]) == 8
 
 
-@pytest.mark.parametrize("name", ["scatter", "direct[chunks=2,by=store,add=gemm]", "ring[chunks=2,by=dma]", "serial"])
+@pytest.mark.parametrize(
+    "name",
+    ["scatter", "direct[chunks=2,by=store,add=gemm]", "ring[chunks=2,by=dma]", "pulled[chunks=2,by=tracked]", "serial"],
+)
 def test_scattered_sizes_take_turns_in_one_memory(ranks: Pool, name: str) -> None:
     ranks.run(scatter_ranks.many_sizes, name, torch.bfloat16, timeout_s=60)
 

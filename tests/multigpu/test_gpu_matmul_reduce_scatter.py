@@ -30,7 +30,7 @@ WHOLE, ODD = (2048, 512, 256), (600, 19, 43)
 """M, N, K: tiles that are whole and rows that begin at multiples of 16 bytes, and neither."""
 BUILDERS = [c.name for c in ranks.every(MatmulReduceScatter(2, *WHOLE, "bf16"))]
 SOME = ["scatter", "direct[chunks=2,by=dma,add=gemm]", "direct[chunks=1,by=store,add=reduce]", "tracked[chunks=2,to=dma]",
-        "tracked[chunks=1,to=store]"]  # fmt: skip
+        "tracked[chunks=1,to=store]", "pulled[chunks=2,by=gemm]", "pulled[chunks=1,by=tracked]"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -43,7 +43,7 @@ def test_results(pair: Pool, name: str) -> None:
 def test_every_schedule(pair: Pool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     """By the operator, three calls in a row with fresh data and poisoned results, behind stragglers, and to the bit again."""
     names = pair.run(ranks.every_schedule, *sizes, dtype, 0.01, timeout_s=200)
-    assert {name.split("[")[0] for name in names[0]} == {"serial", "scatter", "direct", "tracked"}
+    assert {name.split("[")[0] for name in names[0]} == {"serial", "scatter", "direct", "tracked", "pulled"}
 
 
 @pytest.mark.parametrize("name", BUILDERS)

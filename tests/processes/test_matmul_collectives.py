@@ -72,9 +72,15 @@ OPERATORS = {
         ],
         by="direct[chunks=1,by=store,add=reduce]",
         many=[()],
-        many_by=[None, "scatter", "direct[chunks=2,by=store,add=gemm]"],
+        many_by=[
+            None,
+            "scatter",
+            "direct[chunks=2,by=store,add=gemm]",
+            "pulled[chunks=2,by=gemm]",
+            "pulled[chunks=1,by=tracked]",
+        ],
         operands=("A", "B"),
-        layouts_by=["serial", "scatter", "tracked[chunks=1,to=store]"],
+        layouts_by=["serial", "scatter", "tracked[chunks=1,to=store]", "pulled[chunks=1,by=tracked]"],
         differs={
             "rows": "[4, 6] @ [6, 3] on each of 2 ranks",
             "schedule": "schedule scatter",
@@ -204,8 +210,8 @@ def test_every_schedule_of_reduce_scatter(pool: Pool, world: int, dtype: torch.d
     m = (300 if dtype == F32 else 50) * world  # several tiles, and a part of one
     (names, *_) = pool.run(scattered.every_schedule, m, 40, 24, dtype, 0.02, ranks=world, timeout_s=100)
     builders = {name.split("[")[0] for name in names}
-    assert builders == {1: {"serial"}, 2: {"serial", "scatter", "direct", "tracked"}}.get(
-        world, {"serial", "scatter", "direct", "tracked", "ring"}
+    assert builders == {1: {"serial"}, 2: {"serial", "scatter", "direct", "tracked", "pulled"}}.get(
+        world, {"serial", "scatter", "direct", "tracked", "ring", "pulled"}
     )
 
 

@@ -14,7 +14,8 @@ from made_up import require_runnable_on_gpus
 from weft.errors import ScheduleError
 from weft.launch import Pool
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import RANK, Buffer, Compute, Draft, Expr, Schedule, Set, lookup
+from weft.runtime.unfused import Unfused
+from weft.schedule import RANK, Buffer, Compute, Draft, Expr, MatmulReduceScatter, Schedule, Set, lookup, named
 from weft.schedule.kernels import TrackedMatmul
 from weft.schedule.verify import verify
 from weft.sim import NULL, simulate
@@ -32,7 +33,9 @@ ON_CPU = DTYPES | {"fp64": torch.float64}
 def scattered(world: int, dtype: str, way: str) -> Schedule:
     """y = this rank's rows of the sum of all ranks' x @ w. By `way`: "copy" and "compute" into each owner's buffer, "reduce" of
     what peers have copied there, "remote" of what their GEMMs have stored there, or the library; "tracked" and "tracked remote"
-    likewise, by one GEMM whose tiles set signals."""
+    likewise, by one GEMM whose tiles set signals. "pulled[...]": the schedule of that name."""
+    if way.startswith("pulled"):
+        return named(MatmulReduceScatter(world, world * M, N, K, dtype), way).build()
     d = Draft(f"matmul, reduce-scatter by {way}", world)
     x, w = d.buffer("x", world * M, K, dtype, "input"), d.buffer("w", K, N, dtype, "input")
     y = d.buffer("y", M, N, dtype, "output")
@@ -147,6 +150,30 @@ def test_partial_products_are_summed_where_they_belong(pool: Pool, world: int, w
     assert simulate(schedule, NULL).end_us >= 0
     for dtype in ON_CPU:
         pool.run(summed, dtype, way, 20 if dtype == "fp32" else 5, ranks=world)
+
+
+@pytest.mark.parametrize("way", ["pulled[chunks=1,by=gemm]", "pulled[chunks=3,by=gemm]", "pulled[chunks=2,by=tracked]"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_gemms_add_to_what_they_read_at_a_peers(pool: Pool, world: int, way: str) -> None:
+    for dtype in ON_CPU:
+        pool.run(summed, dtype, way, 10, ranks=world)
+
+
+def added_alone(group: dist.ProcessGroup, dtype: str) -> None:
+    d = Draft("added", 1)
+    x, w = d.buffer("x", M, K, dtype, "input"), d.buffer("w", K, N, dtype, "input")
+    c, y = d.buffer("c", M, N, dtype, "input"), d.buffer("y", M, N, dtype, "output")
+    d.lane("compute").compute("addmm", y.part(), x.part(), w.part(), c.part())
+    g = torch.Generator().manual_seed(7)
+    x_, w_, c_ = (torch.randn(*size, generator=g).to(ON_CPU[dtype]) for size in ((M, K), (K, N), (M, N)))
+    given, exact = {"x": x_, "w": w_ / K**0.5, "c": c_}, c_.double() + x_.double() @ (w_ / K**0.5).double()
+    found = Unfused(d.schedule(), 0).run(given, None, group)["y"]
+    assert float((found.double() - exact).abs().max()) < TOLERANCE[dtype]
+
+
+def test_the_library_adds_to_a_third_operand(pool: Pool) -> None:
+    for dtype in ON_CPU:
+        pool.run(added_alone, dtype, ranks=1)
 
 
 def contended(group: dist.ProcessGroup) -> None:

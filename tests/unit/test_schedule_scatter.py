@@ -90,7 +90,7 @@ def check(p: MatmulReduceScatter, schedule: Schedule, name: str, runs: int = 3) 
 @pytest.mark.parametrize("p", mostly(PROBLEMS, *PROBLEMS[:4]), ids=str)
 def test_every_candidate_verifies_and_adds_up_the_products(p: MatmulReduceScatter) -> None:
     found = applicable(p)
-    overlapping = {"scatter", "direct", "tracked"} | ({"ring"} if p.world_size > 2 else set())
+    overlapping = {"scatter", "direct", "tracked", "pulled"} | ({"ring"} if p.world_size > 2 else set())
     assert builders(found) == {"serial"} | (overlapping if p.world_size > 1 else set())
     for name, schedule in found.items():
         check(p, schedule, name, runs=2 if p.world_size == 8 else 3)
@@ -112,6 +112,9 @@ def test_scaled_gemms_have_the_schedules_in_which_none_adds(p: ScaledMatmulReduc
     if p.world_size > 2:
         with pytest.raises(NotApplicableError, match="an fp8 GEMM with scales does not add to what came"):
             named(p, "ring[chunks=2,by=dma]").build()
+        for by in ("gemm", "tracked"):
+            with pytest.raises(NotApplicableError, match="an fp8 GEMM with scales does not add to what came"):
+                named(p, f"pulled[chunks=1,by={by}]").build()
 
 
 @pytest.mark.parametrize("by", ["tensor", "row"])
@@ -131,7 +134,7 @@ def test_scaled_products_travel_and_are_priced_as_they_are(by: str) -> None:
 @pytest.mark.parametrize("world", [4, 8])
 def test_every_candidate_verifies_on_more_ranks(world: int) -> None:
     found = applicable(MatmulReduceScatter(world, 150 * world, 20, 4, "bf16"))
-    assert builders(found) == {"serial", "scatter", "direct", "tracked", "ring"}
+    assert builders(found) == {"serial", "scatter", "direct", "tracked", "ring", "pulled"}
     for schedule in found.values():
         verify(schedule)
 
@@ -146,7 +149,7 @@ def test_some_small_shapes(data: st.DataObject) -> None:
     check(p, schedule, name, runs=2)
 
 
-@pytest.mark.parametrize("builder", ["direct", "tracked", "ring"])
+@pytest.mark.parametrize("builder", ["direct", "tracked", "ring", "pulled"])
 def test_who_fills_a_slot_again_too_early_is_noticed(builder: str) -> None:
     p = MatmulReduceScatter(3, 18, 2, 3, "fp32")
     schedule = candidates(p, (builder,))[0].build()
@@ -253,6 +256,36 @@ def test_a_new_number_of_rows_is_no_new_plan(monkeypatch: pytest.MonkeyPatch) ->
     assert p.resized(p.family[1]) == p
     assert len({plan.names_near(one, model, ("queued", "graph")) for one in (p, *others)}) == 1
     assert ladder(p)[:2] == ((8192, 4096, 2048, "bf16"), (4096, 4096, 2048, "bf16"))
+
+
+def test_no_sum_is_pulled_unasked() -> None:
+    """What it costs to read sums from peers has not been measured."""
+    model = gpu("h200", 2)
+    for p in (MatmulReduceScatter(2, 8192, 4096, 4096, "bf16"), MatmulReduceScatter(2, 512, 4096, 4096, "bf16")):
+        assert not any(p.takes(one) or p.worth_running(one) for one in candidates(p, ("pulled",)))
+        rows = {row.candidate.name for row in plan.choose(p, model).rows}
+        assert {name.split("[")[0] for name in rows} == {"serial", "scatter", "direct", "tracked", "ring"}
+
+
+@pytest.mark.parametrize("by", ["gemm", "tracked"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_pulled_sums_cross_as_often_as_the_librarys_and_are_read_only(world: int, by: str) -> None:
+    p = MatmulReduceScatter(world, 4096 * world, 4096, 2048, "bf16")
+    ran, serial = (
+        simulate(named(p, name).build(), gpu("h200", world)) for name in (f"pulled[chunks=2,by={by}]", "serial")
+    )
+    assert sum(s.bytes for s in ran.timeline) == sum(s.bytes for s in serial.timeline) > 0
+    for rank in range(world):
+        left = (rank - 1) % world
+        steps = [s for lane in named(p, f"pulled[chunks=2,by={by}]").build().of_rank(rank) for s in lane.steps]
+        regions = [
+            (access.writes, access.region.at)
+            for step in steps
+            for inner in (step.tile(0) if isinstance(step, Tiles) else (step,))
+            for access in inner.accesses()
+        ]
+        assert {at for writes, at in regions if writes} == {rank}
+        assert {at for writes, at in regions if not writes} == {rank, left}
 
 
 def test_gpus_take_the_librarys_way_where_the_others_have_not_run_there(monkeypatch: pytest.MonkeyPatch) -> None:

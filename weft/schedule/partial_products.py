@@ -15,6 +15,7 @@ Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -93,20 +94,45 @@ class PartialProducts:
         return self.following((RANK * self.m + (chunk[0] if chunk else 0), self.rows(RANK, chunk)))
 
     def multiply(
-        self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False
-    ) -> LaneDraft:
-        """This rank's product for these rows of `owner`."""
-        return self._multiply(lane, out, (owner * self.m + (chunk[0] if chunk else 0), self.rows(owner, chunk)), add)
+        self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk | None = None, *, add: bool = False,
+        to: Region | None = None,
+    ) -> LaneDraft:  # fmt: skip
+        """This rank's product for these rows of `owner`; added to what is in `out`, or to `to`."""
+        rows = (owner * self.m + (chunk[0] if chunk else 0), self.rows(owner, chunk))
+        return self._multiply(lane, out, rows, add, to)
+
+    def multiply_tracked(
+        self, lane: LaneDraft, out: Region, owner: Index, chunk: Chunk, *told: Set, to: Region | None = None
+    ) -> int:
+        """The same by one tracked GEMM, where each rank has as many rows; each tile sets `told`. Returns how many tiles."""
+        tiles = Tiles(chunk[1], self.p.n, 1)
+        rows, cols = tiles.rows, tiles.cols
+
+        def of_tile(part: Region) -> Region:
+            return replace(part, row=part.row + rows[0], rows=rows[1], col=cols[0], cols=cols[1])
+
+        x = self.x.part(rows=(owner * self.m + chunk[0] + rows[0], rows[1]))
+        inputs = (x, self.w.part(cols=cols)) if to is None else (x, self.w.part(cols=cols), of_tile(to))
+        matmul = Compute("matmul" if to is None else "addmm", of_tile(out), inputs)
+        lane.tiles(tiles.kernel, "t", tiles.of_rank, matmul, *told)
+        return tiles.of_rank
 
     def multiply_all(self, lane: LaneDraft, out: Region) -> LaneDraft:
         """For all rows."""
-        return self._multiply(lane, out, None, False)
+        return self._multiply(lane, out, None)
 
-    def _multiply(self, lane: LaneDraft, out: Region, rows: tuple[Index, Index] | None, add: bool) -> LaneDraft:
+    def _multiply(
+        self,
+        lane: LaneDraft,
+        out: Region,
+        rows: tuple[Index, Index] | None,
+        add: bool = False,
+        to: Region | None = None,
+    ) -> LaneDraft:
         x, w = self.x.part(rows=rows), self.w.part()
         if self.scaled is None:
-            return lane.matmul(out, x, w, accumulate=add)
-        if add:
+            return lane.matmul(out, x, w, accumulate=add) if to is None else lane.compute("addmm", out, x, w, to)
+        if add or to is not None:
             raise NotApplicableError("an fp8 GEMM with scales does not add to what came: take add=reduce")
         op = "scaled_matmul_fast" if self.scaled.fast else "scaled_matmul"
         x_scale = self._x_scale.part(rows=rows if self.scaled.by == "row" else None)

@@ -5,14 +5,15 @@
     direct    a GEMM for each chunk of a peer's rows, which are then sent to a slot of the peer's
     tracked   one kernel for all rows; what a chunk's tiles have set signals for is sent while it goes on with others
     ring      partial sums go around: each rank adds its own product to what its left neighbour sent, and sends that on
+    pulled    the same without sending: each GEMM reads the sum that it adds to where the left neighbour's GEMM has left it
 
 fp8 operands with scales (`ScaledMatmulReduceScatter`) take the same ways, but those in which a GEMM adds to what came (add=gemm,
-ring), and the tracked one. Their products travel, and are added up, in the result's dtype.
+ring, pulled), and the tracked one. Their products travel, and are added up, in the result's dtype.
 
 Who computes what when, and how it is added up: `weft.schedule.partial_products`.
 
 Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 4.2 (track and trigger), 4.4
-(staggered producers, stores into a peer's memory) and 7.1 (direct reduce-scatter).
+(staggered producers, stores into a peer's memory), 7.1 (direct reduce-scatter) and 7.4 (reductions elsewhere than near memory).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from weft.schedule.partial_products import Add, By, PartialProducts, Sums, add_t
 from weft.schedule.problems.matmul_reduce_scatter import MatmulReduceScatter
 from weft.schedule.problems.scaled_matmul_reduce_scatter import ScaledMatmulReduceScatter
 from weft.schedule.schedule import Schedule
-from weft.schedule.steps import Buffer
+from weft.schedule.steps import Buffer, Set
 
 
 def _builder(**parameters: tuple[Any, ...]) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
@@ -106,6 +107,39 @@ def ring(p: MatmulReduceScatter, *, chunks: int, by: Literal["dma", "kernel"]) -
             sender.set(there, step * chunks + c, at=right)
     add_to_last(o, sums, box, there, pieces).set(free, 0, at=left)
     sender.set(free, 1, at=left)
+    return d.schedule()
+
+
+@_builder(chunks=(1, 2, 4), by=("gemm", "tracked"))
+def pulled(p: MatmulReduceScatter, *, chunks: int, by: Literal["gemm", "tracked"]) -> Schedule:
+    """A ring without copies: each rank adds its product for a rank's rows to the sum that lies in its left neighbour's memory, and
+    leaves the new sum in its own; the owner comes last, and has it in the result. Sums are rounded at each rank.
+
+    by gemm: the library's, which first copies what it adds to into its output. tracked: our kernel, a launch for each chunk of a
+    part, which reads a tile of that when the tile's product is there.
+    """
+    o, left, right = PartialProducts.overlapped("pulled", p), peer(p.world_size, -1), peer(p.world_size, 1)
+    if o.scaled is not None:
+        raise NotApplicableError("an fp8 GEMM with scales does not add to what came: take direct[...] with add=reduce")
+    d, last, pieces, compute = o.d, len(o.peers), o.chunks(chunks), o.d.lane("compute")
+    sums, y = o.parts("sums", last, "symmetric"), _result(o)
+    free, there = d.signals("free", 1), d.signals("there", last * chunks)
+    compute.wait(free, previous=True)
+    tiles = [1] * chunks  # which set a signal, of each chunk
+    for step, owner in enumerate([*o.sources, RANK]):
+        for c, chunk in enumerate(pieces):
+            out = o.part(sums, step, owner, chunk) if step < last else o.part(y, 0, RANK, chunk)
+            told = [Set(there.name, step * chunks + c, right)] if step < last else []
+            before = o.part(sums, step - 1, owner, chunk, at=left) if step else None
+            if step:
+                compute.wait(there, (step - 1) * chunks + c, count=tiles[c])
+            if by == "tracked":
+                tiles[c] = o.multiply_tracked(compute, out, owner, chunk, *told, to=before)
+                continue
+            o.multiply(compute, out, owner, chunk, to=before)
+            for one in told:
+                compute.then(one)
+    compute.set(free, at=left)
     return d.schedule()
 
 

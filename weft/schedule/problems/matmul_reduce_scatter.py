@@ -57,6 +57,10 @@ class MatmulReduceScatter(Problem):
     def has_work(self) -> bool:
         return self.m > 0 and self.n > 0 and self.k > 0
 
+    def takes(self, candidate: Candidate) -> bool:
+        """GEMMs that read what they add to from a peer have not been timed on GPUs."""
+        return candidate.builder != "pulled"
+
     def worth_running(self, candidate: Candidate) -> bool:
         return candidate.name in (
             "serial", "scatter", "direct[chunks=1,by=dma,add=reduce]", "direct[chunks=2,by=dma,add=gemm]"
