@@ -117,7 +117,8 @@ _BLEND = 3.0
 
 
 _LATE_TILES = 0.5
-"""Of what tiles of a tracked GEMM store in peers' memory, the part for which their unit waits: measured on H200s."""
+"""Of what tiles of a tracked GEMM store in peers' memory, the part for which their unit waits: measured on H200s. Of what
+they read there to add to it as much is taken, which nobody has measured."""
 
 
 class Rates(NamedTuple):
