@@ -5,30 +5,33 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from dispatch import assert_rows, expected, inputs, random_splits
-from schedule_cpu_ranks import domain_of
+from dispatch import added_to, assert_rows, expected, inputs, random_splits
+from schedule_cpu_ranks import domain_of, poison
 
 from weft.runtime.cpu.schedule import CpuSchedule
-from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
+from weft.schedule import AllToAllMatmul, Candidate, NotApplicableError, candidates, named
 
 
-def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int) -> int:
-    """Each schedule, run on splits that it was not made for; how many there were."""
+def every_candidate(group, p: AllToAllMatmul, seed: int, runs: int, names: Sequence[str] = ()) -> int:
+    """Each schedule, or those of these names, run on splits that it was not made for; how many there were."""
     rank, count = group.rank(), 0
-    for candidate in candidates(p):
+    for candidate in [named(p, name) for name in names] or candidates(p):
         with contextlib.suppress(NotApplicableError):
             schedule = candidate.build()
             count += 1
             with CpuSchedule(schedule, domain_of(group)) as executor:
+                poison(executor)
                 for run in range(runs):
-                    run_once(executor, p, rank, seed + run, candidate.name)
+                    run_once(executor, p, rank, seed + run, candidate)
     return count
 
 
-def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, name: str) -> None:
+def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, candidate: Candidate) -> None:
+    name = candidate.name
     splits = random_splits(p.world_size, p.experts, p.rows, seed)
     tokens, weights = inputs(p, seed)
     y, received = expected(rank, splits, tokens, weights)
@@ -58,7 +61,7 @@ def run_once(executor: CpuSchedule, p: AllToAllMatmul, rank: int, seed: int, nam
                    for part, of in zip(tokens, splits, strict=True)]  # fmt: skip
         assert torch.equal(arrived[0][: len(y)], torch.cat(mine_of)), (name, seed)
         assert arrived[0][len(y) :].isnan().all()
-    assert_rows(made[0][: len(y)], rank, splits, tokens, weights, f"{name}, seed {seed}")
+    assert_rows(made[0][: len(y)], rank, splits, tokens, weights, f"{name}, seed {seed}", added_to(candidate, p))
 
 
 def wrong_splits(group, p: AllToAllMatmul) -> None:

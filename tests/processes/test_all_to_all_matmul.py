@@ -22,6 +22,7 @@ FORWARD = {
     "one has nothing": (1, F32, "one has nothing", True, EACH, False),
     "nothing at all": (2, F32, "nothing", True, EACH, False),
     "ficco": (4, BF16, "uneven", True, "ficco_1d[start=hetero,gemms=unfused,steps=0,by=dma]", False),
+    "ficco by columns": (2, F32, "uneven", True, "ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]", False),
     "the heuristic's, room to spare": (4, F32, "all to one", False, "heuristic", False),
     "serial": (3, BF16, "uneven", True, "serial", True),
     "serial, room to spare": (2, F32, "all to one", False, "serial", False),

@@ -27,15 +27,15 @@ from weft.bench.core.measure import check, measure_arms
 from weft.bench.core.operators import names, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
-from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants, roundings
-from weft.bench.ops.gemms import Shape, cannot
+from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
+from weft.bench.ops.gemms import Shape, cannot, roundings
 from weft.bench.ops.matmul_reduce_scatter import OPERATOR as scattering
 from weft.bench.ops.matmul_reduce_scatter import ScatterVariants
 from weft.hw import load_machine
 from weft.launch import Pool
 from weft.operator import choosing
 from weft.plan import choose
-from weft.schedule import AllGatherMatmul, NotApplicableError, candidates, described
+from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, candidates, described
 from weft.schedule.problem import PROBLEMS
 from weft.sim import model_of
 
@@ -98,13 +98,14 @@ def test_a_variant_that_cannot_do_a_shape_is_a_note_of_that_shape() -> None:
 
 
 def test_a_2d_schedule_rounds_at_every_step() -> None:
-    schedules = {}
-    for candidate in candidates(AllGatherMatmul.even(24, 10, 16, 3)):
-        with contextlib.suppress(NotApplicableError):
-            schedules[candidate.name] = candidate.build()
-    assert roundings(schedules[TWO_D]) == 4
-    assert roundings(schedules["ficco_2d[start=hetero,gemms=unfused,steps=2,by=kernel]"]) == 2
-    assert {roundings(schedule) for name, schedule in schedules.items() if "2d" not in name} == {1}
+    steps_of_2d = set()
+    for p in (AllGatherMatmul.even(24, 10, 16, 3), AllToAllMatmul.even(24, 10, 16, 6, 3)):
+        for candidate in candidates(p):
+            with contextlib.suppress(NotApplicableError):
+                schedule, steps = candidate.build(), dict(candidate.parameters).get("steps") or 3
+                assert roundings(schedule) == (steps if "2d" in candidate.name else 1), candidate.name
+                steps_of_2d |= {(p.name, steps)} if "2d" in candidate.name else set()
+    assert steps_of_2d == {*((AllGatherMatmul.name, steps) for steps in (2, 3, 4)), (AllToAllMatmul.name, 3)}
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:

@@ -231,7 +231,7 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
     text = runner.invoke(app, [*EXPERTS, "--experts", "8"]).output
     assert "8192 tokens [4096] of each of 2 ranks @ [4, 4096, 14336]" in text
     assert "heuristic" in text
-    for words in ("GEMM DIL", "exposed us", "dispatch[by=dma,rest=each]", "serial", "taken"):
+    for words in ("GEMM DIL", "exposed us", "dispatch[by=kernel,rest=each]", "rounds at every step", "serial", "taken"):
         assert words in text
     file = tmp_path / "graph.json"
     runner.invoke(app, [*EXPERTS, "--experts", "8", "--bounded", "--mode", "graph", "--json", str(file)])

@@ -12,9 +12,9 @@ from weft.schedule import AllToAllMatmul
 
 
 def problem(
-    world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32", exact: bool = True, return_x: bool = False
-) -> AllToAllMatmul:
-    return AllToAllMatmul(world, experts, rows, 7, 5, dtype, most=max(rows), exact=exact, return_x=return_x)
+    world: int, experts: int, rows: tuple[int, ...], dtype: str = "fp32", exact: bool = True, return_x: bool = False, k: int = 5
+) -> AllToAllMatmul:  # fmt: skip
+    return AllToAllMatmul(world, experts, rows, 7, k, dtype, most=max(rows), exact=exact, return_x=return_x)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,28 @@ def test_every_candidate_is_right_on_other_splits_than_expected(pool: Pool, p: A
     counts = pool.run(ranks.every_candidate, p, 10, 3, ranks=p.world_size)
     assert set(counts) == {sum(1 for _ in applicable(p))}
     assert counts[0] >= (1 if p.world_size == 1 else 4)
+
+
+@pytest.mark.parametrize(
+    ("p", "steps"),
+    [
+        (problem(2, 2, (11, 6)), 5),
+        (problem(2, 3, (16, 9), "bf16", return_x=True, k=40), 3),
+        (problem(3, 2, (5, 0, 12), "fp64", exact=False, k=9), 4),
+        (problem(4, 1, (20, 7, 13, 0), exact=False, return_x=True, k=16), 0),
+        slow(problem(4, 3, (20, 7, 0, 13), "fp16", k=21), 2),
+    ],
+    ids=["a column a step", "whole 16 bytes", "three, no whole 16 bytes", "four", "four, fp16"],
+)
+def test_columns_add_up(pool: Pool, p: AllToAllMatmul, steps: int) -> None:
+    by = ("dma", "kernel") if p.exact else ("kernel",)
+    names = [
+        f"ficco_2d[start={start},gemms={gemms},steps={steps},by={one}]"
+        for start in ("uniform", "hetero")
+        for gemms in ("fused", "unfused")
+        for one in by
+    ]
+    assert set(pool.run(ranks.every_candidate, p, 20, 3, names, ranks=p.world_size)) == {len(names)}
 
 
 def test_splits_that_do_not_fit_are_named(pool: Pool) -> None:

@@ -263,7 +263,8 @@ class Gemms:
                 assert isinstance(gemm, Compute)
                 if not gemm.is_empty:
                     out, a, w = (self._regions.view(region)(tensors) for region in (gemm.out, *gemm.inputs))
-                    out.copy_(a[: len(out)] @ w)  # rows beyond the result are left out
+                    made = a[: len(out)] @ w  # rows beyond the result are left out
+                    out.copy_(out + made if gemm.accumulate else made)
 
 
 class TrackedTiles:

@@ -1,13 +1,14 @@
 """The grouped matmul kernel under Triton's interpreter: no GPU, one process plays one rank after the exchange.
 
 Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
-not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); then
-tables that promise more rows than there are, and arguments that are refused.
+not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); launches that
+add up pieces of k; then tables that promise more rows than there are, and arguments that are refused.
 `tests/interpreted.py` says how.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +93,9 @@ class Rank:
         cuts = [block.split(self.counts[source].tolist()) for source, block in enumerate(self.blocks)]
         return [(s, e, cuts[s][e]) for e in range(self.case.experts) for s in range(self.case.world_size)]
 
-    def launch(self, *parts: dict[str, int], y_rows: int | None = None) -> torch.Tensor:
-        """y [y_rows, N] (default: five rows more than there are) after the launches; no memory around it may change."""
+    def launch(self, *parts: dict[str, Any], y_rows: int | None = None) -> torch.Tensor:
+        """y [y_rows, N] (default: five rows more than there are) after the launches, of columns "k" (first, count) where these are
+        named; no memory around it may change."""
         from weft.runtime.cuda import grouped_matmul
 
         case = self.case
@@ -102,16 +104,21 @@ class Rank:
         y = around[16 : 16 + y_rows]
         config = grouped_matmul.Config(16, case.block_n, 16, 2, 4, 2, parts=case.parts)
         for part in parts:
+            operands, how = (self.tokens, self.inbox, self.w), {**part}
+            if columns := how.pop("k", None):
+                operands = tuple(t.narrow(1, *columns) for t in operands)
             grouped_matmul.launch(
-                self.tokens, self.inbox, self.w, y, self.counts, self.splits,
-                rank=self.rank, slot_rows=self.slot_rows, config=config, **part,
-            )  # fmt: skip
+                *operands, y, self.counts, self.splits, rank=self.rank, slot_rows=self.slot_rows, config=config, **how
+            )
         assert around[:16].isnan().all(), "written before y"
         assert around[16 + y_rows :].isnan().all(), "written beyond y"
         return y
 
-    def check(self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True) -> None:
-        """Segments that were launched against float64; all other rows are as they were."""
+    def check(
+        self, y: torch.Tensor, launched: Callable[[int, int], bool] = lambda source, expert: True, added: int = 0
+    ) -> None:
+        """Segments that were launched against float64; all other rows are as they were. added: how often to what was there,
+        which is rounded each time."""
         # Half a unit in the last place: the result's rounding; where the interpreter cuts bits off, a whole one.
         ulp = torch.finfo(y.dtype).eps * (1.0 if y.dtype == torch.bfloat16 else 0.5)
         at = 0
@@ -123,7 +130,7 @@ class Rank:
                 continue
             x, w = rows[: len(place)].double(), self.w[expert].double()
             wanted = x @ w
-            allowed = ulp * wanted.abs() + 2**-20 * (x.abs() @ w.abs())
+            allowed = ulp * wanted.abs() + (2**-20 + added * ulp) * (x.abs() @ w.abs())
             wrong = ~((place.double() - wanted).abs() <= allowed)
             assert not wrong.any(), f"source {source}, expert {expert}: {int(wrong.sum())} of {wrong.numel()} wrong"
         assert y[at:].isnan().all(), "rows that belong to nobody were written"
@@ -229,6 +236,52 @@ def play(case: Case) -> None:
     assert same(held.launch(*by_source), whole)
 
 
+def play_columns(case: Case) -> None:
+    """Pieces of k add up, of all sources or behind the own rows whole; what adds is fp32 until it is rounded."""
+    k = case.k
+    for cuts in ((0, k // 2 // 8 * 8, k), (0, k // 3, k // 3 + 1, k)):
+        pieces = [(a, b - a) for a, b in itertools.pairwise(cuts) if a < b]
+        steps = [{"k": piece, "adds": s > 0} for s, piece in enumerate(pieces)]
+        for rank in {0, case.world_size - 1}:
+            held = Rank(case, rank, seed=rank)
+            y = held.launch(*steps)
+            held.check(y, added=len(steps) - 1)
+            by_source = [{**step, "first_source": i, "n_sources": 1} for step in steps for i in range(case.world_size)]
+            assert same(held.launch(*by_source), y), "other bits by source"
+            rest = [{**step, "first_source": 1} for step in steps]
+            held.check(held.launch({"n_sources": 1}, *rest), added=len(steps) - 1)
+
+
+def play_columns_without_room() -> None:
+    """As `play_too_many_rows` and `play_absurd_counts`."""
+    for case in (Case(2, 3), Case(2, 3, n=33)):
+        steps: list[dict[str, Any]] = [{"k": (0, 16)}, {"k": (16, 16), "adds": True}]
+        held = Rank(case, 1, 5)
+        held.check(held.launch(*steps, y_rows=int(held.counts.sum()) // 2), added=1)
+        held.counts[0, 1], held.counts[1, 2], held.splits[2] = 150, 2**40, 2**33
+        held.launch(*steps, y_rows=200)
+
+
+def play_failed() -> None:
+    """Counts of a group that has failed before the last launch, or between two."""
+    for case in (Case(2, 3), Case(2, 3, n=33)):
+        for adds in (False, True):
+            held = Rank(case, 0, 6)
+            held.counts[:] = -1
+            assert held.launch({"adds": adds}).isnan().all()
+        held = Rank(case, 0, 6)
+        y = torch.zeros(int(held.counts.sum()), case.n, dtype=case.dtype)
+        how: dict[str, Any] = {"rank": 0, "slot_rows": held.slot_rows}
+        from weft.runtime.cuda import grouped_matmul
+
+        config = grouped_matmul.Config(16, 32, 16, 2, 4, 2)
+        grouped_matmul.launch(held.tokens, held.inbox, held.w, y, held.counts, held.splits, config=config, **how)
+        assert not y.isnan().any()
+        failed = torch.full_like(held.counts, -1)
+        grouped_matmul.launch(held.tokens, held.inbox, held.w, y, failed, held.splits, config=config, adds=True, **how)
+        assert y.isnan().all()
+
+
 def play_back(case: Case) -> None:
     """The way back on every rank, in one launch and in parts."""
     half = case.experts // 2
@@ -316,6 +369,8 @@ def play_refusals() -> None:
         vars(held).update(change)
         with pytest.raises(ValueError, match=message):
             held.launch({}, y_rows=100)
+    with pytest.raises(ValueError, match="add to nothing"):
+        good.launch({"back": True, "adds": True})
 
 
 OTHERS = {
@@ -325,7 +380,11 @@ OTHERS = {
     "refusals": play_refusals,
     "back without room": play_back_without_room,
     "back by absurd counts": play_back_absurd_counts,
-} | {f"back, {name}": lambda case=case: play_back(case) for name, case in CASES.items()}
+    "pieces of k without room": play_columns_without_room,
+    "a group that has failed": play_failed,
+}
+OTHERS |= {f"back, {name}": lambda case=case: play_back(case) for name, case in CASES.items()}
+OTHERS |= {f"pieces of k, {name}": lambda case=case: play_columns(case) for name, case in CASES.items() if case.k > 1}
 
 
 SLOW: tuple[str, ...] = (
@@ -336,7 +395,9 @@ SLOW: tuple[str, ...] = (
 BACK = (
     "two ranks, bf16", "stored in halves", "awkward K and N", "no rows", "misaligned tokens",
 )  # fmt: skip
+PIECES = ("two ranks, bf16", "K and N that fill no block", "awkward K and N", "no rows")
 SLOW += tuple(f"back, {name}" for name in CASES if name not in BACK)
+SLOW += tuple(f"pieces of k, {name}" for name, case in CASES.items() if case.k > 1 and name not in PIECES)
 
 
 def test_interpreted() -> None:

@@ -200,7 +200,15 @@ def grouped(target: str, dtype: torch.dtype, config: grouped_matmul.Config, **ke
 
 @pytest.mark.parametrize(
     "key",
-    [{}, {"transposed": True}, {"world_size": 64, "experts": 16}, {"back": True}, {"back": True, "transposed": True}],
+    [
+        {},
+        {"transposed": True},
+        {"world_size": 64, "experts": 16},
+        {"back": True},
+        {"back": True, "transposed": True},
+        {"adds": True},
+        {"adds": True, "transposed": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("config", mostly(grouped_code.CONFIGS, grouped_code.CONFIGS[0]), ids=str)
@@ -213,6 +221,7 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
     stores = 2 if "back" in key else 1  # to the own result or to the outbox
     assert stores >= len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global", ptx)) / config.parts >= 1
     assert "wgmma.mma_async" in ptx
+    assert ("ld.global.v4" in ptx) == ("adds" in key)  # what is there already, 16 bytes at a time
     registers, stack = registers_and_stack(built.asm["cubin"], tmp_path)
     assert stack == 0
     assert config.per_sm * config.warps * 32 * registers <= 65536
@@ -220,7 +229,9 @@ def test_grouped_matmul_with_tensor_maps(config: grouped_matmul.Config, key: dic
 
 
 @pytest.mark.parametrize(
-    "key", [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"back": True}], ids=str
+    "key",
+    [{}, {"transposed": True}, {"aligned": False, "k": 100, "n": 33}, {"back": True}, {"adds": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_grouped_matmul_with_pointers(dtype: torch.dtype, key: dict[str, Any], tmp_path: Path) -> None:

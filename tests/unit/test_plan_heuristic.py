@@ -78,7 +78,9 @@ def test_before_experts_it_goes_by_the_tokens_of_all_ranks() -> None:
     assert static_pick(few, toy) == "ficco_1d[start=uniform,gemms=fused,steps=0,by=dma]"
     assert static_pick(many, toy) == "ficco_1d[start=hetero,gemms=fused,steps=0,by=dma]"
     assert static_pick(bounded, toy) == "ficco_1d[start=uniform,gemms=fused,steps=0,by=kernel]"
-    assert static_pick(AllToAllMatmul.even(32, 8, 64, 2, 2), toy) == "ficco_2d[start=uniform,gemms=fused]"
+    long = AllToAllMatmul(2, 2, (32, 32), 8, 64, "bf16", 32, exact=False)
+    assert static_pick(long, toy) == "ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]"
+    assert pick_here(long, "") == ("ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]", "")
     assert all(named(few, static_pick(p, toy)).build() for p in (few, many))
     assert "experts of a rank: 1 cannot be cut into 2 pieces" in pick_here(AllToAllMatmul.even(64, 8, 8, 1, 2), "")[1]
 

@@ -13,7 +13,7 @@ from slow import mostly, slow
 
 from weft.errors import ScheduleError
 from weft.hw import load_machine
-from weft.schedule import AllToAllMatmul, MatmulAllToAll, NotApplicableError, Schedule, Tiles, named
+from weft.schedule import AllToAllMatmul, Copy, MatmulAllToAll, NotApplicableError, Schedule, Tiles, named
 from weft.schedule.problems.experts import ExpertsProblem
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
@@ -27,7 +27,7 @@ def problem(
 ) -> ExpertsProblem:
     """splits: of each rank, tokens for each expert of all ranks."""
     world, rows, given = len(splits), tuple(map(sum, splits)), tuple(map(tuple, splits))
-    return of(world, experts, rows, 3, 2, "fp32", most=max(1, *rows), exact=exact, splits=given, **more)
+    return of(world, experts, rows, 3, 4, "fp32", most=max(1, *rows), exact=exact, splits=given, **more)
 
 
 def check(schedule: Schedule) -> None:
@@ -80,12 +80,37 @@ def test_ficco_cuts_experts_and_says_what_it_cannot() -> None:
     assert launches["hetero,gemms=unfused"] == [(0, 1, 4), *[(3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4]
     assert launches["uniform,gemms=unfused"] == [(0, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1)] * 4
     for name, why in (
-        ("ficco_2d[start=uniform,gemms=fused]", "the kernel for their GEMMs adds to nothing: take ficco_1d"),
+        ("ficco_2d[start=uniform,gemms=fused,steps=9,by=dma]", "columns of tokens: 8 cannot be cut into 9 pieces"),
+        ("ficco_2d[start=hetero,gemms=fused,steps=2,by=dma]", "copy engines take sizes from the host"),
         ("ficco_1d[start=uniform,gemms=fused,steps=5,by=dma]", "experts of a rank: 4 cannot be cut into 5 pieces"),
         ("ficco_1d[start=hetero,gemms=fused,steps=2,by=dma]", "copy engines take sizes from the host"),
     ):
         with pytest.raises(NotApplicableError, match=why):
             named(replace(even, exact=False) if "host" in why else even, name).build()
+
+
+def test_ficco_adds_up_columns_of_tokens() -> None:
+    p = AllToAllMatmul.even(48, 8, 40, 4, 4)  # 5 times 16 bytes of bf16
+    for start, gemms, launches in (
+        ("uniform", "fused", [(0, 4)]),
+        ("uniform", "unfused", [(0, 1), (3, 1), (2, 1), (1, 1)]),
+        ("hetero", "fused", [(1, 3)]),
+        ("hetero", "unfused", [(3, 1), (2, 1), (1, 1)]),
+    ):
+        schedule = named(p, f"ficco_2d[start={start},gemms={gemms},steps=0,by=dma]").build()
+        compute, *senders = schedule.lanes
+        kernels = [step.kernel for step in compute.steps if isinstance(step, Tiles)]
+        found = [(k.first_source, k.n_sources, k.first_k, k.n_k, k.adds) for k in kernels]
+        own = [(0, 1, 0, 40, False)] if start == "hetero" else []
+        pieces = [(0, 16), (16, 8), (24, 8), (32, 8)]
+        assert found == [*own, *((*one, *piece, piece[0] > 0) for piece in pieces for one in launches)]
+        assert {(k.first_expert, k.n_experts) for k in kernels} == {(0, 4)}
+        for sender in senders:
+            copies = [step for step in sender.steps if isinstance(step, Copy)]
+            assert [(c.src.col, c.src.cols) for c in copies] == [(c.dst.col, c.dst.cols) for c in copies] == pieces
+    odd = named(AllToAllMatmul.even(48, 8, 41, 4, 4), "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]").build()
+    kernels = [step.kernel for step in odd.lanes[0].steps if isinstance(step, Tiles)]
+    assert [(k.first_k, k.n_k) for k in kernels] == [(0, 11), (11, 10), (21, 10), (31, 10)]
 
 
 @pytest.mark.parametrize("world", [2, 4, slow(8)])

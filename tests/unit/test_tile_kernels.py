@@ -52,12 +52,12 @@ def dispatches(
             yield candidate.name, candidate.build()
 
 
-Segment = tuple[str, int, int, str, int, str, int]
-"""y, its row, rows, x, its row, weights, their row"""
+Segment = tuple[str, int, int, str, int, int, int, str, int, bool]
+"""y, its row, rows, x, its row, its column, columns, weights, their row, whether it adds to y"""
 
 
 def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int) -> list[Segment]:
-    """What the docstring of `weft.kernels.grouped_matmul` says."""
+    """What the docstring of `weft.kernels.grouped_matmul` says, of the columns that `GroupedMatmul` names."""
     world, mine = len(counts), rank * kernel.experts
     found: list[Segment] = []
     for turn, expert in itertools.product(range(kernel.n_sources), range(kernel.n_experts)):
@@ -67,7 +67,8 @@ def by_kernel(kernel: GroupedMatmul, counts: list[list[int]], rank: int, k: int)
         slot = (source - rank - 1) % world * kernel.slot_rows
         x, block = (kernel.tokens, sum(counts[rank][:mine])) if source == rank else (kernel.inbox, slot)
         first = block + sum(counts[source][mine : mine + expert])
-        found.append((kernel.y, y, counts[source][mine + expert], x, first, kernel.weights, expert * k))
+        operands = (x, first, kernel.first_k, kernel.n_k, kernel.weights, expert * k + kernel.first_k)
+        found.append((kernel.y, y, counts[source][mine + expert], *operands, kernel.adds))
     return sorted(found)
 
 
@@ -76,10 +77,12 @@ def by_tiles(step: Tiles, held: dict[str, Any]) -> list[Segment]:
     for number in range(value(step.extent)):
         for gemm in put_in(step.body, {**held, step.index: number}):
             assert isinstance(gemm, Compute)
-            assert (gemm.op, gemm.accumulate) == ("matmul", False)
             x, w = gemm.inputs
-            assert x.rows == gemm.out.rows
-            found.append((gemm.out.buffer, gemm.out.row, gemm.out.rows, x.buffer, x.row, w.buffer, w.row))
+            assert gemm.op == "matmul"
+            assert (x.rows, x.cols) == (gemm.out.rows, w.rows)
+            assert (gemm.out.col, w.col) == (0, 0)
+            operands = (x.buffer, x.row, x.col, x.cols, w.buffer, w.row)
+            found.append((gemm.out.buffer, gemm.out.row, gemm.out.rows, *operands, gemm.accumulate))
     return sorted(found)
 
 
@@ -92,7 +95,7 @@ def test_grouped_matmuls(world: int, experts: int, exact: bool) -> None:
     for name, schedule in dispatches(world, experts, exact):
         schedule = from_json(to_json(schedule))
         for rank in (0, world - 1):
-            done: list[tuple[int, int]] = []
+            done: list[tuple[int, int, int]] = []
             for step in tiles_of(schedule, rank):
                 if not isinstance(kernel := step.kernel, GroupedMatmul):
                     continue
@@ -100,8 +103,12 @@ def test_grouped_matmuls(world: int, experts: int, exact: bool) -> None:
                 assert by_kernel(kernel, counts, rank, K) == by_tiles(step, held), (name, rank)
                 turns = range(kernel.first_source, kernel.first_source + kernel.n_sources)
                 its = range(kernel.first_expert, kernel.first_expert + kernel.n_experts)
-                done += [(turn % world, expert) for turn in turns for expert in its]
-            everything = [(turn, expert) for turn in range(world) for expert in range(experts)]
+                segments = {(turn % world, expert) for turn in turns for expert in its}
+                before = {(turn, expert) for turn, expert, _ in done}
+                assert segments <= before if kernel.adds else not segments & before, (name, rank)
+                of_k = range(kernel.first_k, kernel.first_k + kernel.n_k)
+                done += [(*segment, k) for segment in segments for k in of_k]
+            everything = [*itertools.product(range(world), range(experts), range(K))]
             assert sorted(done) == ([] if name == "serial" else everything), name
 
 
@@ -116,6 +123,7 @@ def test_other_tiles_of_a_grouped_matmul_are_noticed() -> None:
     assert by_kernel(kernel, counts, 1, K) == by_tiles(step, held)
     others: tuple[dict[str, Any], ...] = (
         {"slot_rows": 21}, {"first_source": 1}, {"n_sources": 2}, {"n_experts": 1}, {"first_expert": 1, "n_experts": 1}, {"y": "z"},
+        {"first_k": 1}, {"n_k": 7}, {"adds": True},
     )  # fmt: skip
     for other in others:
         assert by_kernel(replace(kernel, **other), counts, 1, K) != by_tiles(step, held), other
@@ -136,7 +144,7 @@ def back_by_kernel(kernel: ReturningMatmul, counts: list[list[int]], rank: int, 
         at = rank if source == rank else value(kernel.at)
         y, block = (kernel.y, sum(map(sum, given[:rank]))) if source == rank else (kernel.outbox, slot)
         row = block + sum(came[source][:expert])
-        found.append((at, (y, row, came[source][expert], kernel.h, x, kernel.weights, expert * k)))
+        found.append((at, (y, row, came[source][expert], kernel.h, x, 0, k, kernel.weights, expert * k, False)))
     return sorted(found)
 
 

@@ -15,6 +15,9 @@ rank the tokens themselves, whose block begins at sum(splits[: rank * experts]).
 The way back (BACK) is the same with x and y exchanged: rows are read at y0(s, e) of `whole`, and stored at x0(s, e) of `slots`,
 here an outbox, or for the own rank of `own`, its result. Rows that do not fit into their slot are left out.
 
+By columns of x and rows of w, y is a sum over launches (ADDS): each takes its views of x_s and w, and all but the first start from
+the tile of y that is there, in fp32, and round it again. The way back never adds.
+
 A launch computes some of the sources and
 experts ("own rows only", "peers only"), so that a step of the exchange can be multiplied while the next one travels. It
 waits for nothing: what it reads is there when its stream gets to it, because a wait inside the loop would break the
@@ -118,6 +121,20 @@ def _pick(here, of_segment):
 
 
 @triton.jit
+def _there(
+    y, stride, y_row, left, column,
+    N: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """fp32: the first `left` rows of a tile of y as launches before this one have left it, and zeros."""
+    in_tile, columns = tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    rows = y + (y_row + in_tile).to(tl.int64)[:, None] * (stride // ALIGN * ALIGN)
+    if ALIGN > 1:
+        rows = tl.multiple_of(rows, [16, 16])  # bytes
+    there = tl.load(rows + columns[None, :], mask=(in_tile < left)[:, None] & (columns < N)[None, :], other=0.0)
+    return there.to(tl.float32)
+
+
+@triton.jit
 def _store_rows(y, first, count, column, tile):
     """Store the first `count` rows of a tile at row `first` of a ragged tensor map, whose hardware masks the others."""
     a, b, c = to_ragged_indices(first, count, 0)
@@ -157,7 +174,7 @@ def grouped_matmul_kernel(
     W: tl.constexpr, E: tl.constexpr, W_P2: tl.constexpr, E_P2: tl.constexpr, SPLITS_P2: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """See the top of this file.
 
@@ -167,9 +184,11 @@ def grouped_matmul_kernel(
     of what is written ragged ones, [BLOCK_M, BLOCK_N // PARTS]; otherwise pointers, with strides in elements that are multiples of
     ALIGN.
     counts [W, E], rows counts_stride apart, and splits [W * E] int64. y_address: where whole begins, or BACK own.
+    ADDS, and not BACK: products are added to what is in y.
     Counts below zero are what is left of a group that has failed: y is NaN then.
     Sources (rank + i) % W for i in first_source .. + n_sources, experts first_expert .. + n_experts.
     """
+    tl.static_assert(not (BACK and ADDS), "the way back adds to nothing")
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, programs = tl.program_id(0), tl.num_programs(0)
     sources, experts = tl.arange(0, W_P2), tl.arange(0, E_P2)
@@ -238,7 +257,11 @@ def grouped_matmul_kernel(
         left = tl.minimum(_pick(here, left_of) - row_tile * BLOCK_M, y_end - y_row)
         left = tl.where(y_row < 0, 0, tl.maximum(left, 0))
 
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if ADDS:
+            begin = y_address.to(tl.pointer_type(DTYPE))
+            acc = _there(begin, whole_stride, y_row, left, column, N, ALIGN, BLOCK_M, BLOCK_N)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if TMA:
             if BACK:
                 x = whole

@@ -76,7 +76,5 @@ def peak_flops(machine: Machine, dtype: str) -> float:
 
 
 def _ficco(shape: str, start: str, gemms: str, problem: Problem) -> str:
-    if isinstance(problem, AllToAllMatmul) and shape == "2d":
-        return f"ficco_2d[start={start},gemms={gemms}]"
     by = "kernel" if isinstance(problem, AllToAllMatmul) and not problem.exact else "dma"
     return f"ficco_{shape}[start={start},gemms={gemms},steps=0,by={by}]"

@@ -272,10 +272,11 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
         reads_on_host=schedule.reads_on_host,
         stops_host=schedule.stops_host,
         rough=any(
-            isinstance(step, Compute)
-            and (step.accumulate or step.op == "addmm")
-            and ITEM_BYTES[operands[-1].dtype] <= 2
-            for _, step, operands, _ in each
+            isinstance(inner, Compute)
+            and (inner.accumulate or inner.op == "addmm")
+            and ITEM_BYTES[schedule.buffer(inner.out.buffer).dtype] <= 2
+            for step in _steps(schedule)
+            for inner in (step, *step.inner)
         ),
         stages=any(map(_stages, _steps(schedule)))
         or any(_multiplies(step) and ops[-1].at != 0 for _, step, ops, _ in each),

@@ -44,6 +44,8 @@ from weft.schedule.steps import Compute, Copy, Region
 Transport: TypeAlias = Literal["dma", "kernel"]
 Send: TypeAlias = Literal["in_turn", "at_once"]
 """To one peer after the other, which behind a switch brings the first tokens soonest; or to all, over the links of a mesh."""
+Columns: TypeAlias = tuple[int, int]
+"""(first, count) of tokens' columns, which are k."""
 _TILE = "t"
 
 
@@ -98,7 +100,7 @@ def dispatch_by_expert(p: AllToAllMatmul, *, by: Transport, chunks: int, send: S
     pieces = cut(p.experts, chunks, what="experts of a rank")
     d, world = Sending("dispatch_by_expert", p, by, send, chunks), p.world_size
     for c, piece in enumerate(pieces):
-        d.send(*piece, c)
+        d.send(*piece, chunk=c)
     for c, piece in enumerate(pieces):
         for distance in range(1, world):
             d.wait_for(distance, c)
@@ -145,9 +147,12 @@ class _Dispatch(Draft):
         first = RANK * self.p.experts + expert
         return experts_before + total("counts", first, source * self._all + first, self._all)
 
-    def matmul(self, result: tuple[Index, Index], x: Region, expert: Index) -> Compute:
-        weights = self.weights.part(rows=(expert * self.p.k, self.p.k))
-        return Compute("matmul", self.y.part(rows=result), (x, weights))
+    def matmul(
+        self, result: tuple[Index, Index], x: Region, expert: Index, columns: Columns | None = None, adds: bool = False
+    ) -> Compute:
+        first, count = columns or (0, self.p.k)
+        weights = self.weights.part(rows=(expert * self.p.k + first, count))
+        return Compute("matmul", self.y.part(rows=result), (x, weights), adds)
 
     def tell(self, lane: LaneDraft) -> None:
         """The caller learns how many rows came, from whom and for which expert."""
@@ -208,28 +213,31 @@ class Sending(_Dispatch):
             if self._taken:
                 sender.set(self._taken, i)
 
-    def send(self, first: int, count: int, chunk: int = 0) -> None:
-        """To every other rank the tokens of so many of its experts."""
+    def send(self, first: int, count: int, columns: Columns | None = None, chunk: int = 0) -> None:
+        """To every other rank the tokens of so many of its experts, or these columns of them."""
         for distance in range(1, self.world_size):
             to = peer(self.world_size, distance)
             begin = to * self.p.experts
             rows = self._between(RANK, begin + first, begin + first + count)
-            mine = self.tokens.part(rows=(self._between(RANK, 0, begin + first), rows))
+            mine = self.tokens.part(rows=(self._between(RANK, 0, begin + first), rows), cols=columns)
             slot = self._slot(distance) + self._between(RANK, begin, begin + first)
-            sender = self._senders[distance - 1].copy(mine, self._inbox.part(rows=(slot, rows), at=to), self._by)
+            theirs = self._inbox.part(rows=(slot, rows), cols=columns, at=to)
+            sender = self._senders[distance - 1].copy(mine, theirs, self._by)
             sender.set(self._arrived, RANK * self._chunks + chunk, at=to)
 
     def wait_for(self, distance: int, chunk: int = 0) -> None:
         self.compute.wait(self._arrived, peer(self.world_size, -distance) * self._chunks + chunk)
 
-    def multiply(self, distances: list[int], first: int, count: int) -> None:
-        """The tokens of the ranks so far back, 0 for the own, for so many experts."""
-        expert = Expr(_TILE) + first
+    def multiply(
+        self, distances: list[int], first: int, count: int, columns: Columns | None = None, adds: bool = False
+    ) -> None:
+        """The tokens of the ranks so far back, 0 for the own, for so many experts; or these columns of them. adds: to y."""
+        expert, k = Expr(_TILE) + first, columns or (0, self.p.k)
         kernel = GroupedMatmul(
             self.counts.name, self.tokens.name, self._inbox.name, self.weights.name, self.y.name, self.p.experts, self.p.most,
-            min(-distance % self.world_size for distance in distances), len(distances), first, count,
+            min(-distance % self.world_size for distance in distances), len(distances), first, count, *k, adds,
         )  # fmt: skip
-        self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert) for d in distances))
+        self.compute.tiles(kernel, _TILE, count, *(self._segment(d, expert, k, adds) for d in distances))
 
     def done(self) -> Schedule:
         """What was read and multiplied may be written again. Whoever gets tokens knows that they were sent after the lane had read
@@ -249,16 +257,17 @@ class Sending(_Dispatch):
             self.compute.set(self._free, RANK, at=peer(self.world_size, -distance))
         return self.schedule()
 
-    def _segment(self, distance: int, expert: Index) -> Compute:
+    def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:
         source = peer(self.world_size, -distance) if distance else RANK
         rows, first = self.rows(source, expert), self.first_of_block(source, expert)
-        return self.matmul((self.first_of_result(source, expert), rows), self._came(distance, first, rows), expert)
+        x, result = self._came(distance, first, rows, columns), (self.first_of_result(source, expert), rows)
+        return self.matmul(result, x, expert, columns, adds)
 
-    def _came(self, distance: int, first: Index, rows: Index) -> Region:
+    def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
         """Of the tokens of the rank so far back, 0 for the own, so many where they lie."""
         if distance:
-            return self._inbox.part(rows=(self._slot(distance) + first, rows))
-        return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows))
+            return self._inbox.part(rows=(self._slot(distance) + first, rows), cols=columns)
+        return self.tokens.part(rows=(self._between(RANK, 0, RANK * self.p.experts) + first, rows), cols=columns)
 
     def _first_in_x(self, source: Index) -> Index:
         """Where in x the tokens of `source` begin: behind those of the ranks before it."""

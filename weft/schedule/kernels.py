@@ -48,7 +48,8 @@ class GroupedMatmul(TileKernel):
     """GEMMs of (source, expert) segments that lie where an exchange left them, as `weft.kernels.grouped_matmul` has it.
 
     counts, tokens, inbox, weights, y: buffers. experts: of a rank. slot_rows: of the inbox, for each other rank. Sources are
-    `n_sources` ranks from the `first_source`-th after this one on, 0 being the own; of their experts here `n_experts` are taken.
+    `n_sources` ranks from the `first_source`-th after this one on, 0 being the own; of their experts here `n_experts` are taken,
+    and of k, of tokens' columns and weights' rows, `n_k` from `first_k` on. adds: to what is in y.
     """
 
     kind: ClassVar[str] = "grouped_matmul"
@@ -63,6 +64,9 @@ class GroupedMatmul(TileKernel):
     n_sources: int
     first_expert: int
     n_experts: int
+    first_k: int
+    n_k: int
+    adds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class ReturningMatmul(TileKernel):
 
     counts: a buffer [2 * ranks, experts]: rows from each source for each local expert, and below this rank's tokens for each expert
     of each rank. h, weights, y, outbox: buffers; the own rows go to y, those of others to a slot for each in the outbox of rank
-    `at`. The rest is as for `GroupedMatmul`.
+    `at`. All of k is taken, and nothing added to. The rest is as for `GroupedMatmul`.
     """
 
     kind: ClassVar[str] = "returning_matmul"

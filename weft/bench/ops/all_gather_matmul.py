@@ -12,7 +12,6 @@ the library's all-gather alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,7 +27,7 @@ from weft.bench.core.tables import Record, geomean, times
 from weft.bench.ops.any_operator import Arm, GemmVariants
 from weft.bench.ops.asynctp import ASYNCTP, TorchOperator, TorchVariants
 from weft.bench.ops.ficco_shapes import GatherShape, fitted
-from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, shapes_file
+from weft.bench.ops.gemms import BASELINE, WEFT, Shape, find_shapes, gemm_limit, roundings, shapes_file
 from weft.operator.choosing import device_name
 from weft.ops import all_gather_matmul as plain
 from weft.ops import all_gather_scaled_matmul as scaled
@@ -36,7 +35,7 @@ from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from weft.runtime.collectives import all_gather_single, sendable
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import Compute, Schedule, named
+from weft.schedule import named
 
 _BLOCK = 4096  # rows of the reference that are computed at a time
 
@@ -158,14 +157,6 @@ def _symmetric(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     copy = symm_mem.empty(x.shape, dtype=x.dtype, device=x.device)
     symm_mem.rendezvous(copy, ranks.group.group_name)
     return copy.copy_(x)
-
-
-def roundings(schedule: Schedule) -> int:
-    """How often an output is rounded to its dtype at most: every step that adds to it rounds it again."""
-    steps = (
-        step for lane in schedule.of_rank(0) for step in lane.steps if isinstance(step, Compute) and step.accumulate
-    )
-    return 1 + max(Counter(step.out for step in steps).values(), default=0)
 
 
 class _AllGatherMatmul(TorchOperator):

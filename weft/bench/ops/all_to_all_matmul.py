@@ -32,7 +32,7 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
 from weft.bench.core.tables import Record, geomean, milliseconds, number, share, times
 from weft.bench.ops.any_operator import GEMM, NEVER_BELOW, Arm, GemmOperator, GemmVariants
-from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape
+from weft.bench.ops.gemms import BASELINE, OWN_SERIAL, WEFT, Problems, Shape, gemm_limit, roundings
 from weft.operator.spec import Operator as Spec
 from weft.ops.all_to_all_matmul import OPERATOR as SPEC
 from weft.ops.all_to_all_matmul import all_to_all_matmul
@@ -283,6 +283,11 @@ class DispatchVariants(ExpertVariants):
         if fits:
             return arms | {PADDED: self.padded}, beside, notes
         return arms, beside, [f"{PADDED} not measured, no memory: it needs {needed / 1e9:.1f} GB"]
+
+    def limit(self, name: str, errors: Mapping[str, float]) -> float:
+        """FiCCO's 2D schedules round y at every step; they run where they are pinned."""
+        most = roundings(self.schedules[name]) if name in self.schedules else 1
+        return gemm_limit(self.dtype, self.config.k, None if name == BASELINE else errors[BASELINE], most)
 
     def exchange(self, which: int) -> None:
         sizes = self.known[which].host

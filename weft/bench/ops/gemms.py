@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import weft
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
-from weft.schedule import ITEM_BYTES, Candidate, NotApplicableError, Schedule, candidates, described, named
+from weft.schedule import ITEM_BYTES, Candidate, Compute, NotApplicableError, Schedule, candidates, described, named
 
 BASELINE, WEFT, OWN_SERIAL = "serial", "weft", "weft-serial"
 """Variants: the baseline, what the operator chooses, and its serial schedule when pinned."""
@@ -202,6 +203,13 @@ def _why_not(name: str, problems: Problems) -> str:
         except NotApplicableError as error:
             reasons[str(error)] = None
     return "; ".join(reasons) or "none of its schedules begins so"
+
+
+def roundings(schedule: Schedule) -> int:
+    """How often an output is rounded to its dtype at most: every step that adds to it, or its tiles, rounds it again."""
+    steps = (inner for lane in schedule.of_rank(0) for step in lane.steps for inner in step.inner or (step,))
+    added = Counter(step.out for step in steps if isinstance(step, Compute) and step.accumulate)
+    return 1 + max(added.values(), default=0)
 
 
 def gemm_limit(dtype: torch.dtype, k: int, of_torch: float | None, roundings: int = 1) -> float:

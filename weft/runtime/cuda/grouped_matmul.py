@@ -34,6 +34,7 @@ class Variant(NamedTuple):
     tma: bool
     config: Config
     back: bool = False
+    adds: bool = False
 
     def constants(self) -> dict[str, Any]:
         c, segments = self.config, self.world_size * self.experts
@@ -55,6 +56,7 @@ class Variant(NamedTuple):
             "GROUP": c.group,
             "PARTS": c.parts,
             "BACK": self.back,
+            "ADDS": self.adds,
         }
 
     def options(self) -> dict[str, int]:
@@ -101,17 +103,17 @@ def _compiled(device: torch.device, variant: Variant) -> Any:
     return compiled
 
 
-def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False) -> None:
+def prepare(w: torch.Tensor, *, world_size: int, config: Config, back: bool = False, adds: bool = False) -> None:
     """Compile and load what `launch` needs for these weights [E, K, N], whatever the alignment of the rows; takes seconds.
 
     Without it the first launch does that, which must not happen behind a stream that waits for a peer.
     """
     if w.device.type == "cuda":
         for aligned in (True, False):
-            _compiled(w.device, _variant(w, world_size, config, aligned, back))
+            _compiled(w.device, _variant(w, world_size, config, aligned, back, adds))
 
 
-def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool) -> Variant:
+def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: bool, back: bool, adds: bool) -> Variant:
     experts, k, n = w.shape
     transposed = w.stride(2) != 1
     if transposed and w.stride(1) != 1:
@@ -119,7 +121,7 @@ def _variant(w: torch.Tensor, world_size: int, config: Config, rows_aligned: boo
     # A tensor map is exact about its innermost extent only to 16 bytes.
     aligned = rows_aligned and is_aligned(w.mT if transposed else w) and (n | k) * w.element_size() % ALIGNMENT == 0
     tma = aligned and w.element_size() == 2 and tma_and_multiprocessors(w.device)[0]
-    return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back)
+    return Variant(w.dtype, world_size, experts, k, n, transposed, aligned, tma, config, back, adds)
 
 
 class GroupedMatmul:
@@ -130,7 +132,8 @@ class GroupedMatmul:
     apart. splits: int64 [W * E], rows of this rank's tokens for each global expert. Sources are (rank + i) % W for i in
     first_source .. + n_sources (default: up to the last), experts first_expert .. + n_experts likewise. spare:
     multiprocessors that are left to other kernels. back: rows are read by expert, and stored by source into `slots`, which then
-    has N columns. The configuration is part of what is compiled: see `prepare`.
+    has N columns. adds: to the rows of y that are there, in fp32; not with `back`. The configuration is part of what is compiled:
+    see `prepare`.
     """
 
     def __init__(
@@ -148,7 +151,10 @@ class GroupedMatmul:
         n_experts: int | None = None,
         spare: int = 0,
         back: bool = False,
+        adds: bool = False,
     ) -> None:
+        if back and adds:
+            raise ValueError("rows on their way back are stored, and add to nothing: give back or adds")
         self._world, experts = counts.shape
         n_sources = self._world - first_source if n_sources is None else n_sources
         n_experts = experts - first_expert if n_experts is None else n_experts
@@ -156,7 +162,7 @@ class GroupedMatmul:
         self._numbers = (slot_rows, rank, first_source, n_sources, first_expert, n_experts, counts.stride(0))
         self._segments = n_sources * n_experts
         self._programs = config.per_sm * (tma_and_multiprocessors(counts.device)[1] - spare)
-        self._back = back
+        self._back, self._adds = back, adds
         # Tensor maps and the kernel, of the tensors that came last: mostly the next ones lie there too.
         self._places: tuple[Any, ...] = ()
         self._maps: list[Any] = [None] * 4
@@ -207,7 +213,8 @@ class GroupedMatmul:
             if y.numel() and x.shape[0]:  # K is 0
                 raise ValueError(f"w has shape {tuple(w.shape)}: there must be an expert, and K and N must be positive")
             return False
-        variant = _variant(w, self._world, self._config, all(is_aligned(t) for t in (own, slots, whole)), self._back)
+        aligned = all(is_aligned(t) for t in (own, slots, whole))
+        variant = _variant(w, self._world, self._config, aligned, self._back, self._adds)
         if variant != self._variant:
             constants = variant.constants()
             if w.device.type != "cuda":

@@ -34,26 +34,35 @@ class Gemms:
             self._x, slots = s.h, regions.whole(schedule.buffer(s.outbox).part(at=int(s.at)))
             counts, splits = context.own[s.counts].unflatten(0, (2, -1))
             splits = splits.flatten()
+            self._k, self._adds = (0, schedule.buffer(s.h).cols), False
         else:
             self._x, slots, mine = s.tokens, context.own[s.inbox], context.rank * s.experts
+            self._k, self._adds = (s.first_k, s.n_k), s.adds
             counts, splits = context.own[s.counts][:, mine : mine + s.experts], context.own[s.counts][context.rank]
         weights, x = schedule.buffer(s.weights), schedule.buffer(self._x)
+        self._whole_k = self._k == (0, x.cols)
         self._world, item = context.domain.world_size, ITEM_BYTES[x.dtype]
-        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, x.cols)
+        self._config = grouped_matmul.choose_config(item, expected_rows, weights.cols, self._k[1])
         self._gemms = grouped_matmul.GroupedMatmul(
-            slots, counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config, first_source=s.first_source,
-            n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare, back=self._back,
+            self._of_k(slots), counts, splits, rank=context.rank, slot_rows=s.slot_rows, config=self._config,
+            first_source=s.first_source, n_sources=s.n_sources, first_expert=s.first_expert, n_experts=s.n_experts, spare=spare,
+            back=self._back, adds=self._adds,
         )  # fmt: skip
 
     def prepare(self, tensors: Tensors) -> None:
-        self._library.prepare(self._weights(tensors), world_size=self._world, config=self._config, back=self._back)
+        w = self._weights(tensors)
+        self._library.prepare(w, world_size=self._world, config=self._config, back=self._back, adds=self._adds)
 
     def __call__(self, tensors: Tensors, bases: list[int]) -> None:
-        self._gemms.launch(tensors[self._x], self._weights(tensors), tensors[self._what.y])
+        self._gemms.launch(self._of_k(tensors[self._x]), self._weights(tensors), tensors[self._what.y])
 
     def _weights(self, tensors: Tensors) -> torch.Tensor:
         w = tensors[self._what.weights]
-        return w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1))
+        return self._of_k(w if w.dim() == 3 else w.unflatten(0, (self._what.experts, -1)))
+
+    def _of_k(self, t: torch.Tensor) -> torch.Tensor:
+        """What is multiplied of the second dimension: of columns of x and slots, of rows of an expert's weights."""
+        return t if self._whole_k else t.narrow(1, *self._k)
 
 
 class Tracked:
