@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch import assert_rows, expected, inputs, random_splits
+from dispatch import added_to, assert_rows, expected, inputs, random_splits
 from schedule_ranks import device
 
 from weft import symm
 from weft.runtime.cuda.schedule import CudaSchedule
-from weft.schedule import AllToAllMatmul, NotApplicableError, candidates
+from weft.schedule import AllToAllMatmul, NotApplicableError, candidates, named
 from weft.timeline import Timeline
 
 
@@ -59,13 +60,14 @@ class Case:
         self.out.fill_(float("nan"))
         self.tensors["received"].fill_(-1)
 
-    def check(self, what: str) -> None:
+    def check(self, what: str, added: int = 0) -> None:
+        """added: how often products were added to y."""
         rows = len(self.y)
         found = self.tensors["received"].cpu()
         assert torch.equal(found, self.received), (what, self.rank, found, self.received)
         assert len(self.out) >= rows, (what, self.rank)
         assert self.out[rows:].isnan().all(), f"{what}, rank {self.rank}: rows beyond those that came are written"
-        assert_rows(self.out[:rows].cpu(), self.rank, self.splits, self.tokens, self.weights, what)
+        assert_rows(self.out[:rows].cpu(), self.rank, self.splits, self.tokens, self.weights, what, added)
         if self.p.return_x:  # as they were sent: by rank, and for one rank by expert
             by_rank = [[sum(part) for part in zip(*[iter(of)] * self.p.experts, strict=True)] for of in self.splits]
             sent = [part.split(to)[self.rank] for part, to in zip(self.tokens, by_rank, strict=True)]
@@ -73,14 +75,18 @@ class Case:
             assert self.x[rows:].isnan().all(), f"{what}, rank {self.rank}: tokens beyond those that came are written"
 
 
-def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False) -> int:
-    """Every schedule but the library's, four times in a row with fresh sizes, memory poisoned once; how many there were. to_one: in
-    the last two, which bring far more rows to a rank, everything goes to the first expert."""
+def every_candidate(
+    group: dist.ProcessGroup, p: AllToAllMatmul, transposed: bool, to_one: bool = False, names: Sequence[str] = ()
+) -> int:
+    """Every schedule of `weft.schedule.dispatch` but the library's, or those of these names, four times in a row with fresh sizes,
+    memory poisoned once; how many there were. to_one: in the last two, which bring far more rows to a rank, everything goes to the
+    first expert."""
     domain, count = symm.domain(group, device()), 0
-    for candidate in candidates(p, ("dispatch", "dispatch_by_expert")):
+    for candidate in [named(p, name) for name in names] or candidates(p, ("dispatch", "dispatch_by_expert")):
         try:
             schedule = candidate.build()
         except NotApplicableError:
+            assert not names, candidate.name
             continue
         executor = CudaSchedule(schedule, domain)
         executor.context.own["inbox"].fill_(float("nan"))
@@ -92,7 +98,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
             executor.run(case.tensors)
         torch.cuda.synchronize()
         for number, case in enumerate(cases):
-            case.check(f"{candidate.name}, run {number}")
+            case.check(f"{candidate.name}, run {number}", added_to(candidate, p))
         count += 1
         dist.barrier(group)
         executor.close()
@@ -102,7 +108,7 @@ def every_candidate(group: dist.ProcessGroup, p: AllToAllMatmul, transposed: boo
 def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -> None:
     """Runs back to back, some with far more rows than the ones before had: results are made anew, and GEMMs done again."""
     domain, rank = symm.domain(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    executor, added = CudaSchedule(named(p, name).build(), domain), added_to(named(p, name), p)
     cases = [Case(p, rank, seed, None, to_one=seed % 3 == 1) for seed in range(8)]
     results = []
     for number, case in enumerate(cases):
@@ -111,7 +117,7 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
         results.append(executor.run(case.tensors)["y"])
     torch.cuda.synchronize()
     for number, (case, y) in enumerate(zip(cases, results, strict=True)):
-        case.check(f"run {number}")
+        case.check(f"run {number}", added)
         assert y.shape == case.y.shape, (number, y.shape, case.y.shape)
         assert y.is_contiguous()
         assert not len(y) or y.data_ptr() == case.out.data_ptr()
@@ -122,11 +128,11 @@ def more_than_expected(group: dist.ProcessGroup, p: AllToAllMatmul, name: str) -
 def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) -> None:
     """A captured graph with other sizes at every replay; one rank late now and then."""
     domain, rank = symm.domain(group, device()), group.rank()
-    executor = CudaSchedule(next(c for c in candidates(p) if c.name == name).build(), domain)
+    executor, added = CudaSchedule(named(p, name).build(), domain), added_to(named(p, name), p)
     held = Case(p, rank, 0, sum(p.rows))
     executor.run(held.tensors)
     torch.cuda.synchronize()
-    held.check("before the capture")
+    held.check("before the capture", added)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         executor.run(held.tensors)
@@ -137,11 +143,11 @@ def replays(group: dist.ProcessGroup, p: AllToAllMatmul, name: str, count: int) 
             torch.cuda._sleep(2_000_000)
         graph.replay()
         torch.cuda.synchronize()
-        held.check(f"replay {number}")
+        held.check(f"replay {number}", added)
     executor.run(held.tensors)  # and a call between replays
     graph.replay()
     torch.cuda.synchronize()
-    held.check("after another call")
+    held.check("after another call", added)
     dist.barrier(group)
     executor.close()
 

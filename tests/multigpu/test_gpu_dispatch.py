@@ -36,12 +36,41 @@ def test_every_schedule_is_right(pair: Pool, name: str) -> None:
     assert min(counts) >= (6 if CASES[name][0].exact else 3)
 
 
-@pytest.mark.parametrize("name", ["dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]"])
+# K, and how it is cut: tensor maps take pieces of whole 16 bytes; others, and fp32, go by pointers.
+COLUMNS = {
+    "bf16, weights transposed": (problem((512, 384), 4, 256, 192), True, 3),
+    "bf16, pieces of two sizes, room to spare": (problem((300, 512), 4, 256, 200, exact=False), False, 3),
+    "bf16, large tiles": (problem((2048, 2000), 2, 512, 2048), False, 2),
+    "bf16, no whole 16 bytes": (problem((137, 61), 3, 40, 41), True, 4),
+    "fp16, odd sizes, room to spare": (problem((137, 61), 3, 33, 40, "fp16", exact=False), False, 2),
+    "fp32, as many steps as columns": (problem((37, 61), 3, 19, 5, "fp32"), False, 5),
+    "a rank without tokens": (problem((0, 64), 2, 64, 64), False, 2),
+}
+
+
+@pytest.mark.parametrize("start", ["uniform", "hetero"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_add_up(pair: Pool, name: str, start: str) -> None:
+    p, transposed, steps = COLUMNS[name]
+    names = [
+        f"ficco_2d[start={start},gemms={gemms},steps={steps},by={by}]"
+        for gemms in ("fused", "unfused")
+        for by in (("dma", "kernel") if p.exact else ("kernel",))
+    ]
+    pair.run(ranks.every_candidate, p, transposed, False, names, timeout_s=120)
+
+
+TWO_D = "ficco_2d[start=uniform,gemms=fused,steps=0,by=kernel]"
+TWO_D_HETERO = "ficco_2d[start=hetero,gemms=unfused,steps=0,by=kernel]"
+NAMES = ["dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]", TWO_D, TWO_D_HETERO]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_graph_is_replayed_with_other_sizes(pair: Pool, name: str) -> None:
     pair.run(ranks.replays, problem((256, 256), 4, 128, 192, exact=False), name, 100, timeout_s=60)
 
 
-@pytest.mark.parametrize("name", ["dispatch[by=kernel,rest=each]", "dispatch_by_expert[by=kernel,chunks=2]"])
+@pytest.mark.parametrize("name", NAMES)
 def test_more_rows_come_than_were_expected(pair: Pool, name: str) -> None:
     pair.run(ranks.more_than_expected, problem((512, 384), 4, 128, 192), name, timeout_s=60)
 

@@ -48,6 +48,10 @@ def test_every_schedule_of_experts(ranks: Pool, exact: bool) -> None:
     p = AllToAllMatmul(ranks.world_size, 4, rows, 128, 192, "bf16", most=max(rows), exact=exact)
     counts = ranks.run(dispatch_ranks.every_candidate, p, False, timeout_s=120)
     assert min(counts) >= 3
+    by = "dma" if exact else "kernel"
+    starts, gemms = ("uniform", "hetero"), ("fused", "unfused")
+    columns = [f"ficco_2d[start={start},gemms={how},steps=0,by={by}]" for start in starts for how in gemms]
+    ranks.run(dispatch_ranks.every_candidate, p, False, False, columns, timeout_s=180)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
