@@ -2,7 +2,7 @@
 
 Cheapest first: offsets; launches in one piece and in parts against float64, with tensor maps and with pointers; what must
 not be touched: rows of y that belong to no launched segment, memory around y, the slots' unused rows (all NaN here); launches that
-add up pieces of k; then tables that promise more rows than there are, and arguments that are refused.
+add up pieces of k, as schedules have them too; then tables that promise more rows than there are, and arguments that are refused.
 `tests/interpreted.py` says how.
 """
 
@@ -11,11 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from interpreted import play_all, wrong_in
+
+from weft.schedule import AllToAllMatmul, Tiles, named
 
 NAN = float("nan")
 
@@ -262,6 +265,31 @@ def play_columns_without_room() -> None:
         held.launch(*steps, y_rows=200)
 
 
+def play_schedule() -> None:
+    """The launches of FiCCO's schedules by columns, as the GPU executor makes them of the steps."""
+    from weft.runtime.cuda.tile_kernels import Gemms
+
+    for case in (Case(3, 2, k=40, n=16, dtype=torch.bfloat16), Case(2, 2, k=21, n=33, dtype=torch.float32)):
+        held = Rank(case, 1, 3)
+        w, e = case.world_size, case.experts
+        counts = torch.zeros(w, w * e, dtype=torch.int64)
+        counts[:, e : 2 * e], counts[1] = held.counts, held.splits
+        dtype = "bf16" if case.dtype == torch.bfloat16 else "fp32"
+        p = AllToAllMatmul(w, e, (held.slot_rows,) * w, case.n, case.k, dtype, most=held.slot_rows)
+        for start, gemms in itertools.product(("uniform", "hetero"), ("fused", "unfused")):
+            schedule = named(p, f"ficco_2d[start={start},gemms={gemms},steps=3,by=kernel]").build()
+            own, domain = {"counts": counts, "inbox": held.inbox}, SimpleNamespace(world_size=w)
+            context: Any = SimpleNamespace(schedule=schedule, rank=1, own=own, domain=domain)
+            regions: Any = None  # which these do not need
+            y = torch.full((int(held.counts.sum()) + 5, case.n), NAN, dtype=case.dtype)
+            tensors = {"tokens": held.tokens, "w": held.w.flatten(0, 1), "y": y}
+            steps = [step for lane in schedule.of_rank(1, expected=False) for step in lane.steps]
+            launches = [Gemms(context, regions, step.kernel, 20.0, 0) for step in steps if isinstance(step, Tiles)]
+            for launch in launches:
+                launch(tensors, [])
+            held.check(y, added=2)
+
+
 def play_failed() -> None:
     """Counts of a group that has failed before the last launch, or between two."""
     for case in (Case(2, 3), Case(2, 3, n=33)):
@@ -381,6 +409,7 @@ OTHERS = {
     "back without room": play_back_without_room,
     "back by absurd counts": play_back_absurd_counts,
     "pieces of k without room": play_columns_without_room,
+    "pieces of k in schedules": play_schedule,
     "a group that has failed": play_failed,
 }
 OTHERS |= {f"back, {name}": lambda case=case: play_back(case) for name, case in CASES.items()}
