@@ -169,6 +169,26 @@ def left_out(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(grad_w.cpu().double(), exact_w.grad.split(experts)[rank], rtol=2e-4, atol=2e-4)
 
 
+def by_columns(group: dist.ProcessGroup, exact: bool) -> str:
+    """The schedule of calls that go by FiCCO's heuristic, with fewer tokens than these have columns."""
+    from weft.operator.calls import prepared_calls
+    from weft.ops.all_to_all_matmul import OPERATOR
+
+    rank, experts, k = group.rank(), 2, 384
+    for seed in range(4):
+        splits = traffic("uneven", group.size(), experts, seed)
+        tokens, weights = data(splits, experts, k, 8, torch.float32, seed)
+        y, _ = expected(rank, splits, [t.cpu() for t in tokens], weights.cpu())
+        with poisoned_memory(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = weft.all_to_all_matmul(
+                tokens[rank], weights.split(experts)[rank], torch.tensor(splits[rank], device=device()), group=group,
+                max_rows=None if exact else len(y), capacity=60, schedule="heuristic",
+            )  # fmt: skip
+        close(found, y.to(device()), usual(rank, splits, tokens, weights))
+    return [call for call in prepared_calls(OPERATOR, group) if call.pinned == "heuristic"][-1].taken[0]
+
+
 def one_gradient(group: dist.ProcessGroup) -> None:
     """Only tokens', only weights': the same as when both are wanted, and with the same memory, as without any."""
     from weft import symm

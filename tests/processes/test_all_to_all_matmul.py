@@ -57,6 +57,13 @@ def test_every_schedule(pool: Pool, exact: bool) -> None:
     assert {"serial", "dispatch[by=kernel,rest=each]"} < set(names)
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "room to spare"])
+def test_the_heuristic_takes_columns_where_tokens_are_few_and_long(pool: Pool, exact: bool) -> None:
+    by = "dma" if exact else "kernel"
+    found = pool.run(ranks.by_columns, exact, ranks=3, timeout_s=60)
+    assert set(found) == {f"ficco_2d[start=uniform,gemms=fused,steps=0,by={by}]"}
+
+
 def test_many_calls_in_a_row(pool: Pool) -> None:
     pool.run(ranks.forward, 2, F32, "uneven", True, EACH, False, 60, ranks=3, timeout_s=60)
 
