@@ -189,6 +189,7 @@ class Sending(_Dispatch):
         if send == "at_once" and world == 2:
             raise NotApplicableError("there is one peer to send to")
         self._by, self._chunks = by, chunks
+        self._segments: dict[tuple[int, Index], tuple[Index, Index, Index]] = {}
         self._inbox = self.buffer("inbox", (world - 1) * p.most, p.k, p.dtype, "symmetric")
         known, self._free = self.signals("known", world), self.signals("free", world)
         self._arrived = self.signals("arrived", world * chunks)
@@ -258,10 +259,12 @@ class Sending(_Dispatch):
         return self.schedule()
 
     def _segment(self, distance: int, expert: Index, columns: Columns, adds: bool) -> Compute:
-        source = peer(self.world_size, -distance) if distance else RANK
-        rows, first = self.rows(source, expert), self.first_of_block(source, expert)
-        x, result = self._came(distance, first, rows, columns), (self.first_of_result(source, expert), rows)
-        return self.matmul(result, x, expert, columns, adds)
+        if (known := self._segments.get((distance, expert))) is None:  # the same for all pieces of columns
+            source = peer(self.world_size, -distance) if distance else RANK
+            rows, first = self.rows(source, expert), self.first_of_block(source, expert)
+            known = self._segments[distance, expert] = first, rows, self.first_of_result(source, expert)
+        first, rows, result = known
+        return self.matmul((result, rows), self._came(distance, first, rows, columns), expert, columns, adds)
 
     def _came(self, distance: int, first: Index, rows: Index, columns: Columns | None = None) -> Region:
         """Of the tokens of the rank so far back, 0 for the own, so many where they lie."""
