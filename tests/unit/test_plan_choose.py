@@ -92,6 +92,8 @@ def test_what_rounds_at_every_step_is_not_taken_before_experts_either() -> None:
         AllToAllMatmul(2, 4, (512, 512), 64, 64, "fp32", 512), replace(H200, matmul_flops_per_us={"fp32": 1e8})
     )
     assert not any(row.rough for row in exact.rows)
+    many = AllToAllMatmul.even(8192, 14336, 4096, 16, 16)
+    assert not any(many.takes(one) for one in candidates(many) if one.builder == "ficco_2d")
 
 
 def test_what_rounds_at_every_step_is_not_taken() -> None:
