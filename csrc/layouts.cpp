@@ -44,7 +44,7 @@ class LayoutReader {
     nb::object read(nb::list tensors, bool gradients) {
         words_.clear();
         for (nb::handle object : tensors) {
-            if (gradients && nb::cast<bool>(object.attr("requires_grad"))) return nb::none();
+            if (gradients && nb::cast<bool>(nb::getattr(object, requires_grad_))) return nb::none();
             if (!add(object, true)) throw nb::python_error();
         }
         return bytes();
@@ -90,7 +90,7 @@ class LayoutReader {
             for (nb::handle item : nb::borrow<nb::list>(argument))
                 if (!sign(item, gradients)) return false;
         } else if (argument.type().is(tensor_) || argument.type().is(parameter_)) {
-            words_.push_back(gradients && nb::cast<bool>(argument.attr("requires_grad")));
+            words_.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
             if (!add(argument, false)) {
                 PyErr_Clear();
                 return false;
@@ -105,6 +105,7 @@ class LayoutReader {
     }
 
     nb::object tensor_, parameter_;
+    nb::object requires_grad_ = nb::steal(PyUnicode_InternFromString("requires_grad"));  // made once: there are many tensors
     nb::capsule capsule_;
     ExchangeApi *api_;
     std::vector<int64_t> words_;
