@@ -41,9 +41,11 @@ class LayoutReader {
         if (api_->major != 1 || !api_->tensor_of)
             throw std::runtime_error("these tensors offer no DLPack exchange API of version 1");
     }
+    // None if one is no plain tensor or parameter, or if gradients are wanted and one requires one.
     nb::object read(nb::list tensors, bool gradients) {
         words_.clear();
         for (nb::handle object : tensors) {
+            if (!is_plain(object)) return nb::none();
             if (gradients && nb::cast<bool>(nb::getattr(object, requires_grad_))) return nb::none();
             if (!add(object, true)) throw nb::python_error();
         }
@@ -61,6 +63,7 @@ class LayoutReader {
   private:
     enum Tag : int64_t { none = 1, flag, number, real, list };
 
+    bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
     // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
     bool add(nb::handle object, bool where) {
         Tensor tensor{};
@@ -89,7 +92,7 @@ class LayoutReader {
             words_.insert(words_.end(), {list, int64_t(nb::len(argument))});
             for (nb::handle item : nb::borrow<nb::list>(argument))
                 if (!sign(item, gradients)) return false;
-        } else if (argument.type().is(tensor_) || argument.type().is(parameter_)) {
+        } else if (is_plain(argument)) {
             words_.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
             if (!add(argument, false)) {
                 PyErr_Clear();

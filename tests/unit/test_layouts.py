@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.runtime.layouts import READER
+from weft.runtime.layouts import READER, layout_of
 
 pytestmark = pytest.mark.skipif(READER is None, reason="tensors of this torch offer no DLPack exchange API")
 
@@ -95,3 +95,9 @@ def test_layouts_say_where() -> None:
         assert READER.read(changed, True) == before
         change(changed[1])
         assert READER.read(changed, True) != before
+
+
+@pytest.mark.parametrize("item", [Other(), "text", None, torch.zeros(2, device="meta")], ids=str)
+def test_layouts_of_anything_else_there_are_none(item: Any) -> None:
+    assert layout_of([torch.zeros(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)]) is not None
+    assert layout_of([torch.zeros(2), item]) is None

@@ -9,9 +9,7 @@ schedule plans), which was asked for or is chosen (`weft.schedule.slices`). `wef
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Hashable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -127,15 +125,18 @@ def pool_and_send(
 ) -> torch.Tensor:  # fmt: skip
     """`planned_call` inside of `together`."""
     jagged, rank = as_jagged(features), group.rank()
-    known = _known(weights, plan, rank)
+    layout = layout_of(weights)
+    known = layout is not None and layout == _checked_tables.get((plan, rank))
     checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights)
     if not known and torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
         raise ValueError(
             "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
             "torch.no_grad(), or weight.requires_grad_(False)"
         )
-    if not known:
-        _remember(weights, plan, rank)
+    if not known and layout is not None:
+        if len(_checked_tables) >= 64:
+            _checked_tables.clear()
+        _checked_tables[plan, rank] = layout
     domain = symm.domain(group, device, deadline_s=deadline_s)
     operator = known_operator(plan, domain, checked.batch_sizes)
     if operator is None:
@@ -174,28 +175,9 @@ def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.de
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-# Checking 64 tables takes longer than launching the kernel, and they are the same at every call.
-_known_weights: dict[tuple[EmbeddingPlan, int], tuple[list[weakref.ref[torch.Tensor]], Hashable]] = {}
-
-
-def _known(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> bool:
-    """Whether these very tensors, with the memory that they have now, were checked before, and no gradient is wanted of one."""
-    known = _known_weights.get((plan, rank))
-    if known is None or len(known[0]) != len(weights):
-        return False
-    same = all(map(is_, [ref() for ref in known[0]], weights))
-    return same and layout_of(weights) == known[1]
-
-
-def _remember(weights: list[torch.Tensor], plan: EmbeddingPlan, rank: int) -> None:
-    if len(_known_weights) >= 64:
-        _known_weights.clear()
-
-    def forget(_: object, pop: Any = _known_weights.pop) -> None:
-        """With one of them gone: None is what its reference says then, and what a caller may give."""
-        pop((plan, rank), None)
-
-    _known_weights[plan, rank] = [weakref.ref(weight, forget) for weight in weights], layout_of(weights)
+# Checking 64 tables takes longer than launching the kernel, and they are the same at every call. Where they lie, and how, says all
+# that is checked.
+_checked_tables: dict[tuple[EmbeddingPlan, int], Hashable] = {}
 
 
 # --- known to the dispatcher, operators by a number ---
