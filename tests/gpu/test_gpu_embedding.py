@@ -6,8 +6,9 @@ that follow each other, and the timeline. Each case costs a compilation or two, 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,81 @@ def test_calls_in_a_row_with_other_shapes(group: dist.ProcessGroup) -> None:
         outputs.append(exchanged(group, p).clone())
     for p, output in zip(problems, outputs, strict=True):
         assert_close(output.cpu(), p)
+
+
+class Fixed:
+    """Calls whose tables and input stay where they are, so that a graph can be captured."""
+
+    def __init__(self, group: dist.ProcessGroup, samples: int, **options: Any) -> None:
+        self.problem = p = problem(1, (64, 8, 16), samples, rows=500, longest=6)
+        self.group, self.options, self.scale = group, options, 1.0
+        self.weights, self.features = there(p.local_weights(0)), tuple(there(p.tupled(0)))
+
+    def __call__(self) -> torch.Tensor:
+        sharding = self.problem.sharding
+        return weft.embedding_all_to_all(self.weights, self.features, sharding, group=self.group, **self.options)
+
+    def renew(self) -> float:
+        """Other numbers in the tables: from now on results are those of the problem, times what is returned."""
+        for weight in self.weights:
+            weight.mul_(-2)
+        self.scale *= -2
+        return self.scale
+
+    def assert_close(self, output: torch.Tensor, scale: float) -> None:
+        assert_close((output / scale).cpu(), self.problem)  # a power of 2: exact
+
+
+def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+    return graph, output
+
+
+def assert_replays(graph: torch.cuda.CUDAGraph, output: torch.Tensor, fixed: Fixed) -> None:
+    scale = fixed.renew()
+    output.fill_(math.nan)
+    graph.replay()
+    fixed.assert_close(output, scale)
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+def test_replays_leave_results_alone_that_somebody_holds(group: dist.ProcessGroup, outputs: int) -> None:
+    fixed = Fixed(group, 40, outputs=outputs, transport="direct")
+    graphs = [captured(lambda: fixed() * 1) for _ in range(4)]  # what the operator returned is dropped
+    held = []
+    for _ in range(5):
+        scale = fixed.renew()
+        held.append((fixed(), scale))
+        if outputs == 1:
+            held[-1] = held[-1][0].clone(), scale
+        for graph, output in graphs:
+            assert_replays(graph, output, fixed)
+    for result, scale in held:
+        fixed.assert_close(result, scale)
+
+
+@pytest.mark.parametrize("transport", ["direct", "serial"])
+def test_replays_are_right_after_calls_of_other_sizes(group: dist.ProcessGroup, transport: str) -> None:
+    """Whose tables take the place of the graph's in every cache, and whose results take more memory."""
+    fixed = Fixed(group, 40, transport=transport)
+    graph, output = captured(fixed)
+    for samples in (*range(1, 70), 900):
+        Fixed(group, samples, transport=transport)()
+    spoilt = [torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (2, 4, 16, 64, 512) for _ in range(200)]
+    for _ in range(3):
+        assert_replays(graph, output, fixed)
+    assert all((one == -1).all() for one in spoilt)
+
+
+def test_what_was_never_called_is_not_captured(group: dist.ProcessGroup) -> None:
+    fixed, graph = Fixed(group, 41, transport="direct", outputs=5), torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match="call it once before capturing it"), torch.cuda.graph(graph):
+        fixed()
+    fixed.assert_close(fixed(), 1.0)
 
 
 def test_a_pool_writes_all_of_its_output() -> None:

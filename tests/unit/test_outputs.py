@@ -107,6 +107,54 @@ def test_as_many_results_as_buffers_but_one_may_be_held(count: int) -> None:
     assert pool.copied == 3
 
 
+def captured(pool: OutputPool) -> tuple[torch.Tensor, int]:
+    """What a call does whose launch becomes part of a graph: its result, and the buffer that replays write."""
+    slot = pool.acquire()
+    return pool.lend(slot, SHAPE, torch.float32, captured=True), slot
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_replays_write_no_buffer_that_is_lent(count: int) -> None:
+    pool, domain = pool_of(count)
+    graphs = []
+    for _ in range(count + 2):
+        _, slot = captured(pool)  # nobody holds the result
+        graphs.append(slot)
+    assert pool.lent == 0
+    assert pool.copied == 3  # the last buffer's
+    held = []
+    for value in range(4):
+        held.append(result(pool, value))
+        for slot in graphs:
+            domain.regions[0].tensor(0, SHAPE, torch.float32, slot * pool.slot_bytes).fill_(-1)
+    for value, output in enumerate(held):
+        assert (output == value).all()
+
+
+def test_a_graphs_result_is_its_buffer_and_is_held_until_it_is_dropped() -> None:
+    pool, domain = pool_of(2)
+    output, slot = captured(pool)
+    assert output.data_ptr() == domain.regions[0].address(0) + slot * pool.slot_bytes
+    assert pool.lent == 1
+    del output
+    assert pool.lent == 0
+    assert pool._free == [1 - slot]
+
+
+def test_memory_that_replays_write_is_kept_when_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, domain = pool_of(2)
+    captured(pool)
+    assert pool.reserve(pool.slot_bytes + 1, lambda: None)
+    assert pool._of_graphs == domain.regions[:1]
+    assert len(all_free(pool)) == 2
+    assert pool.reserve(pool.slot_bytes + 1, lambda: None)
+    assert pool._of_graphs == domain.regions[:1]  # nothing was captured in between
+    given = []
+    monkeypatch.setattr(type(domain.regions[0]), "give_back", lambda region: given.append(region), raising=False)
+    pool.close()
+    assert given == [domain.regions[2], domain.regions[0]]
+
+
 def test_a_buffer_is_free_when_the_last_view_is_gone() -> None:
     pool, _ = pool_of(2)
     output = result(pool, 3.0)

@@ -8,7 +8,7 @@ guards), and index bounds are the kernels' job; `first_bad_index` finds again wh
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,12 +28,14 @@ _OFFSETS_PER_LOOK = 1 << 16  # half a MiB: the second reading of each offset com
 class CheckedInput(NamedTuple):
     """A rank's input, understood: local slot s reads bags `key_of_slot[s] * global_batch + sample`.
 
-    `batch_sizes[r]` samples of the global batch belong to rank r, in rank order.
+    `batch_sizes[r]` samples of the global batch belong to rank r, in rank order. `tables`: where this rank's tables lie and how
+    (`weft.runtime.layouts`), where that was read.
     """
 
     key_of_slot: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     global_batch: int
+    tables: Hashable = None
 
 
 def check_jagged(
@@ -42,13 +44,14 @@ def check_jagged(
     rank: int,
     batch_sizes: Sequence[int] | None,
     weights: Sequence[torch.Tensor] | torch.device,
+    tables: Hashable = None,
 ) -> CheckedInput:
     """Check one rank's input of the global batch, and its tables, without reading their contents.
 
     `jagged` holds a block of offsets per key, or, without keys, one per local slot in column order; keys of other
     ranks' tables are passed over. `weights` are this rank's tables in the order of `sharding.local_tables(rank)`, or
-    their device if they were checked before. Without `batch_sizes` the global batch is divided evenly, the first ranks
-    get the odd samples. Raises `ValueError`.
+    their device if they were checked before; `tables` is kept in what is returned. Without `batch_sizes` the global batch is
+    divided evenly, the first ranks get the odd samples. Raises `ValueError`.
     """
     device = weights if isinstance(weights, torch.device) else check_weights(weights, sharding, rank)
     check_parts(jagged, device)
@@ -67,7 +70,7 @@ def check_jagged(
             f"batch_sizes={sizes} sum to {sum(sizes)} but the features hold {counted(global_batch, 'sample')}: every rank needs "
             f"its features' bags of the global batch, and the sum must be that batch"
         )
-    return CheckedInput(key_of_slot, sizes, global_batch)
+    return CheckedInput(key_of_slot, sizes, global_batch, tables)
 
 
 def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, rank: int) -> torch.device | None:

@@ -339,13 +339,18 @@ def as_jagged(features: Any) -> JaggedInput:
 
 def check_keyed(features: Any) -> None:
     """Raise unless `features` can be read as a KeyedJaggedTensor with one batch size for all keys and one story of its bags."""
-    if type(features) is not KeyedJaggedTensor:
+    if type(features) is KeyedJaggedTensor:
+        lengths = given_lengths = features.lengths_or_none()
+        given_offsets = features.offsets_or_none()
+    else:
         _check_container(features)
-    # Those that were given. Where the container cannot say, those that it has.
-    lengths = features.lengths_or_none() if hasattr(features, "lengths_or_none") else features.lengths()
+        given_lengths, given_offsets = _answer(features, "lengths_or_none"), _answer(features, "offsets_or_none")
+        # Where the container cannot say which were given, those that it has.
+        lengths = given_lengths if hasattr(features, "lengths_or_none") else features.lengths()
     if lengths is not None:
         _check_lengths(lengths, len(features.keys()), features.stride())
-    _check_bags(_answer(features, "lengths_or_none"), _answer(features, "offsets_or_none"))
+    if given_lengths is not None and given_offsets is not None:
+        _check_bags(given_lengths, given_offsets)
 
 
 def _check_container(features: Any) -> None:
@@ -382,7 +387,7 @@ def _check_lengths(lengths: Any, keys: int, batch: int) -> None:
 
 
 def _check_bags(lengths: Any, offsets: Any) -> None:
-    """Raise `ValueError` if both are there, as CPU tensors, and do not describe the same bags."""
+    """Raise `ValueError` if both are CPU tensors and do not describe the same bags."""
     for given in (lengths, offsets):
         if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
             return

@@ -220,8 +220,8 @@ def _load_rows(
     ],
 )
 def embedding_all_to_all_kernel(
-    slots, units, values, offsets, per_sample_weights, batch_starts, owners, order,
-    out_addresses, signal_addresses, flag_addresses, staging, state, record, timeline,
+    slots, values, offsets, per_sample_weights, timeline, units, batch_starts, owners, order,
+    out_addresses, signal_addresses, flag_addresses, staging, state, record,
     batch: tl.int32, n_units: tl.int32, n_values: tl.int64, out_slot: tl.int32,
     out_slot_bytes: tl.int64, fingerprint: tl.int64, deadline_ns: tl.int64,
     units_per_sample: tl.int32, flags_before: tl.int32, flags_total_per_sample: tl.int32,
@@ -234,12 +234,12 @@ def embedding_all_to_all_kernel(
 ):  # fmt: skip
     """See the top of this file.
 
-    slots [n, SLOT_FIELDS], units [units_per_sample, UNIT_FIELDS], values [n_values] and offsets [keys * batch + 1]
-    (int32 or int64), batch_starts [WORLD + 1], owners [batch] (rank of each sample, int32), order [batch] (samples in
-    the order of work, int32), out/signal/flag_addresses [WORLD] (every rank's memory as mapped here), staging
-    [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS] (pinned host), timeline
-    [n_units, 3] (start ns, end ns, bytes that left). ENTER and EXIT are off inside a sequence of launches that
-    together are one call; WAIT is off where one process plays all ranks in turn.
+    slots [n, SLOT_FIELDS], values [n_values] and offsets [keys * batch + 1] (int32 or int64), timeline [n_units, 3]
+    (start ns, end ns, bytes that left), units [units_per_sample, UNIT_FIELDS], batch_starts [WORLD + 1], owners [batch]
+    (rank of each sample, int32), order [batch] (samples in the order of work, int32), out/signal/flag_addresses [WORLD]
+    (every rank's memory as mapped here), staging [programs, STAGE_WIDTH], state [STATE_WORDS], record [RECORD_WORDS]
+    (pinned host). ENTER and EXIT are off inside a sequence of launches that together are one call; WAIT is off where one
+    process plays all ranks in turn.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -27,6 +27,7 @@ from weft.operator.together import agree
 from weft.plan.autotune import remembered
 from weft.plan.choose import decide, warn_once
 from weft.runtime.agreement import agree_on_new
+from weft.runtime.capture import refuse_capture
 from weft.runtime.cpu.embedding import EmbeddingAllToAllCpu
 from weft.runtime.embedding_unfused import EmbeddingAllToAllUnfused
 from weft.runtime.meeting import drop_closed
@@ -63,6 +64,7 @@ def known_operator(p: EmbeddingPlan, domain: Domain, batch_sizes: tuple[int, ...
 
 def new_operator(p: EmbeddingPlan, domain: Domain, given: Input, deadline_s: float | None) -> Any:
     """What runs calls of `p` with the batch sizes of this one, which may be made to measure. Collective."""
+    refuse_capture(domain.device)
     if p.options.transport != "auto":
         return compiled(p, domain, deadline_s=deadline_s)
     operators = _of(domain)

@@ -74,8 +74,9 @@ def embedding_all_to_all(
         the caller.
     hash: map any 64-bit id to a row by splitmix64's finalizer modulo the rows (`weft.embedding.hash_ids`).
     outputs: result buffers kept per rank in symmetric memory, each as large as the largest result so far. With n, n - 1
-        results may be held while the next is computed, a further one is copied out; with 1, holding one is an error. None with
-        "serial", whose results are ordinary tensors.
+        results may be held while the next is computed, a further one is copied out; with 1, holding one is an error. A call that a
+        CUDA graph captures keeps its buffer, but for the last one, from which results are copied. None with "serial", whose
+        results are ordinary tensors.
     deadline_s: seconds, at most 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60).
     timeline: filled with what ran when (profiling: on GPUs it waits for the device).
 
@@ -126,8 +127,11 @@ def pool_and_send(
     """`planned_call` inside of `together`."""
     jagged, rank = as_jagged(features), group.rank()
     layout = layout_of(weights)
-    known = layout is not None and layout == _checked_tables.get((plan, rank))
-    checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights)
+    before = _checked_tables.get((plan, rank))
+    known = layout is not None and layout == before
+    if known:
+        layout = before  # whose hash is known as well
+    checked = check_jagged(jagged, plan.sharding, rank, batch_sizes, device if known else weights, layout)
     if not known and torch.is_grad_enabled() and True in [weight.requires_grad for weight in weights]:
         raise ValueError(
             "embedding_all_to_all has no backward yet, and a weight requires a gradient: call it under "
@@ -167,9 +171,9 @@ def _listed(weights: Any) -> list[torch.Tensor]:
 def device_of(weights: Any, features: Any, group: dist.ProcessGroup) -> torch.device:
     """Where this rank's call takes place. Arguments that do not tell will be refused, where the other ranks hear it."""
     try:
-        device = weights[0].device if len(weights) else as_jagged(features).values.device
-        if device.type in ("cpu", "cuda"):
-            return device
+        like = weights[0] if len(weights) else as_jagged(features).values
+        if like.is_cuda or like.is_cpu:
+            return like.device
     except Exception:  # whatever it is, it is met again where the other ranks hear it
         pass
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

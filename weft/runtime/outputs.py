@@ -8,6 +8,10 @@ stream of the next call wait for that one before you drop it.)
 With `count` buffers, a user may hold `count - 1` results while the next one is computed. Whoever holds more gets copies:
 the result is copied out of the last free buffer, which costs a pass over it and is counted in `copied`. With `count=1`
 results are never copied, and holding one across the next call is an error.
+
+A call that a CUDA graph has captured writes the same buffer in every replay, whoever holds what was lent before. So that buffer
+is the graph's for good; a call that captures the last free buffer has its result copied out, in replays too, as has every later
+call that is given that buffer.
 """
 
 from __future__ import annotations
@@ -48,6 +52,10 @@ class OutputPool:
         self.slot_bytes = 0
         self._region: Any = None
         self._free: list[int] = []
+        self._captured = False
+        self._dropped: list[int] = []  # of the buffers of graphs, those whose result nobody holds
+        self._shared: set[int] = set()  # written by replays, and copied from
+        self._of_graphs: list[Any] = []  # memory that replays write, from before it grew
 
     def reserve(self, slot_bytes: int, quiesce: Callable[[], None], deadline_s: float | None = None) -> bool:
         """Make each buffer hold `slot_bytes`. Collective when it has to grow (then `quiesce` is called first); whether it did.
@@ -60,21 +68,25 @@ class OutputPool:
         # room for more, this raises and everything stays as it was.
         with set_up_within(deadline_s):
             quiesce()
-            self._region = self._domain.allocate(wanted * self.count)
-        self.slot_bytes = wanted
-        self._free = list(range(self.count))
+            region = self._domain.allocate(wanted * self.count)
+        if self._captured:
+            self._of_graphs.append(self._region)
+        self._region, self.slot_bytes, self._captured = region, wanted, False
+        self._free, self._dropped, self._shared = list(range(self.count)), [], set()
         return True
 
     @property
     def lent(self) -> int:
         """How many results in these buffers somebody still holds."""
-        return 0 if self._region is None else self.count - len(self._free)
+        return 0 if self._region is None else self.count - len(self._free) - len(self._dropped)
 
     def close(self) -> None:
         """Give the memory back; no result may be lent, on any rank. `reserve` makes it anew."""
-        if self._region is not None:
-            self._region.give_back()
-        self._region, self.slot_bytes, self._free = None, 0, []
+        for region in (self._region, *self._of_graphs):
+            if region is not None:
+                region.give_back()
+        self._region, self.slot_bytes, self._captured = None, 0, False
+        self._free, self._dropped, self._shared, self._of_graphs = [], [], set(), []
 
     @property
     def nbytes(self) -> int:
@@ -96,16 +108,24 @@ class OutputPool:
     def give_back(self, slot: int) -> None:
         self._free.append(slot)
 
-    def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The result in `slot` as the user's tensor; the slot is free again when the tensor and all its views are gone."""
-        region, rank = self._region, self._domain.rank
+    def lend(self, slot: int, shape: tuple[int, ...], dtype: torch.dtype, captured: bool = False) -> torch.Tensor:
+        """The result in `slot` as the user's tensor; the slot is free again when the tensor and all its views are gone, unless a
+        graph has captured the call."""
+        region, rank, free = self._region, self._domain.rank, self._free
+        is_last = not free
+        if captured:
+            self._captured = True
+            if is_last:
+                self._shared.add(slot)
+            else:
+                free = self._dropped
         # The lease holds the memory and not the region, which is closed with the domain; and it binds today's list of
         # free slots: after growth the old slots go back to a list that nobody reads.
-        lease = _Lease(region.owner(rank), self._free, slot)
+        lease = _Lease(region.owner(rank), free, slot)
         address = region.address(rank) + slot * self.slot_bytes
         tensor = lent(address, list(shape), dtype, self._domain.device, lease)
         del lease
-        if not self._free and self.count > 1:
+        if slot in self._shared or (is_last and self.count > 1):
             self.copied += 1
             tensor = tensor.clone()
         return tensor

@@ -299,7 +299,8 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
     from another group, or if the store of the group died with its process; `WeftError` if this rank has no descriptor or thread
     for it.
     """
-    device = torch.device(device)
+    if not isinstance(device, torch.device):
+        device = torch.device(device)
     if device.index is None and device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     store = store_of(group)

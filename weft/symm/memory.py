@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,14 @@ _DEVICES = {"cpu": 1, "cuda": 2}
 
 def lent(address: int, shape: list[int], dtype: torch.dtype, device: torch.device, owner: object) -> torch.Tensor:
     """A tensor over memory that `owner` keeps; the tensor and all its views keep `owner`."""
-    capsule = _core.lease(address, shape, *_DTYPES[dtype], _DEVICES[device.type], device.index or 0, owner)
+    capsule = _core.lease(address, shape, *_DTYPES[dtype], *_code_of(device), owner)
     tensor: torch.Tensor = from_dlpack(capsule)
     return tensor
+
+
+@functools.cache
+def _code_of(device: torch.device) -> tuple[int, int]:
+    return _DEVICES[device.type], device.index or 0
 
 
 class Region(Protocol):

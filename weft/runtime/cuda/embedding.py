@@ -23,10 +23,11 @@ from weft.embedding.plan import EmbeddingPlan
 from weft.errors import DeadlineError, DisagreementError, WeftError
 from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.agreement import refuse
-from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory
+from weft.runtime.capture import is_captured, refuse_capture
+from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory, Tables
 from weft.runtime.cuda.watch import watch
 from weft.runtime.outputs import OutputPool
-from weft.symm import Domain, set_up_within
+from weft.symm import Domain, Region, set_up_within
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -44,6 +45,8 @@ class EmbeddingAllToAllCuda:
         self._signals = domain.allocate(8 * 3 * world)
         self._flags = domain.allocate(8)
         self._flag_count = 1
+        self._flags_of_graphs: list[tuple[Region, int]] = []  # which replays set, with how many flags they have
+        self._captured = False
         self._memory: Memory | None = None
         self._last_input: tuple[JaggedInput, CheckedInput] | None = None
         self._record = _numbers_of(self.kernel.record)
@@ -81,17 +84,23 @@ class EmbeddingAllToAllCuda:
         plan, domain = self.plan, self.domain
         largest = max(checked.batch_sizes, default=0)
         patience_s = deadline_s or self._usual_deadline_s  # another rank may still compile what it runs before
+        captured = torch.cuda.is_current_stream_capturing()
         grown = self.outputs.reserve(largest * self._row_bytes, self._quiesce, patience_s)
         if largest * self._flags_per_sample > self._flag_count:
+            refuse_capture(self.domain.device)
             flag_count = max(largest * self._flags_per_sample, 2 * self._flag_count)
             with set_up_within(patience_s):
                 self._quiesce()
                 fewer, self._flags = self._flags, domain.allocate(8 * flag_count)
-            fewer.give_back()
+            if self._captured:
+                self._flags_of_graphs.append((fewer, self._flag_count))
+            else:
+                fewer.give_back()
             self._flag_count = flag_count
             grown = True
         if grown or self._memory is None:
             self._memory = self._map()
+        self._captured = self._captured or captured
         slot = self.outputs.acquire()
         lines = None
         if timeline is not None:
@@ -101,14 +110,14 @@ class EmbeddingAllToAllCuda:
         try:
             self.kernel.launch(
                 weights, jagged, checked, self._memory, slot, patience_s,
-                count=count, launch_per_table=launch_per_table, timeline=lines,
+                count=count, launch_per_table=launch_per_table, timeline=lines, captured=captured,
             )  # fmt: skip
         except BaseException:
             self.outputs.give_back(slot)
             raise
         self._last_input = (jagged, checked)
         shape = (checked.batch_sizes[domain.rank], plan.sharding.total_dim)
-        output = self.outputs.lend(slot, shape, plan.sharding.dtype)
+        output = self.outputs.lend(slot, shape, plan.sharding.dtype, captured)
         if timeline is not None and lines is not None:
             self._read_timeline(timeline, lines)
         return output
@@ -158,7 +167,8 @@ class EmbeddingAllToAllCuda:
         self._take_back()
         self.outputs.close()
         self._signals.give_back()
-        self._flags.give_back()
+        for flags, _ in [(self._flags, 0), *self._flags_of_graphs]:
+            flags.give_back()
         self._memory = None
 
     def synchronize(self) -> None:
@@ -172,15 +182,14 @@ class EmbeddingAllToAllCuda:
         def on_device(addresses: list[int]) -> torch.Tensor:
             return torch.tensor(addresses, dtype=torch.int64, device=device)
 
-        return Memory(
-            outputs=on_device(self.outputs.base_addresses()),
-            signals=on_device([self._signals.address(rank) for rank in range(world)]),
-            flags=on_device([self._flags.address(rank) for rank in range(world)]),
-            output_bytes=self.outputs.slot_bytes,
-        )
+        refuse_capture(self.domain.device)
+        regions = self._signals, self._flags
+        at = [self.outputs.base_addresses(), *([region.address(rank) for rank in range(world)] for region in regions)]
+        return Memory(Tables.of(*map(on_device, at)), self.outputs.slot_bytes)
 
     def _quiesce(self) -> None:
         """Before memory is replaced: everything enqueued so far is done, here and on every peer."""
+        refuse_capture(self.domain.device)
         torch.cuda.synchronize(self.domain.device)
         self.domain.all_gather(None)
 
@@ -188,7 +197,7 @@ class EmbeddingAllToAllCuda:
         """On the watchdog thread: end every wait of this rank's kernels."""
         with torch.cuda.device(self.domain.device), torch.cuda.stream(self._poison_stream):
             words = [(self._signals, 3 * self.domain.world_size), (self._flags, self._flag_count)]
-            for region, count in words:
+            for region, count in (*words, *self._flags_of_graphs):
                 view = region.tensor(self.domain.rank, (count,), torch.int64)
                 for begin in range(0, count, self._poison.numel()):
                     part = view[begin : begin + self._poison.numel()]
@@ -288,6 +297,6 @@ def pool_on_gpu(
     _warn_of_bad_input(pool.kernel, pool.record, pool.last_input, rank)
     # The address of `out` travels by the stream, because the host runs ahead of it; as an argument, which a graph captures too.
     address = torch.full((1,), out.data_ptr(), dtype=torch.int64, device=out.device)
-    memory = Memory(address, pool.words[:1], pool.words[1:2], 0)
-    pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False)
+    memory = Memory(Tables.of(address, pool.words[:1], pool.words[1:2]), 0)
+    pool.kernel.launch(weights, jagged, checked, memory, 0, 60.0, wait=False, captured=is_captured(out.device))
     pool.last_input = (jagged, checked)

@@ -18,6 +18,7 @@ from weft.embedding import JaggedInput
 from weft.embedding.check import CheckedInput
 from weft.embedding.plan import EmbeddingPlan
 from weft.kernels import embedding_all_to_all as device_code
+from weft.runtime.capture import refuse_capture
 from weft.runtime.cuda.kernel_call import Base, kernel_call
 from weft.schedule.slices import Unit
 
@@ -32,14 +33,32 @@ _CACHED_BATCHES = 64
 _INT32_POSITIONS = (1 << 31) - 64  # beyond this many values or offsets, positions take 64 bits
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Where the ranks' memory is mapped on this device: int64 [world] each, and what one output buffer takes."""
+class Tables(NamedTuple):
+    """Tensors that many launches are given, and where they lie: to ask each at every launch takes longer than the launch."""
 
-    outputs: torch.Tensor
-    signals: torch.Tensor
-    flags: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *tensors: torch.Tensor) -> Tables:
+        return cls(tensors, tuple(tensor.data_ptr() for tensor in tensors))
+
+
+class Memory(NamedTuple):
+    """Where the ranks' memory is mapped on this device, and what one output buffer takes."""
+
+    ranks: Tables
+    """Addresses of outputs, of signals, and of flags, int64 [world] each."""
     output_bytes: int
+
+
+class _Work(NamedTuple):
+    """What is the same for calls of the same batch sizes whose units are of the same size."""
+
+    tables: Tables
+    """Units of a sample; first sample of each rank and the end (int64); rank of each sample; samples in order of work (int32)."""
+    per_sample: int
+    """Units."""
 
 
 class VariantKey(NamedTuple):
@@ -63,7 +82,8 @@ class _Variant:
     compiled: Any  # None under the interpreter
     constants: tuple[Any, ...]
     resident: int
-    staging: torch.Tensor
+    tables: Tables
+    """Staging, state, record."""
     programs: dict[int, _core.StreamProgram | None]
     """By grid: a launch whose arguments are told in each call; None where Triton has to do it."""
 
@@ -97,15 +117,19 @@ class EmbeddingKernel:
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
         self._batches: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._works: dict[tuple[tuple[int, ...], int, int | None], _Work] = {}
+        self._of_graphs: list[Any] = []  # what captured launches read in every replay
         self._variants: dict[VariantKey, _Variant] = {}
 
     # --- tables on the device, made once per set of tables, features or batch sizes ---
 
     def _device_table(self, rows: list[list[int]], fields: int) -> torch.Tensor:
+        refuse_capture(self.device)
         return torch.tensor(rows or [[0] * fields], dtype=torch.int64, device=self.device)
 
-    def _slot_table(self, weights: list[torch.Tensor], key_of_slot: tuple[int, ...]) -> torch.Tensor:
-        key = (tuple([weight.data_ptr() for weight in weights]), key_of_slot)
+    def _slot_table(self, weights: list[torch.Tensor], checked: CheckedInput) -> torch.Tensor:
+        key_of_slot = checked.key_of_slot
+        key = (checked.tables or tuple([weight.data_ptr() for weight in weights]), key_of_slot)
         table = self._slot_tables.get(key)
         if table is not None:
             return table
@@ -145,6 +169,7 @@ class EmbeddingKernel:
         """First sample of each rank and the end (int64), rank of each sample, samples in the order of work (int32)."""
         tables = self._batches.get(batch_sizes)
         if tables is None:
+            refuse_capture(self.device)
             if len(self._batches) >= _CACHED_BATCHES:
                 self._batches.clear()
             sizes = torch.tensor(batch_sizes)
@@ -183,18 +208,19 @@ class EmbeddingKernel:
         count: bool = False,
         launch_per_table: bool = False,
         timeline: torch.Tensor | None = None,
+        captured: bool = False,
     ) -> None:
         """Enqueue one call on the current stream.
 
         `wait=False` neither waits for peers nor expects them; `count` counts copies and flags into `state`;
         `launch_per_table` makes one launch per feature instead of one for all; `timeline`, int64 [n_units(...), 3],
-        gets a line per unit.
+        gets a line per unit; `captured` by a CUDA graph, whose replays read the same tables.
         """
         if launch_per_table and self._staged:
             raise ValueError("launch_per_table goes with transport='direct': a slice of 'put' spans tables")
-        slot_table = self._slot_table(weights, checked.key_of_slot)
+        slot_table = self._slot_table(weights, checked)
         last = len(self._slots) - 1
-        call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline
+        call = slot_table, jagged, checked, memory, out_slot, deadline_s, wait, count, timeline, captured
         if not launch_per_table or last <= 0:
             self._launch_part(*call, None, True, True)
             return
@@ -203,55 +229,67 @@ class EmbeddingKernel:
 
     def n_units(self, jagged: JaggedInput, checked: CheckedInput) -> int:
         """Units of work of a call with this input: the lines that its timeline has."""
-        return self._work(jagged, checked, None)[1] * checked.global_batch
+        return self._work(jagged, checked, None).per_sample * checked.global_batch
 
-    def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> tuple[torch.Tensor, int]:
-        """The units of a sample, and how many: all slots', or those of one slot."""
-        if slot is not None:
-            units, per_sample, _ = self._unit_table(1)
-            return units[slot:], min(1, per_sample)
-        size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
-        units, per_sample, _ = self._unit_table(size)
-        return units, per_sample
+    def _work(self, jagged: JaggedInput, checked: CheckedInput, slot: int | None) -> _Work:
+        """Of all slots, or of one."""
+        size = 1
+        if slot is None:
+            size = 0 if self._staged else self._slots_per_unit(jagged.values.numel(), checked.global_batch)
+        key = checked.batch_sizes, size, slot
+        work = self._works.get(key)
+        if work is None:
+            units, per_sample, _ = self._unit_table(size)
+            if slot is not None:
+                units, per_sample = units[slot:], min(1, per_sample)
+            if len(self._works) >= _CACHED_BATCHES:
+                self._works.clear()
+            work = self._works[key] = _Work(Tables.of(units, *self._batch_tables(checked.batch_sizes)), per_sample)
+        return work
 
     def _launch_part(
         self, slot_table: torch.Tensor, jagged: JaggedInput, checked: CheckedInput, memory: Memory, out_slot: int,
-        deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, slot: int | None, enter: bool, leave: bool,
+        deadline_s: float, wait: bool, count: bool, timeline: torch.Tensor | None, captured: bool, slot: int | None, enter: bool,
+        leave: bool,
     ) -> None:  # fmt: skip
         batch, n_values = checked.global_batch, jagged.values.numel()
-        units, per_sample = self._work(jagged, checked, slot)
-        starts, owners, order = self._batch_tables(checked.batch_sizes)
+        work = self._work(jagged, checked, slot)
+        units = work.per_sample * batch
         weighted, timed = jagged.weights is not None, timeline is not None
         wide = max(n_values, jagged.offsets.numel()) >= _INT32_POSITIONS
         key = (jagged.values.dtype, jagged.offsets.dtype, wide, weighted, wait, count, timed, enter, leave)
         variant = self._variants.get(key) or self._compile(VariantKey(*key))  # type: ignore[call-overload]
-        tensors = (
-            slot_table, units, jagged.values, jagged.offsets, jagged.weights if weighted else self.state, starts, owners,
-            order, memory.outputs, memory.signals, memory.flags, variant.staging, self.state, self.record,
-            timeline if timed else self.state,
-        )  # fmt: skip
+        given = slot_table, jagged.values, jagged.offsets, jagged.weights, timeline
         numbers = (
-            batch, per_sample * batch, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
-            int(deadline_s * 1e9), max(1, per_sample), self._slices_before, self._slices_in_all,
+            batch, units, n_values, out_slot, memory.output_bytes, self._fingerprint(checked),
+            int(deadline_s * 1e9), max(1, work.per_sample), self._slices_before, self._slices_in_all,
         )  # fmt: skip
-        grid = max(1, min(variant.resident, per_sample * batch))
+        grid = max(1, min(variant.resident, units))
+        kept = work.tables, memory.ranks, variant.tables
         if variant.compiled is None:
-            device_code.embedding_all_to_all_kernel[grid, 1, 1](*tensors, *numbers, *variant.constants)
+            here = [self.state if tensor is None else tensor for tensor in given]
+            tensors = [tensor for tables in kept for tensor in tables.tensors]
+            device_code.embedding_all_to_all_kernel[grid, 1, 1](*here, *tensors, *numbers, *variant.constants)
             return
+        if captured:
+            self._of_graphs.append((slot_table, memory, work, variant))
         # Of a tensor Triton would ask the driver where it is: a dozen questions, which take longer than the launch.
-        addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
+        arguments = (
+            *[0 if tensor is None else tensor.data_ptr() for tensor in given],
+            *work.tables.addresses, *memory.ranks.addresses, *variant.tables.addresses, *numbers,
+        )  # fmt: skip
         device = self.device.index
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
-                variant.compiled[grid, 1, 1](*addresses, *numbers, *variant.constants)
+                variant.compiled[grid, 1, 1](*arguments, *variant.constants)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         if grid not in variant.programs:
-            variant.programs[grid] = _program(variant.compiled, grid, len(addresses) + len(numbers))
+            variant.programs[grid] = _program(variant.compiled, grid, len(arguments))
         if program := variant.programs[grid]:
-            program.run(0, 1, (*addresses, *numbers), (stream,))
+            program.run(0, 1, arguments, (stream,))
         else:
-            variant.compiled[grid, 1, 1](*addresses, *numbers, *variant.constants, stream=stream)
+            variant.compiled[grid, 1, 1](*arguments, *variant.constants, stream=stream)
 
     def _fingerprint(self, checked: CheckedInput) -> int:
         """What ranks must agree on in a call beyond the plan."""
@@ -295,6 +333,7 @@ class EmbeddingKernel:
 
     def _compile(self, key: VariantKey) -> _Variant:
         """Compile and load a variant before anything waits for it: a load behind a waiting kernel would deadlock."""
+        refuse_capture(self.device)
         constants = self.constants(key)
         compiled, resident = None, self._sms
         if not self._interpreted:
@@ -306,7 +345,9 @@ class EmbeddingKernel:
             per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
             resident = per_sm * self._sms
         staging = torch.empty(resident * constants["STAGE_WIDTH"], dtype=self.plan.sharding.dtype, device=self.device)
-        self._variants[key] = variant = _Variant(compiled, tuple(constants.values()), resident, staging, {})
+        self._variants[key] = variant = _Variant(
+            compiled, tuple(constants.values()), resident, Tables.of(staging, self.state, self.record), {}
+        )  # fmt: skip
         return variant
 
     def compile(self, key: VariantKey, constants: dict[str, Any]) -> Any:
