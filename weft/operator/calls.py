@@ -292,7 +292,8 @@ def _laid_out(grad: torch.Tensor, like: torch.Tensor, given: Sequence[torch.Tens
 
 def _define_backward(op: Operator[Any], fields: str, options: str) -> None:
     name = f"{op.name}_backward"
-    _library.define(f"{name}(Tensor?[] saved, Tensor[] grads, {fields}, {options}, bool[] wanted) -> Tensor[]")
+    schema = f"{name}(Tensor?[] saved, Tensor[] grads, {fields}, {options}, bool[] wanted) -> Tensor[]"
+    _library.define(schema, tags=op.backward_tags)
 
     @opaque
     def run(saved: list[torch.Tensor | None], grads: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:

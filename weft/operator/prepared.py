@@ -131,6 +131,7 @@ class Prepared:
         self._unfused: Unfused | None = None
         self._checked = False  # what the spec says of a call's memory
         self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
+        self._ready: set[tuple[int, Hashable]] = set()  # of those for captures, layouts that they can run with
         self.called_at = 0  # by the operator's calls, when this was used last
 
     @opaque
@@ -155,6 +156,8 @@ class Prepared:
             results = self._in_turn(call, inputs, deadline_s, timeline)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
+        elif not capturing:
+            self._be_ready_for_capture(call, inputs)
         return results
 
     def _check_buffers(self, of: str, role: str, tensors: dict[str, Any]) -> None:
@@ -211,6 +214,16 @@ class Prepared:
         found = outputs | made
         return [found[name] for name in self._results]
 
+    def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
+        """What a graph captures may be another schedule than the one that has just run, and needs the kernels for this layout."""
+        chosen = self._chosen
+        if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
+            return
+        layout = (id(chosen.captured), tuple([t.stride() for t in inputs.values()]))
+        if layout not in self._ready:
+            chosen.captured.warm_up({**inputs, **self.op.outputs(call, self.p.world_size)})
+            self._ready.add(layout)
+
     def require_room(self, call: Any, deadline_s: float | None) -> None:
         """Refuse a call that was not prepared for: on GPUs hosts do not meet, and peers would wait for this rank's part until their
         deadline."""
@@ -236,6 +249,7 @@ class Prepared:
         """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
         chosen, self._chosen, self._executors = self._chosen, None, []
         self._ran.clear()
+        self._ready.clear()
         if chosen is not None and not self.stale:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

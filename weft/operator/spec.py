@@ -56,6 +56,7 @@ class Operator(ABC, Generic[C]):
     """What may help where ranks describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Of the operator that torch.compile sees."""
+    backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
     # --- what is asked for ---
 

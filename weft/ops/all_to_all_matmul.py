@@ -131,6 +131,7 @@ class _Call(NamedTuple):
 class _AllToAllMatmul(Operator[_Call]):
     name, form = "all_to_all_matmul", _Call
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         splits = call.splits.to(torch.int64) if call.splits.dtype == torch.int32 else call.splits

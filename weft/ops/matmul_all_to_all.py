@@ -144,6 +144,7 @@ class _MatmulAllToAll(Operator[_Call]):
 
     name, form = "matmul_all_to_all", _Call
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
+    backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         h, _, received, splits, rows, _, _ = call

@@ -41,6 +41,10 @@ class Executor(ABC):
         Bad tensors are refused before anything is written.
         """
 
+    def warm_up(self, tensors: dict[str, Any]) -> None:
+        """Load what a run with such tensors needs, for one that a graph captures. Nothing runs, and other ranks take no part."""
+        return
+
     @abstractmethod
     def check(self) -> None:
         """Raise what was found wrong since the last run. Does not wait."""

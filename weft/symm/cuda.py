@@ -20,6 +20,7 @@ import torch
 
 from weft.errors import DisagreementError, OutOfSharedMemoryError
 from weft.symm.cuda_driver import DriverError, Memory, fill, make, rounded, take
+from weft.symm.lasting import lasting
 from weft.symm.memory import Ranks, lent
 
 _ALIGNMENT = 512  # what a cudaMalloc guarantees at least; keeps vector accesses and copy engines happy
@@ -75,7 +76,8 @@ class _Slab:
         self.free: list[Interval] = [(0, nbytes)]
         self.zero_from = 0  # from here on nothing has been handed out yet
         if domain.world_size == 1:
-            self.buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=domain.device)]
+            device = domain.device
+            self.buffers = [lasting(device, lambda: torch.zeros(nbytes, dtype=torch.uint8, device=device))]
         else:
             self.buffers = _shared(domain, nbytes)
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]

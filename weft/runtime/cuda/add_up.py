@@ -13,6 +13,7 @@ from weft.errors import ScheduleError
 from weft.kernels import add_up as device_code
 from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE
+from weft.symm.lasting import lasting
 
 _ARGUMENTS = 4
 """Parts that a launch is given as arguments: all, or if there are more the caller's, which lie elsewhere in each run."""
@@ -91,7 +92,7 @@ class AddUp:
             number += given
             which, address = (number, 0) if given else (0, fixed[part.base] + part.offset)
             entries.append((which, address, part.pitch // item))
-        self._table = torch.tensor(entries, dtype=torch.int64, device=device)
+        self._table = lasting(device, lambda: torch.tensor(entries, dtype=torch.int64, device=device))
         following = [norm.out, norm.weight] if norm else []
         self._numbers: list[int | Base] = [*(Base(place.base, place.offset) for place in (out, *passed)), *more]
         self._numbers += [Base(place.base, place.offset) for place in following] or [0, 0]

@@ -6,6 +6,7 @@ the context and nothing else, so that no part of the executor needs the executor
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
 from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
 from weft.schedule.order import issue_order
 from weft.symm import Domain, Region
+from weft.symm.lasting import lasting
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -128,5 +130,6 @@ def own_buffers(mine: RankSchedule, region: Region, device: torch.device) -> Ten
             shape = value(b.rows), b.cols
             own[b.name] = region.tensor(mine.rank, shape, TORCH_DTYPE[b.dtype], mine.layout.buffers[b.name])
         elif b.role == "scratch":
-            own[b.name] = torch.empty(value(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype], device=device)
+            scratch = functools.partial(torch.empty, value(b.rows), b.cols, dtype=TORCH_DTYPE[b.dtype], device=device)
+            own[b.name] = lasting(device, scratch)
     return own

@@ -28,6 +28,7 @@ from weft.runtime.cuda.embedding_kernel import EmbeddingKernel, Memory, Tables
 from weft.runtime.cuda.watch import watch
 from weft.runtime.outputs import OutputPool
 from weft.symm import Domain, Region, set_up_within
+from weft.symm.lasting import lasting
 from weft.timeline import Timeline
 from weft.words import counted
 
@@ -180,7 +181,7 @@ class EmbeddingAllToAllCuda:
         world, device = self.domain.world_size, self.domain.device
 
         def on_device(addresses: list[int]) -> torch.Tensor:
-            return torch.tensor(addresses, dtype=torch.int64, device=device)
+            return lasting(device, lambda: torch.tensor(addresses, dtype=torch.int64, device=device))
 
         refuse_capture(self.domain.device)
         regions = self._signals, self._flags
@@ -275,7 +276,9 @@ class _LocalPool:
     def __init__(self, plan: EmbeddingPlan, device: torch.device, widest: int) -> None:
         self.kernel = EmbeddingKernel(plan, 0, device, widest)
         self.record = _numbers_of(self.kernel.record)
-        self.words = torch.zeros(4, dtype=torch.int64, device=device)  # stand in for signals and flags
+        self.words = lasting(
+            device, lambda: torch.zeros(4, dtype=torch.int64, device=device)
+        )  # stand in for signals and flags
         self.last_input: tuple[JaggedInput, CheckedInput] | None = None
 
 

@@ -21,6 +21,7 @@ from weft.kernels import embedding_all_to_all as device_code
 from weft.runtime.capture import refuse_capture
 from weft.runtime.cuda.kernel_call import Base, kernel_call
 from weft.schedule.slices import Unit
+from weft.symm.lasting import lasting
 
 _TRITON_TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MAX_BLOCK_D = 256
@@ -111,8 +112,10 @@ class EmbeddingKernel:
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._slices_before = sum(plan.slices_per_sample[:rank])
         self._slices_in_all = sum(plan.slices_per_sample)
-        self.state = torch.zeros(device_code.STATE_WORDS, dtype=torch.int64, device=device)
-        self.state[device_code.BAD_POSITION] = device_code.NO_POSITION
+        state = [
+            device_code.NO_POSITION if i == device_code.BAD_POSITION else 0 for i in range(device_code.STATE_WORDS)
+        ]
+        self.state = lasting(device, lambda: torch.tensor(state, dtype=torch.int64, device=device))
         self.record = torch.zeros(device_code.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._units: dict[int, tuple[torch.Tensor, int, int]] = {}
         self._slot_tables: dict[Any, torch.Tensor] = {}
@@ -125,7 +128,8 @@ class EmbeddingKernel:
 
     def _device_table(self, rows: list[list[int]], fields: int) -> torch.Tensor:
         refuse_capture(self.device)
-        return torch.tensor(rows or [[0] * fields], dtype=torch.int64, device=self.device)
+        rows = rows or [[0] * fields]
+        return lasting(self.device, lambda: torch.tensor(rows, dtype=torch.int64, device=self.device))
 
     def _slot_table(self, weights: list[torch.Tensor], checked: CheckedInput) -> torch.Tensor:
         key_of_slot = checked.key_of_slot
@@ -178,9 +182,9 @@ class EmbeddingKernel:
             order = work_order(batch_sizes, self.rank, self.plan.options.order)
             if not order.numel():
                 order = order.new_zeros(1)  # a program without work still reads the first unit's sample
-            self._batches[batch_sizes] = tables = (
-                starts.to(self.device), owners.to(self.device), order.to(self.device)
-            )  # fmt: skip
+            self._batches[batch_sizes] = tables = lasting(
+                self.device, lambda: (starts.to(self.device), owners.to(self.device), order.to(self.device))
+            )
         return tables
 
     def _slots_per_unit(self, n_values: int, batch: int) -> int:
@@ -344,7 +348,8 @@ class EmbeddingKernel:
             # Other makers' rules are not known here: 16 is a safe number.
             per_sm = min(32, 65536 // (-(-int(compiled.n_regs) * 32 // 256) * 256)) if self._on_nvidia else 16
             resident = per_sm * self._sms
-        staging = torch.empty(resident * constants["STAGE_WIDTH"], dtype=self.plan.sharding.dtype, device=self.device)
+        staged, dtype = resident * constants["STAGE_WIDTH"], self.plan.sharding.dtype
+        staging = lasting(self.device, lambda: torch.empty(staged, dtype=dtype, device=self.device))
         self._variants[key] = variant = _Variant(
             compiled, tuple(constants.values()), resident, Tables.of(staging, self.state, self.record), {}
         )  # fmt: skip

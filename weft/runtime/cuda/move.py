@@ -15,6 +15,7 @@ from weft import _core
 from weft.kernels import move as device_code
 from weft.runtime.cuda.kernel_call import Base, kernel_call, loaded
 from weft.schedule.steps import COPY_UNITS, ITEM_BYTES
+from weft.symm.lasting import lasting
 
 _ITEMS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _ADDED = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
@@ -65,7 +66,8 @@ class Move:
         self._shape, self._item = shape, ITEM_BYTES[adds] if adds else 8
         tables: list[Sequence[int]] = [targets, opens, waits, sets, answers]
         tables += [[number for pair in pairs for number in pair] for pairs in (begins, passes, ends)]
-        words = torch.tensor([*itertools.chain(*tables), 0], dtype=torch.int64, device=device)
+        listed = [*itertools.chain(*tables), 0]
+        words = lasting(device, lambda: torch.tensor(listed, dtype=torch.int64, device=device))
         first = itertools.accumulate((len(table) for table in tables), initial=0)
         *parts, arrivals = [words[at:] for at in first]
         counts = [len(n) for n in (targets, opens, waits, sets, answers, begins, passes, ends)]
@@ -128,7 +130,7 @@ class Stamps:
     """Times of the device's clock, in nanoseconds."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self.times = torch.zeros(count, dtype=torch.int64, device=device)
+        self.times = lasting(device, lambda: torch.zeros(count, dtype=torch.int64, device=device))
         self._compiled = _compiled_small(device, "stamp_kernel")
 
     def launch(self, index: int, stream: int) -> None:

@@ -98,7 +98,7 @@ class CudaSchedule(Executor):
             run.known.clear()
             run.made = {}
         if not like_before:
-            self._warm_up(tensors, capturing)
+            self.warm_up(tensors, capturing)
         self._captured = self._captured or capturing
         program = self._program(timeline is not None)
         try:
@@ -170,7 +170,7 @@ class CudaSchedule(Executor):
                     f"({b.rows}, {b.cols}) {TORCH_DTYPE[b.dtype]} on {self.device}"
                 )
 
-    def _warm_up(self, tensors: Tensors, capturing: bool) -> None:
+    def warm_up(self, tensors: Tensors, capturing: bool = False) -> None:
         """Load every kernel that a run with such tensors needs: loading one while a stream waits can hang the device."""
         layout = tuple([t.stride() for b in self.context.given if not callable(t := tensors[b.name])])
         if layout in self._warm:

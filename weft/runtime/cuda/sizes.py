@@ -21,6 +21,7 @@ from weft.runtime.cuda.kernel_call import kernel_call, loaded
 from weft.schedule import Compute, Copy, Expr, Index, Tiles
 from weft.schedule.expr import Total
 from weft.schedule.steps import put_in, variables_of
+from weft.symm.lasting import lasting
 
 _BLOCK = 128
 
@@ -38,9 +39,10 @@ class Totals:
         most = max((len(terms) for _, terms in parts), default=0)
         rows = [[_term(t) for t in terms] + [(0, 0, 1)] * (most - len(terms)) for _, terms in parts]
         device = held.device
-        self._terms = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._constants = torch.tensor([constant for constant, _ in parts], dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(len(parts), dtype=torch.int64, device=device)
+        listed = rows, [constant for constant, _ in parts], [0] * len(parts)
+        self._terms, self._constants, self.numbers = lasting(
+            device, lambda: [torch.tensor(one, dtype=torch.int64, device=device) for one in listed]
+        )
         self._compiled = _compiled_totals(device)
         self._arguments = (held, self._terms, self._constants, self.numbers, most)
 

@@ -3,6 +3,7 @@ waits."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from weft import env
 from weft.kernels import tracked_matmul as device_code
 from weft.runtime.cuda.tensor_maps import ALIGNMENT, TRITON_TYPE, Lent, Stand, is_aligned, tma_and_multiprocessors
 from weft.schedule.kernels import TrackedMatmul as Tracked
+from weft.symm.lasting import lasting
 
 _LARGE = 128 * 256  # elements of a tile that eight warps share
 
@@ -123,15 +125,18 @@ class TrackedMatmul:
             (0, come, end - len(words), end) for (come, words), end in zip(counters, ends.tolist(), strict=True)
         ]
         words = [word for _, of_one in counters for word in of_one]
-        self._tables = tuple(
-            torch.tensor(rows_, dtype=torch.int64, device=device)
-            for rows_ in (table, of_counters or [(0,) * 4], words or [0])
+        self._tables = lasting(
+            device,
+            lambda: tuple(
+                torch.tensor(rows_, dtype=torch.int64, device=device)
+                for rows_ in (table, of_counters or [(0,) * 4], words or [0])
+            ),
         )
         self._tiles, self._shape, self._device = len(table), (rows, cols, sets, adds), device
         # Programs without a tile of their own multiply parts of others'.
         self._units = tma_and_multiprocessors(device)[1]
         self._most_splits = self._units // max(1, len(table)) if splits is None else splits
-        self._arrived = torch.zeros(max(1, len(table)), dtype=torch.int32, device=device)
+        self._arrived = lasting(device, lambda: torch.zeros(max(1, len(table)), dtype=torch.int32, device=device))
         self._partials = torch.empty(0, device=device)
         self._places: tuple[Any, ...] = ()
         self._kernel: Any = None
@@ -145,7 +150,8 @@ class TrackedMatmul:
                 _compiled(self._device, variant)
             room = self._tiles * variant.splits * variant.rows * variant.cols if variant.splits > 1 else 0
             if room > self._partials.numel():
-                self._partials = torch.empty(room, dtype=torch.float32, device=self._device)
+                partials = functools.partial(torch.empty, room, dtype=torch.float32, device=self._device)
+                self._partials = lasting(self._device, partials)
 
     def launch(self, a: torch.Tensor, w: torch.Tensor, y: int) -> None:
         """Enqueue on the current stream. a: [rows, K], contiguous rows. w: [K, N], K or N with stride 1. y: the caller's tensor."""

@@ -1,0 +1,108 @@
+"""Operators in programs that torch compiles into CUDA graphs (`mode="reduce-overhead"`): the first call runs in the memory of the
+graphs, the second is captured, all others are replayed. Each has fresh input and is compared with the eager call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpu_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import silu
+
+import weft
+from weft.launch import Pool
+
+pytestmark = ranks.MARKS
+CALLS = 6
+ROWS, K, N = 256, 512, 768  # rows of a rank
+TOLERANCE = 3e-2  # of the largest element: bf16, sums in another order
+
+
+def program(name: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From [ROWS * world or ROWS, K]; something of torch's stands before and behind each operator."""
+    device, world = ranks.device(), group.size()
+    generator = torch.Generator(device).manual_seed(7)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device=device, generator=generator) / 16).bfloat16()
+
+    w, back, experts = weight(K, N), weight(N, K), weight(4 // world, K, N)
+    splits = torch.full((4,), ROWS // 4, device=device)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return weft.all_gather_matmul(x, [w], 0, group, return_A=False)[1][0]
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        """Of whose backward one operator is forward's other one, with weights that lie otherwise."""
+        return x + weft.matmul_reduce_scatter(silu(gathered(silu(x))), back, "sum", 0, group)
+
+    def to_experts(x: torch.Tensor) -> torch.Tensor:
+        return weft.all_to_all_matmul(silu(x), experts, splits, group=group, max_rows=ROWS * world)[: ROWS // 2] * 2
+
+    return {
+        "all_gather_matmul": lambda x: silu(gathered(silu(x))),
+        "matmul_reduce_scatter": lambda x: silu(weft.matmul_reduce_scatter(silu(x), w, "sum", 0, group)),
+        "matmul_all_reduce": lambda x: silu(weft.matmul_all_reduce(silu(x), w, group=group)),
+        "matmul_all_gather": lambda x: silu(weft.matmul_all_gather(silu(x), w, 0, group)),
+        "all_to_all_matmul": to_experts,
+        "block": block,
+    }[name]
+
+
+def compared(group: dist.ProcessGroup, name: str, backward: bool) -> tuple[float, int]:
+    """(largest error of any call, relative to the largest element; how many graphs torch has not made)."""
+    import torch._dynamo
+    import torch._inductor.cudagraph_trees as trees
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run, device = program(name, group), ranks.device()
+    compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
+    generator = torch.Generator(device).manual_seed(group.rank())
+    worst = 0.0
+    for _ in range(CALLS):
+        x = torch.randn(ROWS, K, device=device, generator=generator).bfloat16()
+        torch.compiler.cudagraph_mark_step_begin()
+        found, right = (_called(called, x, backward) for called in (compiled, run))
+        worst = max(worst, *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, right, strict=True)))
+        worst = worst if all(a.isfinite().all() for a in found) else float("inf")
+    made = trees.get_manager(device.index, create_if_none_exists=False) is not None
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    torch._dynamo.reset()
+    return worst, skipped if made else -1
+
+
+def _called(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, backward: bool) -> list[torch.Tensor]:
+    """Copies: what a graph returns is written over by the next replay."""
+    if not backward:
+        with torch.no_grad():
+            return [run(x).float()]
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.backward(silu(y.detach()))
+    assert x.grad is not None
+    return [y.detach().float(), x.grad.float()]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "matmul_all_reduce",
+        "matmul_all_gather",
+        "all_to_all_matmul",
+        "block",
+    ],
+)
+def test_replays_equal_eager_calls(pair: Pool, name: str, backward: bool) -> None:
+    found: list[Any] = pair.run(compared, name, backward, timeout_s=120)
+    for worst, skipped in found:
+        assert worst <= TOLERANCE
+        assert skipped >= 0, "torch has made no graph"
+        if not (name == "all_to_all_matmul" and backward):  # whose host learns how many rows came
+            assert skipped == 0

@@ -1,0 +1,35 @@
+"""Device memory that is kept from call to call.
+
+A call may be made where torch gives memory from a pool that is not for keeping: `torch.compile(mode="reduce-overhead")` has first
+calls allocate from the pool of the CUDA graphs that it is about to capture, and these write over whatever lies there. Such a pool
+holds for a thread, so what lasts is allocated on another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """What `make` returns, with the tensors that it allocates on `device`, in order on this thread's stream."""
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> T:
+        with torch.cuda.stream(stream):
+            return make()
+
+    return _other_thread().submit(made).result()
+
+
+@functools.cache
+def _other_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="weft-allocates")
