@@ -89,3 +89,16 @@ def test_other_dtypes_have_the_peak_that_matmuls_say() -> None:
     rates = {"compute.bf16_matmul_8192": 600.0, "compute.fp32_matmul_8192": 60.0}
     assert peak_flops(machine(1000.0, 1.0, **rates), "fp32") == pytest.approx(100.0)
     assert peak_flops(machine(1000.0, 1.0, **rates), "bf16") == 1000.0
+
+
+def test_it_picks_nothing_in_a_dtype_of_which_no_machine_tells_the_rate() -> None:
+    """fp64, which CPU processes multiply: a call goes on with the usual choice, and ends no group."""
+    for problem in (
+        AllGatherMatmul.even(128, 8, 64, 2, dtype="fp64"),
+        AllToAllMatmul(2, 2, (64, 64), 9, 64, "fp64", 64),
+    ):
+        pick, why = pick_here(problem, "")
+        assert pick is None
+        assert why == "it goes by the machine's rates, and AMD Instinct MI300X has no 'compute.fp64_matmul_8192'"
+    by_columns = AllToAllMatmul(2, 2, (32, 32), 8, 64, "fp64", 32)
+    assert pick_here(by_columns, "")[0] == "ficco_2d[start=uniform,gemms=fused,steps=0,by=dma]"

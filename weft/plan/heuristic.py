@@ -51,7 +51,10 @@ def static_pick(problem: Problem, machine: Machine) -> str | None:
 
 def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
     """(the pick for the machine of this name, "") if it can do `problem`; else (None, why there is none)."""
-    pick = static_pick(problem, _machine(machine_name))
+    try:
+        pick = static_pick(problem, _machine(machine_name))
+    except KeyError as error:  # machine files have no rate of fp64, which CPU processes multiply
+        return None, f"it goes by the machine's rates, and {error.args[0].partition(';')[0]}"
     if pick is None:
         return None, f"it says nothing of {problem.title}"
     try:
