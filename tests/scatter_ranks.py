@@ -194,6 +194,32 @@ def layouts(group: dist.ProcessGroup, schedule: str) -> list[str]:
     return [str(w.message) for w in caught]
 
 
+def memory_of_other_values(group: dist.ProcessGroup, schedule: str) -> tuple[str, str]:
+    """What is told of operands whose memory was freed, between calls with views whose memory holds their negatives."""
+    rank, world = group.rank(), group.size()
+    x = Operands(world, (4 * world, 6), 0, 1, torch.float32, "sum", 1)
+    A, B = x.As[rank], x.Bs[rank]
+    negated = torch.complex(torch.zeros_like(B), -B).conj().imag
+    assert negated.is_neg()
+    assert torch.equal(negated, B)
+    freed = [A.clone(), B.clone()]
+    for one in freed:
+        one.untyped_storage().resize_(0)
+
+    def call(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        with poisoned_outputs(OPERATOR):
+            return weft.matmul_reduce_scatter(A, B, "sum", 0, group, schedule=schedule)
+
+    def check(A: torch.Tensor, B: torch.Tensor) -> None:
+        close(call(A, B), x.exact(rank), x.usual(group))
+
+    check(A, negated)
+    check(torch._neg_view(-A), B)
+    found = told(lambda: call(freed[0], B)), told(lambda: call(A, freed[1]))
+    check(A, B)
+    return found
+
+
 def bad_operands(group: dist.ProcessGroup) -> dict[str, str]:
     """What every rank is told when all pass what cannot be, and when the first does; a good call follows."""
     first = group.rank() == 0

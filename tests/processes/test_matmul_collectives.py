@@ -280,6 +280,12 @@ def test_operands_that_cannot_be_are_refused_on_every_rank(pool: Pool, operator:
             assert told[f"{name}, one"].startswith(f"RefusedError: rank 0: {text}"), name
 
 
+def test_memory_that_does_not_hold_the_values(pool: Pool) -> None:
+    for freed in pool.run(scattered.memory_of_other_values, "direct[chunks=1,by=dma,add=gemm]", ranks=2, timeout_s=60):
+        for name, told in zip("xw", freed, strict=True):
+            assert told.startswith(f"RefusedError: ranks 0, 1: {name} has no memory: its storage was freed")
+
+
 @each_operator
 def test_one_rank_that_differs_is_named_on_every_rank(operator: str) -> None:
     of = OPERATORS[operator]

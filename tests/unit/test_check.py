@@ -37,6 +37,12 @@ def jagged(keys: tuple[str, ...] | None = KEYS, batch: int = 4, blocks: int | No
     return JaggedInput(keys, **(fields | more))
 
 
+def _resized(rows: int, dim: int, bytes_: int) -> torch.Tensor:
+    table = torch.zeros(rows, dim)
+    table.untyped_storage().resize_(bytes_)
+    return table
+
+
 def refused(*words: str):
     return pytest.raises(ValueError, match=".*".join(map(re.escape, words)))
 
@@ -101,6 +107,9 @@ def test_bad_input_is_refused_with_values_and_the_fix(given_input, batch_sizes, 
         ([WEIGHTS[0], torch.zeros(30, 5)], ["'pairs'", "[30, 5]", "[30, 4]"]),
         ([WEIGHTS[0].half(), WEIGHTS[1]], ["'users'", "float16", "float32"]),
         ([WEIGHTS[0], torch.zeros(4, 30).t()], ["'pairs'", "strides (1, 30)", "contiguous()"]),
+        ([WEIGHTS[0], _resized(30, 4, 0)], ["'pairs'", "holds 0 of 480 bytes", "freed"]),
+        ([_resized(10, 4, 159), WEIGHTS[1]], ["'users'", "holds 159 of 160 bytes"]),
+        ([torch._neg_view(WEIGHTS[0]), WEIGHTS[1]], ["'users'", "negative", "resolve_neg()"]),
         ([WEIGHTS[0], WEIGHTS[1].to("meta")], ["'pairs'", "meta", "'users'", "cpu"]),
         ([weight.to("meta") for weight in WEIGHTS], ["'users'", "meta", "no values", "to_empty"]),
     ],

@@ -99,6 +99,16 @@ def check_weights(weights: Sequence[torch.Tensor], sharding: EmbeddingSharding, 
             raise ValueError(
                 f"table {table.name!r}: the weight has strides {weight.stride()}: pass weight.contiguous()"
             )
+        needed = (weight.storage_offset() + weight.numel()) * weight.itemsize
+        if (held := weight.untyped_storage().nbytes()) < needed:
+            raise ValueError(
+                f"table {table.name!r}: the weight's storage holds {held} of {needed} bytes: it was freed or resized, as FSDP does "
+                f"between uses; pass it where it has its values"
+            )
+        if weight.is_neg():
+            raise ValueError(
+                f"table {table.name!r}: the memory of the weight holds its negative: pass weight.resolve_neg()"
+            )
         if weight.is_cuda and weight.data_ptr() % 16:
             raise ValueError(
                 f"table {table.name!r}: the weight begins at address {weight.data_ptr():#x}, and GPUs read rows 16 bytes at "

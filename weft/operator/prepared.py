@@ -435,6 +435,7 @@ def warn_of_copy(name: str, x: torch.Tensor, reason: str) -> None:
 def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
     if not x.numel():  # of nothing, any strides are contiguous to torch
         return x.new_empty(x.shape)
+    x = x.resolve_neg()  # a view of an imaginary part may have its negative in memory
     if x.is_contiguous():
         return x
     warn_of_copy(name, x, "pass one with contiguous rows")
@@ -443,6 +444,7 @@ def contiguous(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def strided(w: torch.Tensor, name: str) -> torch.Tensor:
     """Matrices as GEMMs take them."""
+    w = w.resolve_neg()
     if w.is_contiguous():
         return w
     (rows, cols), (row, col) = w.shape[-2:], w.stride()[-2:]

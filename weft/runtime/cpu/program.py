@@ -177,6 +177,11 @@ class _Given:
             raise ValueError(
                 f"{self.name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: pass {wanted} {self.dtype} on cpu"
             )
+        address = tensor.data_ptr()
+        if not address and tensor.numel():
+            raise ValueError(f"{self.name} has no memory: its storage was freed; pass it where it has its values")
+        if tensor.is_neg():
+            raise ValueError(f"{self.name} is a view whose memory holds its negative: pass {self.name}.resolve_neg()")
         (rows, cols), (row_stride, col_stride) = wanted, tensor.stride()
         # The stride of a dimension of size one means nothing.
         row_major = (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1)
@@ -191,7 +196,7 @@ class _Given:
                 f"{self.name} has strides {tensor.stride()}: its {like} must be in one piece each and not overlap; pass "
                 f"{self.name}.contiguous()"
             )
-        return tensor.data_ptr(), row_stride, col_stride, rows
+        return address, row_stride, col_stride, rows
 
     def place(self, key: tuple[int, int, int, int] | None) -> Place:
         assert key is not None
