@@ -51,8 +51,8 @@ def embedding_all_to_all(
     """Pool this rank's tables for the global batch and hand every pooled vector to the rank that owns its sample.
 
     Equals one `nn.EmbeddingBag` per table, an all-to-all, and the rearrangement to `[local batch, sum(D)]`, in one kernel:
-    each vector is stored into its owner's output as soon as it is ready. Collective over `group`; threads that share a group
-    take turns. Forward only.
+    each vector is stored into its owner's output as soon as it is ready. Collective over `group`, by one thread of a rank at
+    a time. Forward only.
 
     weights: this rank's tables, `[num_embeddings, embedding_dim]`, contiguous, fp32, fp16 or bf16 (accumulated in fp32), in
         the order of `sharding.local_tables(rank)`.
