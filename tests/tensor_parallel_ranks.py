@@ -300,6 +300,33 @@ def following(group: dist.ProcessGroup, sequence_dim: int | None, compiled: bool
     return had
 
 
+def watched_norms(group: dist.ProcessGroup) -> dict[str, int]:
+    """How often each way to watch a norm behind a row-parallel layer has heard of it, in one forward and backward."""
+    row, x = parallel("row", True, group, None), shard(data(0, (2, 3, WIDTH), torch.float32, 1), 2, group)
+    heard: dict[str, int] = {}
+
+    def watched(way: str) -> nn.RMSNorm:
+        norm = nn.RMSNorm(HIDDEN, 1e-5, device=device())
+        heard[way] = 0
+
+        def note(*_: Any) -> None:
+            heard[way] += 1
+
+        if way == "forward replaced":
+            native = norm.forward
+            norm.forward = lambda x: (note(), native(x))[1]  # type: ignore[method-assign]
+        else:
+            getattr(norm, f"register_{way}")(note)
+        return norm
+
+    for way in (
+        "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "forward replaced"
+    ):  # fmt: skip
+        normed, y = row(x.clone().requires_grad_(), norm=watched(way))
+        (normed.sum() + y.sum()).backward()
+    return heard
+
+
 def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> list[str]:
     """By torch.distributed.checkpoint, from two ranks to all of them. Names and shapes that are saved."""
     import torch.distributed.checkpoint as dcp
@@ -460,6 +487,18 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
     )
     with torch.inference_mode():
         made_in_inference = torch.ones(2, 4, device=device())
+    with torch.no_grad():
+        for made in (weft.nn.ColumnParallelLinear, weft.nn.RowParallelLinear):
+            whole_here = made(
+                4 * (1 if made.divided == 0 else world), 4 * world, group=group, sequence_dim=None, device=device()
+            )
+            assert torch.equal(whole_here(made_in_inference), whole_here(made_in_inference.clone()))
+    for kind in ("column", "row", "mlp"):  # biases alone, as where they alone were trained
+        biases = {name: p for name, p in stock(kind, True, 2).named_parameters() if name.endswith("bias")}
+        trained = parallel(kind, True, group, 1)
+        assert not trained.load_state_dict(weft.nn.local_state_dict(trained, biases), strict=False).unexpected_keys
+        everything = weft.nn.local_state_dict(trained, stock(kind, True, 2).state_dict())
+        assert all(torch.equal(trained.get_parameter(name), everything[name]) for name in biases)
     calls: dict[str, Callable[[], Any]] = {
         "columns": lambda: weft.nn.ColumnParallelLinear(8, 4 * world + 1, group=group),
         "rows": lambda: weft.nn.RowParallelLinear(4 * world + 1, 8, group=group),
@@ -475,6 +514,9 @@ def handled(group: dist.ProcessGroup) -> dict[str, str]:
         "mesh": lambda: weft.nn.ColumnParallelLinear(8, 8, group=init_device_mesh(device().type, (world,))),  # type: ignore[arg-type]
         "x": lambda: mlp(x[..., :5]),
         "two dimensions": lambda: mlp(x[0]),
+        "dtype here": lambda: parallel("mlp", False, group, None)(
+            torch.ones(3, HIDDEN, dtype=torch.float16 if group.rank() == 0 else torch.float32, device=device())
+        ),
         "two dimensions here": lambda: attention(x[0] if group.rank() == 0 else x),
         "two dimensions of a sequence": lambda: flat(x[0]),
         "norm": lambda: weft.nn.RowParallelLinear(4 * world, 8, group=group, sequence_dim=None, device=device())(

@@ -49,6 +49,11 @@ def test_a_residual_and_a_norm_that_follow(
         assert had == [not own_norms] * calls
 
 
+def test_a_norm_that_is_watched_is_called(pool: Pool) -> None:
+    for heard in pool.run(ranks.watched_norms, ranks=2, timeout_s=60):
+        assert heard == dict.fromkeys(heard, 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16(pool: Pool, kind: str) -> None:
     pool.run(ranks.agrees, kind, True, 1, torch.bfloat16, False, 2, ranks=2, timeout_s=100)
@@ -123,6 +128,8 @@ def test_handling_and_bad_input(pool: Pool) -> None:
             "divisible by world_size=2",
             "two dimensions": "RefusedError: ranks 0, 1: ParallelMLP: x has shape (5, 8), and sequence_dim=1 takes [B, S/W, 8]: "
             "pass that, or make the layer with sequence_dim=0 for [S/W, 8]",
+            "dtype here": "RefusedError: rank 0: ParallelMLP: x is torch.float16 on cpu and the weight torch.float32 on cpu: use "
+            "one dtype and device",
             "two dimensions here": "RefusedError: rank 0: ParallelAttention: x has shape (5, 8), and sequence_dim=1 takes "
             "[B, S/W, 8]: pass that",
             "two dimensions of a sequence": "RefusedError: ranks 0, 1: ParallelAttention: x has shape (5, 8), and sequence_dim=0 "

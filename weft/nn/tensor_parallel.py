@@ -27,7 +27,7 @@ from torch import nn
 
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.norm import RMSNorm
-from weft.operator.layers import as_autocast, fill, refuse_input, replicated
+from weft.operator.layers import as_autocast, fill, refuse_input, replicated, require_alike
 from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -89,12 +89,10 @@ class _ParallelLinear(nn.Module):
                 fill(self.get_parameter(name), part)
 
     def local_part(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of an `nn.Linear`'s parameters, this rank's: views."""
-        found = dict(whole)
-        found["weight"] = whole["weight"].chunk(self.world_size, self.divided)[self.rank]
-        if "bias" in whole and not self.divided:
-            found["bias"] = whole["bias"].chunk(self.world_size)[self.rank]
-        return found
+        """Of an `nn.Linear`'s parameters, those of them that are given, this rank's: views."""
+        divided = {"weight"} if self.divided else {"weight", "bias"}
+        parts = {name: whole[name].chunk(self.world_size, self.divided)[self.rank] for name in divided & whole.keys()}
+        return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
         """`ValueError`, told to the other ranks, for an x that does not fit; it is called before anything else of a call.
@@ -211,9 +209,10 @@ class RowParallelLinear(_ParallelLinear):
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
     """Whether an all-reduce of what a layer with this weight [N, ...] makes can have `norm` in it."""
-    own, hooked = norm.weight, bool(norm._forward_hooks or norm._forward_pre_hooks)
+    hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
+    own, called = norm.weight, any(hooks) or "forward" in norm.__dict__
     fits = type(own) is nn.Parameter and own.dtype == weight.dtype and own.shape == weight.shape[:1]
-    return fits and norm.eps is not None and not hooked
+    return fits and norm.eps is not None and not called
 
 
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
@@ -222,6 +221,7 @@ def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.
     first.require_input(x, of)
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     if first.sequence_dim is None:
+        require_alike(of, first.group_name, x, *weights)
         return columns(
             x, weights, [b if b is None else b.to(x.dtype) for b in (layer.bias for layer in layers)], first.group_name
         )
@@ -395,8 +395,7 @@ def local_state_dict(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> dic
         if isinstance(module, _ParallelLinear):
             keys = {name: f"{prefix}.{name}".lstrip(".") for name in ("weight", "bias")}
             given = {name: whole[key] for name, key in keys.items() if key in whole}
-            if "weight" in given:
-                found |= {keys[name]: part for name, part in module.local_part(given).items()}
+            found |= {keys[name]: part for name, part in module.local_part(given).items()}
         if isinstance(module, ExpertParallelMLP):
             begin = f"{prefix}." if prefix else ""
             experts = {

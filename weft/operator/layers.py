@@ -64,12 +64,21 @@ def refuse_input(of: nn.Module, group_name: str, x: object, wrong: str) -> NoRet
         raise ValueError(text)
 
 
+def require_alike(of: nn.Module, group_name: str, x: torch.Tensor, *weights: torch.Tensor) -> None:
+    """`ValueError`, told to the other ranks, for weights that torch does not multiply x with: it would say so on this rank alone,
+    where forward has no collective, and peers would wait for this rank's next one."""
+    for weight in weights:
+        if weight.dtype != x.dtype or weight.device != x.device:
+            given = f"x is {x.dtype} on {x.device} and the weight {weight.dtype} on {weight.device}"
+            refuse_input(of, group_name, x, f"{given}: use one dtype and device")
+
+
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
     """At the beginning of an autograd Function's forward: what autograd would not keep for backward is refused, and peers are
     told. It says so itself, but only when the calls in there have been made."""
     if (
         not torch.compiler.is_compiling()
-        and any(ctx.needs_input_grad)
+        and ctx.next_functions  # none in torch.no_grad(), where inputs are still said to need gradients
         and any(t is not None and t.is_inference() for t in tensors)
     ):
         with together(layer, group_of(group_name), tensors[0], None):

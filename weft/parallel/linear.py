@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from weft.operator.layers import as_autocast, replicated
+from weft.operator.layers import as_autocast, replicated, require_alike
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
@@ -120,6 +120,7 @@ class ColwiseLinear(nn.Linear):
     def _of_whole(self, x: DTensor) -> torch.Tensor:
         mesh, group = x.device_mesh, x.device_mesh.get_group().group_name
         local, weight = as_autocast(_local(x), _local(self.weight))
+        require_alike(self, group, local, weight)
         if self.joins and self.bias is None:
             return DTensor.from_local(gathered_columns(local, weight, group), mesh, (Replicate(),), run_check=False)
         bias = None if self.bias is None else _local(self.bias).to(weight.dtype)
