@@ -4,6 +4,8 @@ where a tensor is of a type that may keep its values elsewhere, or a gradient is
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.runtime.layouts import READER, layout_of
+from weft.runtime.layouts import HERE, layout_of
 
+READER = HERE.reader
 pytestmark = pytest.mark.skipif(READER is None, reason="tensors of this torch offer no DLPack exchange API")
 
 NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False))
@@ -101,3 +104,28 @@ def test_layouts_say_where() -> None:
 def test_layouts_of_anything_else_there_are_none(item: Any) -> None:
     assert layout_of([torch.zeros(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)]) is not None
     assert layout_of([torch.zeros(2), item]) is None
+
+
+def test_threads_do_not_read_among_each_other() -> None:
+    """Under a mode torch asks Python for what is read, and threads take turns there."""
+    calls = [tuple(torch.zeros(rows, cols) for cols in range(1, 5)) for rows in (3, 5)]
+    wanted, wrong = [signature(call) for call in calls], []
+
+    def read(number: int) -> None:
+        with torch.device("cpu"):
+            for _ in range(5_000):
+                assert HERE.reader is not None
+                if HERE.reader.signature(calls[number], True) != wanted[number]:
+                    wrong.append(number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=read, args=(number,)) for number in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
