@@ -53,6 +53,7 @@ def matmul_reduce_scatter(
     scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
     group: a process group, or its name.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward only;
+        "pulled[chunks=2,by=gemm]" (by=tracked) is not listed, since it has not been timed on GPUs, and runs where it is pinned;
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
         the serial schedule calls NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks call the
