@@ -43,58 +43,62 @@ class LayoutReader {
     }
     // None if one is no plain tensor or parameter, or if gradients are wanted and one requires one.
     nb::object read(nb::list tensors, bool gradients) {
-        words_.clear();
+        Words words;
+        words.reserve(8 * nb::len(tensors));
         for (nb::handle object : tensors) {
             if (!is_plain(object)) return nb::none();
             if (gradients && nb::cast<bool>(nb::getattr(object, requires_grad_))) return nb::none();
-            if (!add(object, true)) throw nb::python_error();
+            if (!add(words, object, true)) throw nb::python_error();
         }
-        return bytes();
+        return bytes(words);
     }
     // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
     // gradients are wanted and a tensor requires one.
     nb::object signature(nb::tuple arguments, bool gradients) {
-        words_.clear();
+        Words words;
+        words.reserve(64);
         for (nb::handle argument : arguments)
-            if (!sign(argument, gradients)) return nb::none();
-        return bytes();
+            if (!sign(words, argument, gradients)) return nb::none();
+        return bytes(words);
     }
 
   private:
+    // One of each call: to ask a tensor may run Python code, and with it another thread's call, or one within this.
+    using Words = std::vector<int64_t>;
     enum Tag : int64_t { none = 1, flag, number, real, list };
 
     bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
     // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
-    bool add(nb::handle object, bool where) {
+    bool add(Words &words, nb::handle object, bool where) {
         Tensor tensor{};
         if (api_->tensor_of(object.ptr(), &tensor)) return false;
-        if (where) words_.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
-        words_.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
-        words_.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
+        if (where) words.push_back(int64_t(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset));
+        words.push_back(int64_t(tensor.device_type) << 32 | tensor.device_id);
+        words.push_back(int64_t(tensor.ndim) << 32 | int64_t(tensor.dtype_code) << 24 | int64_t(tensor.dtype_bits) << 16 |
                          tensor.dtype_lanes);
-        words_.insert(words_.end(), tensor.shape, tensor.shape + tensor.ndim);
-        words_.insert(words_.end(), tensor.strides, tensor.strides + tensor.ndim);
+        words.insert(words.end(), tensor.shape, tensor.shape + tensor.ndim);
+        words.insert(words.end(), tensor.strides, tensor.strides + tensor.ndim);
         return true;
     }
-    bool sign(nb::handle argument, bool gradients) {
+    bool sign(Words &words, nb::handle argument, bool gradients) {
         PyObject *const object = argument.ptr();
         if (argument.is_none()) {
-            words_.push_back(none);
+            words.push_back(none);
         } else if (PyBool_Check(object)) {
-            words_.insert(words_.end(), {flag, object == Py_True});
+            words.insert(words.end(), {flag, object == Py_True});
         } else if (PyLong_CheckExact(object)) {
             int64_t value = 0;
             if (!nb::try_cast(argument, value)) return false;  // beyond 64 bits: for whoever checks arguments
-            words_.insert(words_.end(), {number, value});
+            words.insert(words.end(), {number, value});
         } else if (PyFloat_CheckExact(object)) {
-            words_.insert(words_.end(), {real, std::bit_cast<int64_t>(nb::cast<double>(argument))});
+            words.insert(words.end(), {real, std::bit_cast<int64_t>(nb::cast<double>(argument))});
         } else if (PyList_Check(object)) {
-            words_.insert(words_.end(), {list, int64_t(nb::len(argument))});
+            words.insert(words.end(), {list, int64_t(nb::len(argument))});
             for (nb::handle item : nb::borrow<nb::list>(argument))
-                if (!sign(item, gradients)) return false;
+                if (!sign(words, item, gradients)) return false;
         } else if (is_plain(argument)) {
-            words_.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
-            if (!add(argument, false)) {
+            words.push_back(gradients && nb::cast<bool>(nb::getattr(argument, requires_grad_)));
+            if (!add(words, argument, false)) {
                 PyErr_Clear();
                 return false;
             }
@@ -103,15 +107,14 @@ class LayoutReader {
         }
         return true;
     }
-    nb::bytes bytes() const {
-        return nb::bytes(reinterpret_cast<const char *>(words_.data()), words_.size() * sizeof(int64_t));
+    static nb::bytes bytes(const Words &words) {
+        return nb::bytes(reinterpret_cast<const char *>(words.data()), words.size() * sizeof(int64_t));
     }
 
     nb::object tensor_, parameter_;
     nb::object requires_grad_ = nb::steal(PyUnicode_InternFromString("requires_grad"));  // made once: there are many tensors
     nb::capsule capsule_;
     ExchangeApi *api_;
-    std::vector<int64_t> words_;
 };
 
 }  // namespace

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.runtime.layouts import HERE, layout_of
+from weft.runtime.layouts import READER, layout_of
 
-READER = HERE.reader
 pytestmark = pytest.mark.skipif(READER is None, reason="tensors of this torch offer no DLPack exchange API")
 
 NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False))
@@ -114,8 +113,8 @@ def test_threads_do_not_read_among_each_other() -> None:
     def read(number: int) -> None:
         with torch.device("cpu"):
             for _ in range(5_000):
-                assert HERE.reader is not None
-                if HERE.reader.signature(calls[number], True) != wanted[number]:
+                assert READER is not None
+                if READER.signature(calls[number], True) != wanted[number]:
                     wrong.append(number)
 
     before = sys.getswitchinterval()

@@ -23,7 +23,7 @@ from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
 from weft.runtime.in_turn import Turn
-from weft.runtime.layouts import HERE
+from weft.runtime.layouts import READER
 from weft.runtime.opaque import never_left_out, opaque
 from weft.schedule import Problem
 from weft.timeline import Timeline
@@ -108,8 +108,8 @@ def _called(
     timeline: Timeline | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     table, signature = _tables[op.name], None
-    if (reader := HERE.reader) is not None and plan.pinned(schedule) is None:
-        signature = reader.signature(call, torch.is_grad_enabled())
+    if READER is not None and plan.pinned(schedule) is None:
+        signature = READER.signature(call, torch.is_grad_enabled())
         if signature is not None and (known := table.again(group, signature)) is not None:
             if known.differentiated:
                 tensors = op.tensors(call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Hashable
 
 import torch
@@ -18,23 +17,15 @@ def _made() -> _core.LayoutReader | None:
         return None
 
 
-class _OfThread(threading.local):
-    """A reader gathers what it reads in one place. Under a `TorchFunctionMode`, such as `torch.set_default_device`, Python runs in
-    between, and other threads may read then."""
-
-    def __init__(self) -> None:
-        self.reader = _made()
-
-
-HERE = _OfThread()
-"""`HERE.reader` is None where torch is asked for each property."""
+READER = _made()
+"""None where torch is asked for each property."""
 
 
 def layout_of(tensors: list[torch.Tensor]) -> Hashable:
     """Where they lie, and how: for two lists the same only if whatever is right of one is right of the other. None if one is of
     another class than torch's own, if a gradient is wanted of one, and where torch would be asked for each property, which takes
     as long as to check it."""
-    if (reader := HERE.reader) is not None:
+    if READER is not None:
         with contextlib.suppress(RuntimeError):  # tensors without memory, which torch's compiler makes
-            return reader.read(tensors, torch.is_grad_enabled())
+            return READER.read(tensors, torch.is_grad_enabled())
     return None
