@@ -1,8 +1,10 @@
-"""Operators in programs that torch compiles into CUDA graphs (`mode="reduce-overhead"`): the first call runs in the memory of the
-graphs, the second is captured, all others are replayed. Each has fresh input and is compared with the eager call."""
+"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), where the first call runs in memory of
+the graphs, the second is captured, and all others are replayed; and of modules (`make_graphed_callables`). Each call has fresh
+input and is compared with the eager one."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.functional import silu
 
 import weft
+import weft.nn
 from weft.launch import Pool
 
 pytestmark = ranks.MARKS
@@ -106,3 +109,50 @@ def test_replays_equal_eager_calls(pair: Pool, name: str, backward: bool) -> Non
         assert skipped >= 0, "torch has made no graph"
         if not (name == "all_to_all_matmul" and backward):  # whose host learns how many rows came
             assert skipped == 0
+
+
+# --- layers, with the gradients of their parameters ---
+
+
+def layers(group: dist.ProcessGroup, how: str) -> float:
+    """The largest error of any result or gradient, relative to the largest element."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    device = ranks.device()
+    torch.manual_seed(5)
+    eager = weft.nn.ParallelMLP(K, N * group.size(), group=group, device=device, dtype=torch.bfloat16)
+    graphed: Any = copy.deepcopy(eager)
+    generator = torch.Generator(device).manual_seed(group.rank())
+
+    def fresh() -> torch.Tensor:
+        return torch.randn(2, ROWS, K, device=device, generator=generator).bfloat16()
+
+    if how == "compiled":
+        graphed = torch.compile(graphed, fullgraph=True, mode="reduce-overhead")
+    else:
+        graphed = torch.cuda.make_graphed_callables(graphed, (fresh().requires_grad_(),))
+    worst = 0.0
+    for _ in range(CALLS):
+        x, grad, found = fresh(), fresh(), []
+        for module in (graphed, eager):
+            if how == "compiled":
+                torch.compiler.cudagraph_mark_step_begin()
+            given = x.clone().requires_grad_()
+            module.zero_grad()
+            y = module(given)
+            y.backward(grad)
+            gradients = [one.grad for one in (given, *module.parameters())]
+            assert all(one is not None for one in gradients)
+            found.append([y.detach().float(), *(one.float() for one in gradients if one is not None)])
+        for ours, right in zip(*found, strict=True):
+            worst = max(worst, float((ours - right).abs().max() / right.abs().max()))
+            worst = worst if bool(ours.isfinite().all()) else float("inf")
+    torch._dynamo.reset()
+    return worst
+
+
+@pytest.mark.parametrize("how", ["compiled", "make_graphed_callables"])
+def test_layers_in_graphs_learn_as_eager_ones(pair: Pool, how: str) -> None:
+    for worst in pair.run(layers, how, timeout_s=120):
+        assert worst <= TOLERANCE
