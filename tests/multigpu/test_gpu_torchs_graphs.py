@@ -1,4 +1,4 @@
-"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), where the first call runs in memory of
+"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), whose first call runs in memory of the
 the graphs, the second is captured, and all others are replayed; and of modules (`make_graphed_callables`). Each call has fresh
 input and is compared with the eager one."""
 
