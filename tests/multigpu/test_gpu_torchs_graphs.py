@@ -1,5 +1,5 @@
-"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), whose first call runs in memory of the
-the graphs, the second is captured, and all others are replayed; and of modules (`make_graphed_callables`). Each call has fresh
+"""Operators in CUDA graphs that torch makes: of compiled programs (`mode="reduce-overhead"`), whose first call runs in memory of
+graphs, whose second is captured, and whose others are replays; and of modules (`make_graphed_callables`). Each call has fresh
 input and is compared with the eager one."""
 
 from __future__ import annotations
