@@ -37,13 +37,14 @@ _EXAMPLES = """examples:
   weft bench inefficiency --json losses.jsonl --pictures losses
   torchrun --nproc-per-node 2 -m weft.cli bench embedding_all_to_all --device cuda --dtype fp16
 """
-_PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or grid-...
-all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on each rank;
-with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16: FiCCO's GEMMs, N
-over the ranks, M halved until it fits, or as in g1-m4 a quarter. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b,
-cpu, or TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names,
-their last matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and
-backward. inefficiency: g1 to g16, the paper's GEMMs. Default: all that suit the device"""
+_PRESET = """comma-separated. embedding_all_to_all: pgas-weak, pgas-strong, fused-inter, dcnv2, criteo-kaggle, meta-2021 or
+grid-... all_gather_matmul: measured, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, cpu, or a shape as MxNxK, N columns on
+each rank; with -symmetric behind either, on GPUs, inputs lie in symmetric memory; table-1, synthetic, g1 to g16, s1 to s16:
+FiCCO's GEMMs, N over the ranks, M halved until it fits, or as in g1-m4 a quarter. Other GEMMs: what stands before FiCCO's; those
+that end in reduce_scatter have t3 in place of mixtral-8x7b. all_to_all_matmul: mixtral-8x7b, deepseek-v3, qwen3-30b-a3b, cpu, or
+TOKENSxNxK-eEXPERTS-topK[-zipfS]: tokens on each rank, experts of all ranks, skew. matmul_all_to_all: the same names, their last
+matrices. tensor_parallel: llama-3-8b, llama-3-70b, llama-3-405b, cpu: the MLP and the attention of each, forward and backward.
+inefficiency: g1 to g16, the paper's GEMMs. Default: all that suit the device"""
 _VARIANTS = """comma-separated; the baseline always runs. embedding_all_to_all: batched, fbgemm (baselines), direct, put, and these
 with -natural and -sliceN, such as put-natural-slice8. all_gather_matmul: asynctp (baseline), weft (what the planner takes),
 autotune, heuristic (FiCCO's), all, or how names of schedules begin: shard, 'shard[chunks=2'. all_to_all_matmul: padded (baseline,

@@ -106,7 +106,7 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
     """The operator of that name with even sizes, as `weft.plan.explain` describes them. `ValueError` if it does not go. options:
     of its `Problem.sized`, of the types that these keywords are annotated with."""
     if op not in PROBLEMS:
-        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(PROBLEMS)}")
+        raise ValueError(f"no operator {op!r} can be planned; there is {', '.join(sorted(PROBLEMS))}")
     sizes = {"m": m, "n": n, "k": k, "ranks": ranks}
     for name, size in sizes.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):

@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 class BenchOptions:
     """What to run. `preset=None`: all that suit the device. `modes`: those of the operator by default.
     `scale` (embedding_all_to_all), None: the largest 1/2^k that fits (GPU: memory; CPU: memory and a second or so per
-    variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest arm of a mode. `quick`:
+    variant: a call may read `read_mib` MiB of rows with each thread). `seconds`: for the slowest variant of a mode. `quick`:
     small inputs and few repetitions, to try things out. `pictures`: a folder for them, where the operator draws any. `option`:
     names and values of options of the operator's own (`weft.schedule.Problem.sized`)."""
 
@@ -56,7 +56,9 @@ class BenchOptions:
                 f"modes={self.modes} must be of {', '.join(known)}: {self.op} on {self.device} has no other"
             )
         if self.seconds is not None and not 0 < self.seconds <= 3600:
-            raise ValueError(f"seconds={self.seconds} must be above 0 and at most 3600, for the slowest arm of a mode")
+            raise ValueError(
+                f"seconds={self.seconds} must be above 0 and at most 3600, for the slowest variant of a mode"
+            )
         if self.pictures is not None and self.pictures.is_file():
             raise ValueError(f"pictures={self.pictures} is a file: give a folder")
         for field, why in op.refuses.items():
@@ -73,7 +75,7 @@ class BenchOptions:
 
     @property
     def time_s(self) -> float:
-        """What the slowest arm of a mode should take."""
+        """What the slowest variant of a mode should take."""
         return self.seconds or (0.1 if self.quick else 1.0)
 
     @property
