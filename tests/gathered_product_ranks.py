@@ -184,7 +184,9 @@ def checked_as_op(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.matmul_all_gather(x, w, 0, group)
     for columns in (False, True):
-        torch.library.opcheck(torch.ops.weft.matmul_all_gather.default, (x, w, columns, group.group_name, "", 0.0))
+        torch.library.opcheck(
+            torch.ops.weft.matmul_all_gather.default, (x, w, columns, None, group.group_name, "", 0.0)
+        )
 
 
 def captured(group: dist.ProcessGroup, m: int, n: int, k: int, dim: int, schedule: str | None, replays: int) -> str:

@@ -336,7 +336,7 @@ def never_comes(group: dist.ProcessGroup) -> str:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.all_gather_matmul(x, [B], 0, group)
-    arguments = (x, [B], True, None, group.group_name, "", 0.0)
+    arguments = (x, [B], True, None, None, group.group_name, "", 0.0)
     torch.library.opcheck(torch.ops.weft.all_gather_matmul.default, arguments)
 
 

@@ -427,7 +427,7 @@ def spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.matmul_all_reduce(x, w, group)
-    op, options = torch.ops.weft.matmul_all_reduce.default, (group.group_name, "", 0.0)
+    op, options = torch.ops.weft.matmul_all_reduce.default, (False, None, group.group_name, "", 0.0)
     torch.library.opcheck(op, (x, w, None, None, None, None, *options))
     following = torch.randn(1, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     torch.library.opcheck(op, (x, w, *following, None, None, *options))

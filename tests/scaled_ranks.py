@@ -185,7 +185,7 @@ def checked_as_op(group: dist.ProcessGroup) -> None:
     made = Data(Case(by="row", biased=True), group.size(), group.rank(), 1)
     made.call(group)
     arguments = (
-        made.shards[0], made.Bs, made.A_scale, made.B_scales, made.biases, ["bf16"], [False], True, True, None,
+        made.shards[0], made.Bs, made.A_scale, made.B_scales, made.biases, ["bf16"], [False], True, True, None, None,
         group.group_name, "", 0.0,
     )  # fmt: skip
     # Not test_schema, which wants arithmetic that torch has not for fp8.

@@ -157,7 +157,7 @@ def checked_as_op(group: dist.ProcessGroup) -> None:
     x = Operands(Case(by="row", biased=True), group.size(), 1)
     x.call(group)
     arguments = (
-        x.As[0], x.Bs[0], x.A_scales[0], x.B_scales[0], x.biases[0], "bf16", False, True, group.group_name, "", 0.0,
+        x.As[0], x.Bs[0], x.A_scales[0], x.B_scales[0], x.biases[0], "bf16", False, True, False, None, group.group_name, "", 0.0,
     )  # fmt: skip
     # Not test_schema, which wants arithmetic that torch has not for fp8.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -272,7 +272,7 @@ def spans(group: dist.ProcessGroup, schedule: str) -> set[str]:
 def checked_as_op(group: dist.ProcessGroup) -> None:
     A, B = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     weft.matmul_reduce_scatter(A, B, "sum", 0, group)
-    torch.library.opcheck(torch.ops.weft.matmul_reduce_scatter.default, (A, B, group.group_name, "", 0.0))
+    torch.library.opcheck(torch.ops.weft.matmul_reduce_scatter.default, (A, B, False, None, group.group_name, "", 0.0))
 
 
 def captured(group: dist.ProcessGroup, m: int, n: int, k: int, schedule: str | None, replays: int) -> str:

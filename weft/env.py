@@ -36,8 +36,9 @@ def _seconds(variable: str, default: str, what: str) -> float:
 
 
 def check_calls() -> bool:
-    """`WEFT_CHECK_CALLS`: 1 (default 0): on GPUs, compare every call of a rank with its peers' by number, operator and line. It
-    costs some microseconds a call; a difference ends the group."""
+    """`WEFT_CHECK_CALLS`: 1 (default 0): compare the values of tensors that must be equal on all ranks (bias, residual). On GPUs,
+    also compare tables of counts, and the operator and line of every call. Values and tables make the host wait; the rest
+    costs some microseconds a call. A difference in lines ends the group."""
     return os.environ.get("WEFT_CHECK_CALLS", "0") not in ("", "0")
 
 

@@ -10,6 +10,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def joined(*parts: str) -> str:
+    """Return those parts of a sentence that are not empty, with commas between."""
+    return ", ".join(part for part in parts if part)
+
+
 def by_rank(said: Iterable[tuple[int, str]]) -> str:
     """What each rank says; what several say alike, once: "ranks 0, 2: this; rank 1: that"."""
     ranks_of: dict[str, list[int]] = {}

@@ -125,10 +125,10 @@ def embedding_all_to_all(group: dist.ProcessGroup) -> Operator:
     table = TABLES[group.rank()]
     arguments = {
         "weights": [data(group, table.num_embeddings, table.embedding_dim)], "values": torch.arange(4),
-        "offsets": torch.tensor([0, 1, 4]), "per_sample_weights": torch.ones(4),
+        "offsets": torch.tensor([0, 1, 4]), "per_sample_weights": torch.ones(4), "sharding": sharding,
     }  # fmt: skip
 
-    def call(weights: Any, values: Any, offsets: Any, per_sample_weights: Any, **options: Any) -> Any:
+    def call(weights: Any, values: Any, offsets: Any, per_sample_weights: Any, sharding: Any, **options: Any) -> Any:
         features = values, offsets, per_sample_weights
         return weft.embedding_all_to_all(weights, features, sharding, group=group, **options)
 

@@ -71,21 +71,16 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
     },
     "matmul_all_reduce": {
         **OF_PRODUCTS,
-        "blocks of rows": lambda a: a.update(x=a["x"].view(2, 2, -1), residual=a["residual"].view(2, 2, -1)),
         "a scattered residual": of_each("residual", scattered),
         "a bias with gaps": of_each("bias", lambda bias: bias.repeat_interleave(2)[::2]),
         "the usual eps": option(eps=np.float64(1e-6)),
     },
     "all_gather_matmul": {
         **OF_GATHERS,
-        "a shard of blocks": of_each("A_shard", lambda x: x.view(2, 2, -1)),
         "parameters": of_each("Bs", lambda w: torch.nn.Parameter(w, requires_grad=False)),
     },
     "all_gather_scaled_matmul": {
         **OF_GATHERS,
-        "a shard of blocks": lambda a: a.update(
-            A_shard=a["A_shard"].view(2, 2, -1), A_scale=a["A_scale"].view(2, 2, 1)
-        ),
         "scales of all rows": of_each("A_scale", lambda scale: torch.cat((scale, scale))),
         "one scale for all columns": of_each("B_scales", lambda scale: scale[0, :1]),
         "no dimensions": of_each("B_scales", lambda scale: scale[0, 0]),
@@ -96,7 +91,6 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
     "matmul_reduce_scatter": {
         "a name": lambda a: a.update(group=a["group"].group_name),
         "from behind": option(scatter_dim=-2),
-        "blocks of rows": of_each("A", lambda x: x.view(2, 2, -1)),
         "scattered rows": of_each("A", scattered),
         "weights by columns": of_each("B", lambda w: w.t().contiguous().t()),
         "scattered weights": of_each("B", scattered),
@@ -107,8 +101,6 @@ SAME: dict[str, dict[str, Callable[[Arguments], None]]] = {
         "a name": lambda a: a.update(group=a["group"].group_name),
         "from behind": option(orig_scatter_dim=-2, scatter_dim_after_maybe_reshape=-2),
         "of numpy": option(orig_scatter_dim=np.int64(0), output_shape=np.array([4, 16])),
-        "blocks of rows": lambda a: a.update(A=a["A"].view(2, 2, -1), A_scale=a["A_scale"].view(2, 2, 1)),
-        "flattened": option(scatter_dim_after_maybe_reshape=None, output_shape=[2, 2, 16]),
         "weights by rows": of_each("B", lambda w: w.contiguous()),
         "one scale for all columns": of_each("B_scale", lambda scale: scale[0, :1]),
         "no dimensions": of_each("B_scale", lambda scale: scale[0, 0]),

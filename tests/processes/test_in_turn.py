@@ -12,10 +12,8 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -220,47 +218,6 @@ def test_a_shape_that_one_rank_does_not_know(pool: Pool) -> None:
         assert "rank 0: exchange splits -> received of all_to_all_matmul" in text
         assert "rank 1: all_to_all_matmul of a shape that is new here: tokens [T, 16]" in text
     assert_over([last for _, last in answers])
-
-
-# --- several threads ---
-
-
-def from_threads(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Two calls of a known shape, the second one from another thread. Rank 0 dawdles in between the first one's meeting with the
-    others and the library's call."""
-    own, w, inside, overtaken = own_group(group), torch.eye(K), threading.Event(), threading.Event()
-    call(own, "all_gather_matmul")
-    native = unfused.all_gather_single
-
-    def dawdle(*arguments: Any, **options: Any) -> Any:
-        if inside.is_set():
-            overtaken.set()
-        else:
-            inside.set()
-            if group.rank() == 0:
-                overtaken.wait(0.5)
-        return native(*arguments, **options)
-
-    def one(number: float) -> torch.Tensor:
-        x = torch.full((4, K), number)
-        return weft.all_gather_matmul(x, [w], 0, own, schedule="serial", deadline_s=LONG_S)[1][0]
-
-    one(0.0)
-    unfused.all_gather_single = dawdle
-    try:
-        with ThreadPoolExecutor(1) as other:
-            first = other.submit(one, 1.0)
-            inside.wait()
-            second = one(2.0)
-        return [first.result(), second]
-    finally:
-        unfused.all_gather_single = native
-
-
-def test_threads_do_not_overtake_each_other(pool: Pool) -> None:
-    for first, second in pool.run(from_threads, ranks=2):
-        assert torch.equal(first, torch.full_like(first, 1.0))
-        assert torch.equal(second, torch.full_like(second, 2.0))
 
 
 # --- a rank that does not do its part ---

@@ -50,6 +50,14 @@ def test_an_operator_is_a_name_of_weft(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLED)
+def test_it_declares_how_each_argument_compares_across_ranks(name: str) -> None:
+    """`tests/processes/test_arguments_across_ranks.py` holds the declarations to what happens."""
+    module = importlib.import_module(f"weft.ops.{name}")
+    declared = SPECS[name].across_ranks if name in SPECS else module.ACROSS_RANKS
+    assert list(declared) == list(inspect.signature(getattr(weft, name)).parameters)
+
+
+@pytest.mark.parametrize("name", CALLED)
 def test_it_is_described_wherever_users_look(name: str) -> None:
     assert re.search(r"^ *Sources?: ", inspect.getdoc(getattr(weft, name)) or "", re.MULTILINE), "its docstring"
     readme = (ROOT / "README.md").read_text()

@@ -27,7 +27,7 @@ from weft.runtime.layouts import READER
 from weft.runtime.opaque import never_left_out, opaque
 from weft.schedule import Problem
 from weft.timeline import Timeline
-from weft.words import kind
+from weft.words import joined, kind
 
 O = TypeVar("O", bound=Operator[Any])  # noqa: E741
 
@@ -153,15 +153,17 @@ def _prepared_for(
         _require_problem(op, p)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        shown = p.text if said == str(p) else said
-        parts = shown, choosing.wanted_schedule(pinned, p), op.described(wanted)
+        texts[:] = [p.text if said == str(p) else said, op.given(call), choosing.wanted_schedule(pinned, p)]
         remembered = pinned is None and world > 1 and choosing.remembers(p, device)
-        return ", ".join(part for part in parts if part), said, 2 * size + remembered
+        return joined(*texts, op.described(wanted)), said, 2 * size + remembered
 
+    texts: list[str] = []
     numbers = agree(op.title, group, device, check, deadline_s, op.hint)
     if prepared is None:
         p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
-        prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered))
+        said, (shown, given, wanted_schedule) = op.said(call, world), texts
+        texts_ = joined(said, given, wanted_schedule), joined(shown, given)
+        prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered, *texts_))
     prepared.agreed.add(wanted)
     return prepared
 
@@ -232,6 +234,7 @@ def _gradients(
     with together(f"backward of {op.title}", group, lambda: device, deadline_s):
         require_single(op.title, grads)
         prepared, beside = found()
+        prepared.begin_backward()
         made = op.gradients(prepared.p, group, saved, grads, wanted, prepared.turn(deadline_s), beside)
         if len(made) != len(wanted):
             raise TypeError(

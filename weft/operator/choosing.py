@@ -111,12 +111,14 @@ def choose(
     deadline_s: float | None,
     serial: Callable[[], object] | None = None,
     remembered: bool = False,
+    what: str = "",
 ) -> Chosen:
     """What runs `p` here. Collective. `tensors` are the first call's; they are computed with, to measure or to warm up.
 
     pinned: a schedule's name, "autotune" or "heuristic".
     serial: does it as the operator would by the library, where that is not an executor's work.
     remembered: whether a rank remembers times of this very problem.
+    what: the call, in messages.
 
     `ScheduleError`, on every rank, if a schedule by a builder from outside `weft.schedule` is to run that `verify` finds faults of.
     """
@@ -137,7 +139,9 @@ def choose(
             raise cannot_do(pinned, p, error) from error
         schedules = _schedules(p, names := _names_near(p, domain, tensors, deadline_s, serial, itself=True), domain)
     captured = names[1] if names[1] in schedules and not schedules[names[1]].reads_on_host else None
-    made = {name: executor(schedules[name], domain, p, name) for name in schedules if name in (names[0], captured)}
+    made = {
+        name: executor(schedules[name], domain, p, name, what) for name in schedules if name in (names[0], captured)
+    }
     chosen = Chosen(made.get(names[0]), None if captured is None else made[captured], (names[0], captured or "serial"))
     if chosen.captured is not None and chosen.captured is not chosen.usual:
         chosen.captured.run(tensors, deadline_s=deadline_s)  # a capture may not be its first run
@@ -246,7 +250,7 @@ def _verify_once(schedule: Schedule, device: torch.device) -> None:
 
 
 @torch.inference_mode(False)
-def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "") -> Executor:
+def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name: str = "", what: str = "") -> Executor:
     """What runs `schedule`, of the candidate `name` for `p`, whose operator its messages say. Collective. Those of one family that
     have the same name share memory on GPUs, and ranks compare the first of them only: what makes them is the house's. Its memory is
     for calls in inference mode and for others, whichever comes first."""
@@ -263,7 +267,7 @@ def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name:
         return CudaSchedule(schedule, domain) if found is None else CudaSchedule(schedule, domain, *found)
     from weft.runtime.cpu.schedule import CpuSchedule
 
-    return CpuSchedule(schedule, domain, "" if p is None else p.text)
+    return CpuSchedule(schedule, domain, what or ("" if p is None else p.text))
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:

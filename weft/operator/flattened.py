@@ -79,6 +79,22 @@ def _by_columns(w: torch.Tensor) -> bool:
     return w.stride(0) == 1 and w.stride(1) >= max(2, w.shape[0])
 
 
+def outer_of(x: torch.Tensor, dim: int) -> list[int] | None:
+    """Return what ranks compare of the dimensions that `flattened` joins: [dim, the sizes of the others but the last]; None for a
+    matrix's rows."""
+    if dim == 0 and x.dim() == 2:
+        return None
+    return [dim, *(size for d, size in enumerate(x.shape[:-1]) if d != dim)]
+
+
+def outer_text(name: str, outer: Sequence[int] | None) -> str:
+    """Return the same for people, such as "A [2, rows, 4, K]"; name: of the tensor."""
+    if outer is None:
+        return ""
+    dim, *others = outer
+    return f"{name} [{', '.join([*map(str, others[:dim]), 'rows', *map(str, others[dim:]), 'K'])}]"
+
+
 def flattened(x: torch.Tensor, gather_dim: int) -> torch.Tensor:
     return x if gather_dim == 0 and x.dim() == 2 else x.movedim(gather_dim, 0).flatten(0, -2)
 

@@ -20,6 +20,7 @@ from weft.arguments import checked_deadline
 from weft.caller import warn
 from weft.errors import WeftError
 from weft.operator import choosing
+from weft.operator.across import AcrossRanks
 from weft.operator.spec import Operator
 from weft.runtime.agreement import refuse
 from weft.runtime.executor import Executor
@@ -115,9 +116,13 @@ class Prepared:
         device: torch.device,
         pinned: str | None,
         remembered: bool,
+        said: str,
+        shown: str,
     ) -> None:
-        """remembered: whether a rank has times of schedules for this very problem."""
+        """remembered: whether a rank has times of schedules for this very problem. said: what ranks have compared; shown: the same
+        for people."""
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
+        self._shown = shown
         self.agreed: set[tuple[bool, ...]] = set()  # which gradients ranks have agreed to want
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
@@ -125,7 +130,8 @@ class Prepared:
         self._executors: list[Executor] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
-            self._turns = Turns(f"{op.title}, {p.text}", self.domain, str(p))
+            self._turns = Turns(f"{op.title}, {shown}", self.domain, said)
+        self._across = None if self.domain is None else AcrossRanks(op, self.domain, f"{op.title}, {shown}", said)
         self._serial = named(p, "serial").build()
         self._results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._unfused: Unfused | None = None
@@ -144,6 +150,8 @@ class Prepared:
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
         op, capturing = self.op, self.capturing()
+        if self._across is not None:
+            self._across.begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if not self._checked:
             self._check_buffers("inputs", "input", inputs)
@@ -230,6 +238,10 @@ class Prepared:
         if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.domain, trouble, deadline_s=deadline_s)
 
+    def begin_backward(self) -> None:
+        if self._across is not None:
+            self._across.begin_backward()
+
     @property
     def group(self) -> dist.ProcessGroup:
         group = self._group()
@@ -311,7 +323,7 @@ class Prepared:
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
                 self._chosen = choosing.choose(
-                    p, domain, tensors, self.pinned, deadline_s=deadline_s,
+                    p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
                     serial=lambda: self._in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
                 )  # fmt: skip
             self._executors = self._chosen.executors()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,16 @@ C = TypeVar("C", bound=tuple[Any, ...])
 Tensors: TypeAlias = dict[str, Any]
 """By buffer of the problem; for an output whose rows only the run knows, a function from their number to a tensor."""
 
+Across: TypeAlias = Literal["alike", "layout", "equal", "given", "own"]
+"""How an argument compares across ranks:
+
+    alike    equal on all ranks, and compared
+    layout   a tensor, or several: shape and dtype are equal and compared; the data are the rank's own
+    equal    a tensor whose data are equal too, which `WEFT_CHECK_CALLS=1` compares
+    given    whether it is given is compared; its value is the rank's own
+    own      anything that leaves the other ranks' results as they are, or that weft compares in another way
+"""
+
 _SCHEMA: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
@@ -31,8 +41,8 @@ _SCHEMA: dict[Any, str] = {
     list[torch.Tensor | None]: "Tensor?[]",
     int: "SymInt",
     int | None: "SymInt?",
-    list[int]: "int[]",
-    list[int] | None: "int[]?",
+    list[int]: "SymInt[]",
+    list[int] | None: "SymInt[]?",
     Sequence[int] | None: "int[]?",
     float: "float",
     float | None: "float?",
@@ -50,6 +60,9 @@ class Operator(ABC, Generic[C]):
     name: ClassVar[str]
     form: ClassVar[type[tuple[Any, ...]]]
     """Of a call: a NamedTuple of tensors, lists of tensors, numbers, flags and texts (`_SCHEMA` has the types)."""
+    across_ranks: ClassVar[Mapping[str, Across]] = {}
+    """Each parameter of the public function, for an operator that has one: `tests` hold it to the signature, and to what happens
+    when ranks differ."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """The fields that can be differentiated, and what callers know them by."""
     hint: ClassVar[str] = ""
@@ -71,6 +84,20 @@ class Operator(ABC, Generic[C]):
     def said(self, call: C, world: int) -> str:
         """What must be alike on all ranks; raises as `problem`."""
         return str(self.problem(call, world, self.size(call)))
+
+    def given(self, call: C) -> str:
+        """Return what else must be alike, as a part of a sentence: arguments that the public function applies around the problem
+        (dimensions, shapes before they are flattened, the kind of reduction); empty if they are the usual ones."""
+        return ""
+
+    def equal(self, call: C) -> dict[str, torch.Tensor]:
+        """Return the tensors whose values must be equal on all ranks, by the names that callers know."""
+        return {}
+
+    def pairs(self, call: C, world: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return how many rows this rank sends to each rank, and how many it expects from each: int64, both [world, n], where a
+        sender's n numbers for a rank must be those that this rank expects of it. None if nothing depends on such tables."""
+        return None
 
     def key(self, call: C) -> Hashable:
         """Of calls of one description. What differs here differs in `said`, so that a shape is new on all ranks or on none."""

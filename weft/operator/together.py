@@ -1,4 +1,5 @@
-"""One call of an operator, as its ranks make it together: it is counted, and an error that one rank meets alone is told.
+"""One call of an operator, as its ranks make it together: it is counted, one thread makes it, and an error that one rank meets
+alone is told.
 
 Without this a rank whose call has failed would go on, and its next call would pair with the one that its peers are still in:
 wrong results on every rank, and no error. What becomes of an error that leaves a call:
@@ -12,8 +13,11 @@ wrong results on every rank, and no error. What becomes of an error that leaves 
   call waits until it knows which. What is not about
   input (no memory) ends it at once.
 
-At the first call of a shape hosts meet on GPUs too, and then compare how many calls each has made. `WEFT_CHECK_CALLS=1` has every
-call compared, off the critical path (`weft.symm.calls`).
+A call that begins while another thread of this rank is in a call of the group ends the group: which of them a peer's call would
+meet is chance.
+
+At the first call of a shape hosts meet on GPUs too, and then compare how many calls each has made. Later calls are compared off the
+critical path, by a digest; `WEFT_CHECK_CALLS=1` has every call compared by place (`weft.symm.calls`).
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
+import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,10 +36,10 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from weft import env, symm
 from weft.caller import caller
-from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
+from weft.errors import DeadlineError, DisagreementError, PoisonedGroupError, RefusedError, WeftError
 from weft.runtime.meeting import Topic, meeting_of, said_on, shown
 from weft.schedule import NotApplicableError
-from weft.symm.calls import calls_of
+from weft.symm.calls import GroupCalls, calls_of
 from weft.words import by_rank
 
 _NUMBER = struct.Struct("<qq")
@@ -46,21 +51,29 @@ class together:
     device: where the call takes place."""
 
     __slots__ = ("_calls", "_deadline_s", "_group", "_like", "_operator", "_said")
+    _calls: GroupCalls | None
 
     def __init__(self, operator: str, group: dist.ProcessGroup, like: Any, deadline_s: Any) -> None:
         self._operator, self._group, self._like, self._deadline_s = operator, group, like, deadline_s
 
     def __enter__(self) -> None:
+        self._said, self._calls = 0, None
         try:
             self._begin()
         except BaseException as error:
-            if not isinstance(error, ValueError):  # which says that there is no such group, or that a peer refuses
+            if self._calls is None:  # there is no such group, or another thread is in a call of it
+                raise
+            if isinstance(error, ValueError):  # a peer refuses
+                self._calls.running.release()
+            else:
                 self.__exit__(type(error), error, None)
             raise
 
     def _begin(self) -> None:
-        self._said = 0
-        calls = self._calls = calls_of(self._group, symm.require_member)
+        calls = calls_of(self._group, symm.require_member)
+        if not calls.running.acquire(blocking=False):
+            self._refuse_second_thread(calls)
+        self._calls = calls
         if calls.unanswered and (domain := symm.open_domain(self._group, "cuda")) is not None:
             domain.await_answers()
         if refused := calls.begin():
@@ -69,9 +82,29 @@ class together:
         if _are_compared() and (domain := symm.open_domain(self._group, "cuda")) is not None:
             domain.tell_call(calls.begun, f"{self._operator}, called at {caller()}")
 
+    def _refuse_second_thread(self, calls: GroupCalls) -> NoReturn:
+        text = (
+            f"{self._operator} called by thread {threading.current_thread().name!r} while another thread is in a call of this "
+            "group: calls of one group are for one thread at a time; give each thread a group of its own"
+        )
+        calls.misused = text  # for a domain that the other thread is setting up
+        for kind in ("cpu", "cuda"):
+            if (domain := symm.open_domain(self._group, kind)) is not None:
+                domain.poison(text)
+                domain.check()
+        raise PoisonedGroupError(f"{text}. This group has ended")
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        assert self._calls is not None
+        try:
+            self._tell(error)
+        finally:
+            self._calls.running.release()
+
+    def _tell(self, error: BaseException | None) -> None:
+        assert self._calls is not None
         group = self._group
         if error is None or isinstance(error, _StopRecomputationError):
             if (refused := self._calls.end()) and (domain := symm.open_domain(group, "cuda")) is not None:

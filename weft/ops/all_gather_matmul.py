@@ -11,9 +11,18 @@ import torch.distributed as dist
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.operator.calls import made, operator_named, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.flattened import UNEVEN, check_weights, flattened, grad_of_weight, restored, rows_of_ranks
+from weft.operator.flattened import (
+    UNEVEN,
+    check_weights,
+    flattened,
+    grad_of_weight,
+    outer_of,
+    outer_text,
+    restored,
+    rows_of_ranks,
+)
 from weft.operator.prepared import contiguous, strided
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul_gradients import AGAIN, partial_of, reduce_scattered
 from weft.ops.all_gather_matmul_gradients import OPERATOR as ALL_GRADIENTS
 from weft.runtime.collectives import all_gather_single
@@ -59,7 +68,7 @@ def all_gather_matmul(
     rows: size of A_shard in `gather_dim` on every rank, if ranks differ; the same list on every rank.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
-        timeout, and nothing checks that ranks call the same, once a shape is known.
+        timeout.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns (A or None, [A @ B for B in Bs]) in A_shard's dtype and in ordinary memory; on GPUs valid in stream order. A has
@@ -72,8 +81,9 @@ def all_gather_matmul(
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
+    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication Overlap".
     """
@@ -83,7 +93,8 @@ def all_gather_matmul(
         weights = Bs if type(Bs) is list else list(listed("Bs", Bs))
         check_tensors("Bs", weights)
         dim = checked_dimension(A_shard, gather_dim)
-        return _Call(flattened(A_shard, dim), weights, return_A, rows_of_ranks(rows, A_shard, dim, group))
+        sizes = rows_of_ranks(rows, A_shard, dim, group)
+        return _Call(flattened(A_shard, dim), weights, return_A, sizes, outer_of(A_shard, dim))
 
     results = made(OPERATOR, group, A_shard, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     results = restored(results, A_shard.shape, gather_dim, rows, group)
@@ -91,12 +102,13 @@ def all_gather_matmul(
 
 
 class _Call(NamedTuple):
-    """Of matrices. rows: of all ranks' shards, if they differ."""
+    """Matrices. rows: of all ranks' shards, if they differ. outer: A_shard's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
     return_x: bool
     rows: Sequence[int] | None
+    outer: list[int] | None = None
 
 
 class _AllGatherMatmul(Operator[_Call]):
@@ -110,6 +122,10 @@ class _AllGatherMatmul(Operator[_Call]):
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "A_shard": "layout", "Bs": "layout", "gather_dim": "alike", "group": "own", "return_A": "alike", "schedule": "alike",
+        "rows": "alike", "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"x": "A_shard", "Bs": "any of Bs"}
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
@@ -123,6 +139,9 @@ class _AllGatherMatmul(Operator[_Call]):
         check_flag("return_A", call.return_x)
         rows = tuple(call.rows or (x.shape[0],) * world)
         return AllGatherMatmul(world, rows, tuple(B.shape[1] for B in Bs), x.shape[1], dtype, call.return_x)
+
+    def given(self, call: _Call) -> str:
+        return outer_text("A_shard", call.outer)
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard")}

@@ -6,18 +6,26 @@ under the same signal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, check_tensors, checked_dimension, checked_rows, listed
 from weft.operator.calls import made, registered
-from weft.operator.flattened import UNEVEN, check_weights, flattened, restored, rows_of_ranks
+from weft.operator.flattened import (
+    UNEVEN,
+    check_weights,
+    flattened,
+    outer_of,
+    outer_text,
+    restored,
+    rows_of_ranks,
+)
 from weft.operator.prepared import contiguous, group_of
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, is_for_all, refuse_gradients, scale_of
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
 from weft.timeline import Timeline
@@ -88,8 +96,8 @@ def all_gather_scaled_matmul(
 
 
 class _Call(NamedTuple):
-    """Of matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards, if they
-    differ."""
+    """Matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: names of dtypes. rows: of all ranks' shards, if they
+    differ. outer: A_shard's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     Bs: list[torch.Tensor]
@@ -101,6 +109,7 @@ class _Call(NamedTuple):
     by_row: bool
     return_x: bool
     rows: Sequence[int] | None
+    outer: list[int] | None = None
 
 
 def _call(
@@ -126,8 +135,8 @@ def _call(
     fast = [False] * len(Bs) if use_fast_accum is None else listed("use_fast_accum", use_fast_accum)
     _check_rest((A_shard, A_scale, *Bs, *B_scales, *biases), len(Bs), B_scales, biases, result_scales, dtypes, fast)
     scales = [scale_of(B, scale, by_row) for B, scale in zip(Bs, B_scales, strict=True)]
-    x = flattened(A_shard, dim)
-    return _Call(x, list(Bs), scale, scales, list(biases), out, list(fast), by_row, return_A, sizes)
+    x, outer = flattened(A_shard, dim), outer_of(A_shard, dim)
+    return _Call(x, list(Bs), scale, scales, list(biases), out, list(fast), by_row, return_A, sizes, outer)
 
 
 def _scale_of_rows(
@@ -173,6 +182,11 @@ def _check_rest(
 
 class _AllGatherScaledMatmul(Operator[_Call]):
     name, form, hint = "all_gather_scaled_matmul", _Call, UNEVEN
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "A_shard": "layout", "Bs": "layout", "A_scale": "layout", "B_scales": "layout", "gather_dim": "alike", "group": "own",
+        "biases": "layout", "result_scales": "own", "out_dtypes": "alike", "use_fast_accum": "alike", "return_A": "alike",
+        "schedule": "alike", "rows": "alike", "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
     tags = (torch.Tag.needs_fixed_stride_order,)
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
@@ -207,6 +221,9 @@ class _AllGatherScaledMatmul(Operator[_Call]):
         return AllGatherMatmul(
             world, tuple(call.rows or (x.shape[0],) * world), n_of, x.shape[1], "fp8", call.return_x, scaled
         )
+
+    def given(self, call: _Call) -> str:
+        return outer_text("A_shard", call.outer)
 
     def inputs(self, p: AllGatherMatmul, call: _Call) -> dict[str, Any]:
         tensors = {"x_shard": contiguous(call.x, "A_shard"), "x_scale": call.scale}

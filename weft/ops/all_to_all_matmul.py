@@ -18,7 +18,7 @@ from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided, warn_of_copy
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library, remember, sizes_of
 from weft.runtime.in_turn import Turn
 from weft.schedule import AllToAllMatmul
@@ -71,7 +71,7 @@ def all_to_all_matmul(
         "heuristic": what FiCCO's static heuristic picks; where that cannot run, the usual choice, and a warning says why.
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
-        timeout, and nothing checks that ranks call the same, once a shape is known.
+        timeout.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in tokens' dtype, on GPUs valid in stream order, in ordinary memory; with `return_received` (y, received
@@ -130,6 +130,10 @@ class _Call(NamedTuple):
 
 class _AllToAllMatmul(Operator[_Call]):
     name, form = "all_to_all_matmul", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "tokens": "own", "w_experts": "layout", "splits": "own", "group": "own", "max_rows": "given", "return_received": "own",
+        "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
 

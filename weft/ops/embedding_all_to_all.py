@@ -9,7 +9,7 @@ schedule plans), which was asked for or is chosen (`weft.schedule.slices`). `wef
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,19 @@ from weft.embedding.jagged import JaggedInput
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
 from weft.embedding.plan import EmbeddingPlan, plan_of
 from weft.operator.embedding import OPERATOR, known_operator, new_operator, operator_of_handle
+from weft.operator.spec import Across
 from weft.operator.together import together
 from weft.runtime.layouts import layout_of
 from weft.runtime.opaque import never_left_out, opaque
 from weft.timeline import Timeline
 from weft.words import counted, kind
+
+ACROSS_RANKS: Mapping[str, Across] = {
+    "weights": "own", "features": "own", "sharding": "alike", "group": "own", "batch_sizes": "alike", "transport": "alike",
+    "order": "alike", "slice_size": "alike", "bounds_check": "alike", "hash": "alike", "outputs": "alike", "deadline_s": "own",
+    "timeline": "own",
+}  # fmt: skip
+"""Each rank checks its weights against the sharding."""
 
 
 @opaque

@@ -11,9 +11,16 @@ import torch.distributed as dist
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.flattened import check_weights, flattened, grad_of_weight, restored
+from weft.operator.flattened import (
+    check_weights,
+    flattened,
+    grad_of_weight,
+    outer_of,
+    outer_text,
+    restored,
+)
 from weft.operator.prepared import contiguous, strided
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
 from weft.ops.matmul_all_gather_gradients import part_of_sum
 from weft.runtime.in_turn import Turn
@@ -52,8 +59,7 @@ def matmul_all_gather(
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma]", ...), forward only;
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
-        the serial schedule and backward call NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks
-        call the same, once a shape is known.
+        the serial schedule and backward call NCCL, whose waits go by the process group's timeout.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns all products, in x's dtype and in ordinary memory; on GPUs valid in stream order. All ranks have the same bits, and
@@ -72,8 +78,9 @@ def matmul_all_gather(
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
+    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1.
     """
@@ -83,7 +90,7 @@ def matmul_all_gather(
         check_tensor("w", w)
         dim = checked_dimension(x, gather_dim, names=("x", "gather_dim"), last=True)
         columns = dim == x.dim() - 1
-        return _Call(x.flatten(0, -2) if columns else flattened(x, dim), w, columns)
+        return _Call(x.flatten(0, -2) if columns else flattened(x, dim), w, columns, outer_of(x, 0 if columns else dim))
 
     (y,) = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     if x.dim() == 2:
@@ -95,11 +102,12 @@ def matmul_all_gather(
 
 
 class _Call(NamedTuple):
-    """Of matrices. columns: whether they are joined, and not rows."""
+    """Matrices. columns: they are joined, and not rows. outer: x's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     w: torch.Tensor
     columns: bool
+    outer: list[int] | None = None
 
 
 class _MatmulAllGather(Operator[_Call]):
@@ -112,13 +120,20 @@ class _MatmulAllGather(Operator[_Call]):
     """
 
     name, form = "matmul_all_gather", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "x": "layout", "w": "layout", "gather_dim": "alike", "group": "own", "schedule": "alike", "deadline_s": "own",
+        "timeline": "own",
+    }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"x": "x", "w": "w"}
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllGather:
-        x, w, columns = call
+        x, w, columns, _ = call
         dtype = name_of_dtype("x", x)
         check_weights(x, [w], what="x", each="w")
         return MatmulAllGather(world, x.shape[0], w.shape[1], x.shape[1], dtype, columns)
+
+    def given(self, call: _Call) -> str:
+        return outer_text("x", call.outer)
 
     def inputs(self, p: MatmulAllGather, call: _Call) -> dict[str, Any]:
         return {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}
@@ -159,7 +174,7 @@ class _MatmulAllGather(Operator[_Call]):
         return _Call(random(p.m, p.k), random(p.n, p.k).t(), p.columns)
 
     def expected(self, p: MatmulAllGather, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
-        return [torch.cat([x.double() @ w.double() for x, w, _ in calls], dim=int(p.columns))]
+        return [torch.cat([x.double() @ w.double() for x, w, *_ in calls], dim=int(p.columns))]
 
 
 OPERATOR = registered(_MatmulAllGather())

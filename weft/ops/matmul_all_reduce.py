@@ -12,9 +12,9 @@ import torch.distributed as dist
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.flattened import check_weights, grad_of_weight
+from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
 from weft.operator.prepared import contiguous, size_of, strided
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -22,6 +22,7 @@ from weft.runtime.unfused import all_reduce, all_reduce_, reduce_scatter
 from weft.schedule import MatmulAllReduce
 from weft.schedule.regions import checked_eps
 from weft.timeline import Timeline
+from weft.words import joined
 
 EPS = 1e-6
 
@@ -73,16 +74,15 @@ def matmul_all_reduce(
         dtype before they are added up, and these cannot hold sums. Copied if it is not contiguous.
     w: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     group: a process group, or its name.
-    op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare it.
+    op: "sum", or "avg": the sum, divided by the number of ranks.
     bias, residual: [N], and [..., N] as the result, in x's dtype: added to the sum, to each row by who adds it up, before it is
-        rounded and goes to the others. So they must be equal on all ranks, which nothing checks. Not with "avg".
+        rounded and goes to the others. So they must be equal on all ranks, which `WEFT_CHECK_CALLS=1` checks. Not with "avg".
     norm: [N], in x's dtype: the weight of an RMSNorm, which is wanted beside the sum. Not with "avg".
     eps: of the norm, from 0 on: added to the mean of a row's squares.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "two_shot[chunks=2,by=dma,add=gemm]", ...), forward
         only; "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
-        the serial schedule calls NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks call the
-        same, once a shape is known.
+        the serial schedule calls NCCL, whose waits go by the process group's timeout.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns the sum, [..., N], in x's dtype and in ordinary memory; on GPUs valid in stream order. With `norm` a pair: the normed
@@ -107,8 +107,9 @@ def matmul_all_reduce(
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
+    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 2.3, 7.3 and 7.6.
     """
@@ -133,7 +134,8 @@ def matmul_all_reduce(
         if norm is None and added != EPS:
             raise ValueError(f"eps={eps} is of a norm, and none is wanted: pass norm, its weight, or leave eps out")
         row, weight = _row("bias", bias), _row("norm", norm)
-        return _Call(x.flatten(0, -2), w, row, rows, weight, None if norm is None else added)
+        matrices = x.flatten(0, -2), w, row, rows, weight
+        return _Call(*matrices, None if norm is None else added, op == "avg", outer_of(x, 0))
 
     results = made(OPERATOR, group, x, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     if op == "avg":
@@ -153,7 +155,7 @@ def _row(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Call(NamedTuple):
-    """Of matrices. norm, eps: both or none."""
+    """Matrices. norm, eps: both or none. average: the caller divides the sum. outer: x's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -161,6 +163,8 @@ class _Call(NamedTuple):
     residual: torch.Tensor | None
     norm: torch.Tensor | None
     eps: float | None
+    average: bool = False
+    outer: list[int] | None = None
 
 
 class _MatmulAllReduce(Operator[_Call]):
@@ -172,10 +176,14 @@ class _MatmulAllReduce(Operator[_Call]):
     """
 
     name, form = "matmul_all_reduce", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "x": "layout", "w": "layout", "group": "own", "op": "alike", "bias": "equal", "residual": "equal", "norm": "layout",
+        "eps": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {name: name for name in _Call._fields[:5]}
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulAllReduce:
-        x, w, bias, residual, norm, eps = call
+        x, w, bias, residual, norm, eps, _, _ = call
         dtype = name_of_dtype("x", x, ", in which the ranks' products can be added up")
         check_weights(x, [w], what="x", each="w")
         m, n = x.shape[0], w.shape[1]
@@ -191,6 +199,13 @@ class _MatmulAllReduce(Operator[_Call]):
                     f"{name} is {given.dtype} on {given.device} and x is {x.dtype} on {x.device}: use one dtype and device"
                 )
         return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
+
+    def given(self, call: _Call) -> str:
+        return joined('op="avg"' * call.average, outer_text("x", call.outer))
+
+    def equal(self, call: _Call) -> dict[str, torch.Tensor]:
+        following = ("bias", call.bias), ("residual", call.residual)
+        return {name: tensor for name, tensor in following if tensor is not None}
 
     def inputs(self, p: MatmulAllReduce, call: _Call) -> dict[str, Any]:
         tensors = {"x": contiguous(call.x, "x"), "w": strided(call.w, "w")}

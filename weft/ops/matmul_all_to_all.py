@@ -17,7 +17,7 @@ from weft.arguments import check_tensor
 from weft.operator.calls import made, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
 from weft.ops.all_to_all_matmul import check_count, expert_weights, rounded_up
 from weft.runtime.exchanged import (
@@ -87,7 +87,7 @@ def matmul_all_to_all(
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward, which
         on GPUs takes the default. There the serial schedule and parts of backward call NCCL, whose waits go by the process group's
-        timeout, and nothing checks that ranks call the same, once a shape is known.
+        timeout.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns y [rows, N] in h's dtype, in the order of this rank's tokens as `all_to_all_matmul` was given them: by expert of all
@@ -143,6 +143,10 @@ class _MatmulAllToAll(Operator[_Call]):
     """
 
     name, form = "matmul_all_to_all", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "h": "own", "w_experts": "layout", "received": "own", "splits": "own", "group": "own", "rows": "given",
+        "capacity": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"h": "h", "w": "w_experts"}
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
 
@@ -202,6 +206,9 @@ class _MatmulAllToAll(Operator[_Call]):
         return MatmulAllToAll(
             world, w.shape[0], (most,) * world, w.shape[2], h.shape[-1], name_of_dtype("h", h), most, exact
         )
+
+    def pairs(self, call: _Call, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return call.received, call.splits.view(world, -1)
 
     # --- memory ---
 

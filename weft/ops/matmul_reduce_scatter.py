@@ -11,15 +11,24 @@ import torch.distributed as dist
 from weft.arguments import check_tensor, checked_dimension
 from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
-from weft.operator.flattened import check_even, check_weights, flattened, grad_of_weight, restored
+from weft.operator.flattened import (
+    check_even,
+    check_weights,
+    flattened,
+    grad_of_weight,
+    outer_of,
+    outer_text,
+    restored,
+)
 from weft.operator.prepared import contiguous, size_of, strided
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.runtime.unfused import all_gather
 from weft.schedule import MatmulReduceScatter
 from weft.timeline import Timeline
+from weft.words import joined
 
 
 def matmul_reduce_scatter(
@@ -49,15 +58,14 @@ def matmul_reduce_scatter(
         hold sums (for fp8 with scales there is `scaled_matmul_reduce_scatter`). Copied if `A.movedim(scatter_dim, 0)` is not
         contiguous.
     B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
-    reduce_op: "sum", or "avg": the sum, divided by the number of ranks. Each rank divides its own result: ranks do not compare it.
+    reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
     scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
     group: a process group, or its name.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward only;
         "pulled[chunks=2,by=gemm]" (by=tracked) is not listed, since it has not been timed on GPUs, and runs where it is pinned;
         "autotune": the fastest by measurement, made at the first call of a shape and remembered (docs/planning.md).
     deadline_s: seconds, up to 1e6, that a wait for a peer may take (default: WEFT_DEADLINE_S, 60); on CPU also in backward. On GPUs
-        the serial schedule calls NCCL, whose waits go by the process group's timeout. Nothing checks there that ranks call the
-        same, once a shape is known.
+        the serial schedule calls NCCL, whose waits go by the process group's timeout.
     timeline: filled with what ran when (profiling: on GPUs it waits for the device; not under torch.compile).
 
     Returns this rank's part of the sum, in A's dtype and in ordinary memory; on GPUs valid in stream order. It has N in place of K,
@@ -70,8 +78,9 @@ def matmul_reduce_scatter(
 
     Raises `ValueError` for bad arguments. It is a `RefusedError` on every rank, and the group lives on; on GPUs this holds for the
     first call of a shape, and a later one ends the group. Something that is no group is a `ValueError` on its rank alone.
-    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape.
-    `DeadlineError`, `PeerLostError`, `PoisonedGroupError`. `NotImplementedError` for a second derivative.
+    `DisagreementError` when ranks describe different calls: on CPU at every call, on GPUs at the first of a shape;
+    later ones are compared within a second, and a difference ends the group. `DeadlineError`, `PeerLostError`,
+    `PoisonedGroupError`. `NotImplementedError` for a second derivative.
 
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives".
     """
@@ -83,7 +92,7 @@ def matmul_reduce_scatter(
             raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
         dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"))
         check_even(A.shape, dim, size_of(group))
-        return _Call(flattened(A, dim), B)
+        return _Call(flattened(A, dim), B, reduce_op == "avg", outer_of(A, dim))
 
     (y,) = made(OPERATOR, group, A, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     world = size_of(group)
@@ -94,10 +103,12 @@ def matmul_reduce_scatter(
 
 
 class _Call(NamedTuple):
-    """Of matrices."""
+    """Matrices. average: the caller divides the sum. outer: A's dimensions (`outer_of`)."""
 
     x: torch.Tensor
     B: torch.Tensor
+    average: bool = False
+    outer: list[int] | None = None
 
 
 class _MatmulReduceScatter(Operator[_Call]):
@@ -107,15 +118,22 @@ class _MatmulReduceScatter(Operator[_Call]):
     """
 
     name, form = "matmul_reduce_scatter", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "A": "layout", "B": "layout", "reduce_op": "alike", "scatter_dim": "alike", "group": "own", "schedule": "alike",
+        "deadline_s": "own", "timeline": "own",
+    }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"x": "A", "B": "B"}
 
     def problem(self, call: _Call, world: int, most: int) -> MatmulReduceScatter:
-        x, B = call
+        x, B, _, _ = call
         fp8 = "; for fp8 there is weft.scaled_matmul_reduce_scatter" if x.dtype == TORCH_DTYPE["fp8"] else ""
         dtype = name_of_dtype("A", x, f", in which the ranks' products can be added up{fp8}")
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
+
+    def given(self, call: _Call) -> str:
+        return joined('reduce_op="avg"' * call.average, outer_text("A", call.outer))
 
     def inputs(self, p: MatmulReduceScatter, call: _Call) -> dict[str, Any]:
         return {"x": contiguous(call.x, "A"), "w": strided(call.B, "B")}
@@ -149,7 +167,7 @@ class _MatmulReduceScatter(Operator[_Call]):
 
     def expected(self, p: MatmulReduceScatter, rank: int, calls: Sequence[_Call]) -> list[torch.Tensor]:
         mine = slice(rank * p.rows, (rank + 1) * p.rows)
-        return [torch.stack([x[mine].double() @ B.double() for x, B in calls]).sum(0)]
+        return [torch.stack([x[mine].double() @ B.double() for x, B, *_ in calls]).sum(0)]
 
 
 OPERATOR = registered(_MatmulReduceScatter())

@@ -7,21 +7,22 @@ Scales stay where they are: those of rows are cut as the rows are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.arguments import check_flag, check_tensor, checked_dimension, checked_shape
 from weft.operator.calls import made, registered
-from weft.operator.flattened import check_even, check_weights, flattened, restored
+from weft.operator.flattened import check_even, check_weights, flattened, outer_of, outer_text, restored
 from weft.operator.prepared import contiguous, size_of
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, is_for_all, refuse_gradients, scale_of
-from weft.operator.spec import Operator
+from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import ScaledMatmulReduceScatter
 from weft.timeline import Timeline
+from weft.words import joined
 
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
 
@@ -107,7 +108,8 @@ def scaled_matmul_reduce_scatter(
         by_row = _has_scale_of_rows(A, A_scale, B_scale)
         scale = flattened(A_scale.reshape(*x.shape[:-1], 1), dim).contiguous() if by_row else A_scale.reshape(1, 1)
         of_columns = scale_of(B, B_scale, by_row)
-        return _Call(flattened(x, dim), B, scale, of_columns, bias, _OUT[out_dtype], use_fast_accum, by_row)
+        options = _OUT[out_dtype], use_fast_accum, by_row, reduce_op == "avg", outer_of(x, dim)
+        return _Call(flattened(x, dim), B, scale, of_columns, bias, *options)
 
     (y,) = made(OPERATOR, group, A, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     world = size_of(group)
@@ -156,7 +158,8 @@ def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Te
 
 
 class _Call(NamedTuple):
-    """Of matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: name of a dtype."""
+    """Matrices. scale: of x, [1, 1] or, `by_row`, [rows, 1]. out: name of a dtype. average: the caller divides the sum. outer: A's
+    dimensions as the product has them (`outer_of`)."""
 
     x: torch.Tensor
     B: torch.Tensor
@@ -166,10 +169,18 @@ class _Call(NamedTuple):
     out: str
     fast: bool
     by_row: bool
+    average: bool = False
+    outer: list[int] | None = None
 
 
 class _ScaledMatmulReduceScatter(Operator[_Call]):
     name, form = "scaled_matmul_reduce_scatter", _Call
+    across_ranks: ClassVar[Mapping[str, Across]] = {
+        "A": "layout", "B": "layout", "A_scale": "layout", "B_scale": "layout", "reduce_op": "alike", "orig_scatter_dim": "alike",
+        "scatter_dim_after_maybe_reshape": "own", "group": "own", "output_shape": "alike", "bias": "layout",
+        "result_scale": "own", "out_dtype": "alike", "use_fast_accum": "alike", "schedule": "alike", "deadline_s": "own",
+        "timeline": "own",
+    }  # fmt: skip
     tags = (torch.Tag.needs_fixed_stride_order,)
 
     def key(self, call: _Call) -> Any:
@@ -190,6 +201,9 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         by: Literal["tensor", "row"] = "row" if call.by_row else "tensor"
         (m, k), n, biased = x.shape, B.shape[1], call.bias is not None
         return ScaledMatmulReduceScatter(world, m, n, k, call.out, by, biased, call.fast)
+
+    def given(self, call: _Call) -> str:
+        return joined('reduce_op="avg"' * call.average, outer_text("A", call.outer))
 
     def inputs(self, p: ScaledMatmulReduceScatter, call: _Call) -> dict[str, Any]:
         tensors = {"x": contiguous(call.x, "A"), "x_scale": call.scale}

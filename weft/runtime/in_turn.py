@@ -42,22 +42,20 @@ class Turns:
         self, collective: str, function: Callable[..., dist.Work], arguments: tuple[Any, ...], group: dist.ProcessGroup,
         deadline_s: float,
     ) -> Pending:  # fmt: skip
-        """Where all ranks have come to this collective, and it has been begun. Where several threads call, the library gets
-        collectives in the order in which the ranks met for them."""
+        """Return when all ranks have come to this collective, and it has been begun."""
         topic = self._topics.get(collective)
         if topic is None:
             topic = self._topics[collective] = Topic(
                 f"{collective} of {self.what}", self._details, difference=shown(self.domain, self._details)
             )
-        with self._meeting.lock:
-            try:
-                self._meeting.meet(topic, deadline_s=deadline_s)
-                work = function(*arguments, group=group, async_op=True)
-            except WeftError:  # which all ranks raise, or which has ended the group
-                raise
-            except BaseException as error:  # the others have begun it
-                self.domain.poison(f"{topic.text}: {error!r}")
-                raise
+        try:
+            self._meeting.meet(topic, deadline_s=deadline_s)
+            work = function(*arguments, group=group, async_op=True)
+        except WeftError:  # which all ranks raise, or which has ended the group
+            raise
+        except BaseException as error:  # the others have begun it
+            self.domain.poison(f"{topic.text}: {error!r}")
+            raise
         return Pending(work, self.domain, group, topic.text, deadline_s, arguments)
 
 

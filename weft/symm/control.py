@@ -7,8 +7,8 @@ computes or waits:
 - *goodbye*: the peer left in order, and why. No failure, until somebody waits for something only it could do;
 - *poison*: a peer met an error (a missed deadline, say) after which ranks no longer agree on where they are;
 - *lost*: a peer saw another one die. Everyone sees that by itself too; telling makes all name the same cause;
-- *call*: what a peer calls, where that is compared; *refusal*: which call it does not make, and *answer*, that this rank will not
-  make it either (`weft.symm.calls`);
+- *call*: what a peer calls, in the mode that compares every call; *made*: the digest of all its calls so far; *refusal*: which call
+  it does not make, and *answer*, that this rank will not make it either (`weft.symm.calls`);
 - end of file without goodbye: the peer is dead (kill -9, crash). The kernel reports it at once.
 
 A failure is final: the watchdog sets the *failed word* (a private int64 that native waits look at), runs the
@@ -37,7 +37,7 @@ from weft.symm.calls import CallLog, GroupCalls
 from weft.symm.failures import logged
 
 _DATA, _MORE, _GOODBYE, _POISON, _LOST, _CALL = b"D", b"M", b"G", b"P", b"L", b"C"
-_REFUSAL, _ANSWER = b"R", b"A"
+_REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
 _PART_BYTES = mesh.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
 _LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
@@ -76,7 +76,7 @@ class Control:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._collective = threading.Lock()
-        self._looked_at = time.monotonic()  # the watchdog
+        self._looked_at = self._compared_at = time.monotonic()  # the watchdog
         self._wake = -1
         try:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -310,9 +310,22 @@ class Control:
                 elif not self._read(ranks[descriptor]):
                     poll.unregister(descriptor)
             self._looked_at = time.monotonic()
+            self._compare_calls()
             if self.failure is not None:
                 self._run_callbacks()
         self._release()
+
+    def _compare_calls(self) -> None:
+        """Tell peers what this rank has called, and compare what they have told."""
+        made = self._calls.made
+        if self._word.value or self._looked_at < self._compared_at + _TICK_S:  # news may have woken this thread
+            return
+        self._compared_at = self._looked_at
+        if text := made.heard_early():
+            self.poison(f"rank {self.rank}: {text}")
+        elif news := made.news():
+            for rank in self._peers:
+                self._send(rank, _MADE + news)
 
     def _release(self) -> None:
         with self._lock:  # so that no other thread is about to use a descriptor that is being closed
@@ -373,6 +386,9 @@ class Control:
                 self.lose(int(lost) if lost else None, text)
             elif kind == _CALL:
                 self._log.heard(rank, body)
+            elif kind == _MADE:
+                if text := self._calls.made.heard(rank, body):
+                    self.poison(f"rank {self.rank}: {text}")
             elif kind == _ANSWER:
                 self._calls.answered(body)
                 with self._lock:

@@ -323,6 +323,8 @@ def domain(group: dist.ProcessGroup, device: torch.device | str, *, deadline_s: 
             failures.tell(group, group.rank())
             raise
         made = Domain(group, device, peers)
+        if misused := calls_of(group).misused:  # while there was nobody yet to tell
+            made.poison(misused)
         with _cache_lock:
             _cache.append(made)
         _close_at_exit()

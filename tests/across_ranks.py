@@ -1,0 +1,93 @@
+"""Ranks that differ, on CPU and on GPUs: tables of counts that do not fit, and calls of two threads. They run on the ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.symm.calls import calls_of
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """The type and text of the error that `call` must raise."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def rows_that_nobody_expects(
+    group: dist.ProcessGroup, device: str, schedule: str, by: int, known: bool
+) -> tuple[tuple[str, str], bool]:
+    """Rank 0's `received` says `by` more rows from rank 1, or as many for other experts where by is 0."""
+    own = dist.new_group([0, 1])
+    splits, received = torch.tensor([2, 2, 2, 2], device=device), torch.full((2, 2), 2, device=device)
+    w, rows = torch.ones(2, 16, 12, device=device), None if "dma" in schedule else 8
+
+    def call(received: torch.Tensor) -> torch.Tensor:
+        h = torch.ones(int(received.sum()), 16, device=device)
+        return weft.matmul_all_to_all(
+            h, w, received, splits, group=own, rows=rows, capacity=16, schedule=schedule, deadline_s=10.0
+        )
+
+    if known:
+        call(received)
+    wrong = received.clone()
+    if group.rank() == 0:
+        wrong[1] += torch.tensor([by, 0] if by else [1, -1], device=device)
+    found = error_of(lambda: call(wrong))
+    after = bool((call(received) == 16).all())
+    dist.destroy_process_group(own)
+    return found, after
+
+
+def said_of_tables(by: int) -> str:
+    sent = [2 + by, 2] if by else [3, 1]
+    rows = f"{sum(sent)} rows ({sent[0]}, {sent[1]} by expert)"
+    return f"rank 0 sends {rows} to rank 1, which expects 4 rows (2, 2 by expert)"
+
+
+def called_by_two_threads(group: dist.ProcessGroup, device: str, known: bool) -> list[tuple[str, str]]:
+    """Rank 0's second thread calls while its first one waits in a call, which rank 1 does not make before."""
+    own, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+    x, w = torch.ones(4, 8, device=device), torch.ones(8, 6, device=device)
+    call = partial(weft.matmul_all_reduce, x, w, own, deadline_s=20.0)
+    if known:
+        call()
+    key = f"second thread {own.group_name}"
+    if group.rank():
+        store.wait([key])
+        found = [error_of(call)]
+    else:
+        errors: list[tuple[str, str]] = []
+        inside = calls_running(own)
+        first = threading.Thread(target=lambda: errors.append(error_of(call)))
+        first.start()
+        inside()
+        found = [error_of(call)]
+        store.set(key, "refused")
+        first.join()
+        found += errors
+    found.append(error_of(call))
+    dist.destroy_process_group(own)
+    return found
+
+
+def calls_running(group: dist.ProcessGroup) -> Callable[[], None]:
+    """A function that returns when another thread is in a call of `group`."""
+    running = calls_of(group).running
+
+    def wait() -> None:
+        while running.acquire(blocking=False):
+            running.release()
+            time.sleep(0.001)
+
+    return wait

@@ -1,0 +1,157 @@
+"""Ranks that give an operator different arguments on GPUs, where hosts meet only at the first call of a shape: calls are compared
+afterwards, by a digest, and the mode that compares more finds tables and values."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import across_ranks
+import gpu_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from across_ranks import error_of
+
+import weft
+from weft.launch import Pool
+
+pytestmark = gpu_ranks.MARKS
+K, N = 256, 128
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def average(group: dist.ProcessGroup, differs: bool) -> Any:
+    op = "avg" if differs else "sum"
+    return weft.matmul_all_reduce(bf16(64, K), bf16(K, N), group, op=op, schedule="one_shot[by=kernel]")
+
+
+def scattered_average(group: dist.ProcessGroup, differs: bool) -> Any:
+    op = "avg" if differs else "sum"
+    return weft.matmul_reduce_scatter(
+        bf16(64, K), bf16(K, N), op, 0, group, schedule="direct[chunks=1,by=dma,add=gemm]"
+    )
+
+
+def rows(group: dist.ProcessGroup, differs: bool) -> Any:
+    x = bf16(96 if differs else 64, K)
+    return weft.all_gather_matmul(x, [bf16(K, N)], 0, group, schedule="gather[by=kernel]")
+
+
+def dimension(group: dist.ProcessGroup, differs: bool) -> Any:
+    return weft.all_gather_matmul(bf16(8, 8, K), [bf16(K, N)], int(differs), group, schedule="gather[by=kernel]")
+
+
+def columns(group: dist.ProcessGroup, differs: bool) -> Any:
+    return weft.matmul_all_gather(bf16(64, K), bf16(K, N), int(differs), group, schedule="direct[chunks=1,by=dma]")
+
+
+def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
+    splits, w = torch.tensor([32, 32], device="cuda"), bf16(1, K, N)
+    options = {"capacity": 128 if differs else 64, "schedule": "dispatch[by=kernel,rest=together]"}
+    return weft.all_to_all_matmul(bf16(64, K), w, splits, group=group, max_rows=128, **options)
+
+
+CALLS = [average, scattered_average, rows, dimension, columns, capacity]
+
+
+def differ(group: dist.ProcessGroup, call: Callable[..., Any]) -> tuple[str, str]:
+    """Both ranks know both calls; then each makes another one of them, again and again."""
+    own = dist.new_group([0, 1])
+    for differs in (False, True, False, True):
+        call(own, differs)
+    torch.cuda.synchronize()
+
+    def again() -> None:
+        until = time.monotonic() + 8
+        while time.monotonic() < until:
+            call(own, group.rank() == 1)
+            torch.cuda.synchronize()
+
+    found = error_of(again)
+    torch.cuda.synchronize()
+    dist.destroy_process_group(own)
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_of_known_shapes_are_compared_afterwards(pair: Pool, call: Callable[..., Any]) -> None:
+    for kind, text in pair.run(differ, call, timeout_s=60):
+        assert kind == "PoisonedGroupError", text
+        assert "ranks have made different calls" in text
+
+
+def agree(group: dist.ProcessGroup, calls: list[Callable[..., Any]]) -> None:
+    """All ranks call the same, one of them dawdles; nothing may be said."""
+    own = dist.new_group([0, 1])
+    until, number = time.monotonic() + 1.5, torch.zeros(1, device="cuda")
+    while not int(number):
+        for call in calls:
+            for differs in (False, True):
+                call(own, differs)
+        if group.rank():
+            time.sleep(0.05)
+        number.fill_(time.monotonic() > until)
+        dist.broadcast(number, group_src=0, group=own)
+    time.sleep(0.6)
+    average(own, False)
+    torch.cuda.synchronize()
+    dist.destroy_process_group(own)
+
+
+def test_calls_that_are_the_same_pass(pair: Pool) -> None:
+    pair.run(agree, CALLS, timeout_s=120)
+
+
+def compared(group: dist.ProcessGroup, function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ["WEFT_CHECK_CALLS"] = "1"
+    try:
+        return function(group, *arguments)
+    finally:
+        del os.environ["WEFT_CHECK_CALLS"]
+
+
+@pytest.mark.parametrize("by", [1, -2, 0])
+@pytest.mark.parametrize("schedule", ["serial", "combine[chunks=1,by=store]"])
+def test_tables_that_do_not_fit_a_peers_are_refused_on_demand(pair: Pool, schedule: str, by: int) -> None:
+    function = across_ranks.rows_that_nobody_expects
+    for (kind, text), after in pair.run(compared, function, "cuda", schedule, by, True, timeout_s=60):
+        assert kind == "RefusedError"
+        assert across_ranks.said_of_tables(by) in text
+        assert after, "the group must go on"
+
+
+def has_other_values(group: dist.ProcessGroup, name: str) -> tuple[str, str]:
+    own = dist.new_group([0, 1])
+    x, w = bf16(64, K), bf16(K, N)
+    given = {
+        "bias": torch.ones(N, device="cuda", dtype=x.dtype),
+        "residual": torch.ones(64, N, device="cuda", dtype=x.dtype),
+    }
+    weft.matmul_all_reduce(x, w, own, **given)
+    given[name] = given[name] + group.rank()
+    found = error_of(lambda: weft.matmul_all_reduce(x, w, own, **given))
+    given[name] = given[name] - group.rank()
+    weft.matmul_all_reduce(x, w, own, **given)
+    torch.cuda.synchronize()
+    dist.destroy_process_group(own)
+    return found
+
+
+@pytest.mark.parametrize("name", ["bias", "residual"])
+def test_values_that_must_be_equal_are_compared_on_demand(pair: Pool, name: str) -> None:
+    for kind, text in pair.run(compared, has_other_values, name, timeout_s=60):
+        assert kind == "RefusedError"
+        assert f"{name} must have the same values on all ranks" in text
+
+
+def test_two_threads_in_calls_of_one_group_are_refused(pair: Pool) -> None:
+    for found in pair.run(across_ranks.called_by_two_threads, "cuda", False, timeout_s=60):
+        for kind, text in found:
+            assert kind == "PoisonedGroupError", text
+            assert "another thread is in a call of this group" in text

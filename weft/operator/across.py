@@ -1,0 +1,114 @@
+"""What ranks compare at every call of a known shape, beside what they agreed on at its first one (`weft.operator.together`).
+
+    on CPU    tables of counts, in a meeting (`weft.runtime.meeting`), before anything is sent
+    on GPUs   a digest of the calls, off the critical path (`weft.symm.calls`)
+    WEFT_CHECK_CALLS=1, on both: tables of counts, and the values of tensors that must be equal; on GPUs the host waits for both
+
+Tables agree if every rank sends to each rank what that rank expects of it. Ranks exchange two numbers each: a weighted sum of what
+they send, and one of what they expect, where a weight depends on sender, receiver and place. If the tables agree, the totals of
+both over all ranks are equal. If not, they differ but for one case in 2^64, and the tables are exchanged to say where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft import env
+from weft.errors import RefusedError
+from weft.operator.spec import Operator
+from weft.runtime.meeting import Topic, meeting_of
+from weft.symm import Domain
+from weft.symm.calls import calls_of
+from weft.words import by_rank, counted
+
+_SUMS = struct.Struct("<QQ")
+_BACKWARD = 0x5851F42D4C957F2D  # makes the fingerprint of a call's backward another one
+
+
+class AcrossRanks:
+    """The comparisons of calls of one shape. what: operator and shape, for people. said: what ranks have compared."""
+
+    def __init__(self, op: Operator[Any], domain: Domain, what: str, said: str) -> None:
+        self._op, self._domain, self._what, self._is_cpu = op, domain, what, domain.device.type == "cpu"
+        self._made = None if self._is_cpu else calls_of(domain.group).made
+        digest = hashlib.blake2b(f"{op.name} {said}".encode(), digest_size=8).digest()
+        self._fingerprint = int.from_bytes(digest, "little")
+        self._topic = Topic(f"counts of {what}", said)
+        self._compares_all = env.check_calls()
+        self._compares_pairs = type(op).pairs is not Operator.pairs and (self._is_cpu or self._compares_all)
+        self._compares_values = type(op).equal is not Operator.equal and self._compares_all
+
+    def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> None:
+        """`RefusedError` on every rank if what they have does not fit together."""
+        if self._made is not None:
+            self._made.note(self._fingerprint, self._what)
+        if self._compares_pairs and not capturing:
+            self._compare_pairs(call, deadline_s)
+        if self._compares_values and not capturing:
+            self._compare_values(call, deadline_s)
+
+    def begin_backward(self) -> None:
+        if self._made is not None:
+            self._made.note(self._fingerprint ^ _BACKWARD, f"backward of {self._what}")
+
+    def _compare_pairs(self, call: Any, deadline_s: float | None) -> None:
+        domain, world = self._domain, self._domain.world_size
+        pairs = self._op.pairs(call, world)
+        assert pairs is not None
+        sent, expected = (table.reshape(world, -1).cpu().numpy() for table in pairs)
+        weights = _weights(world, sent.shape[1])
+        sums = _sum(sent, weights[domain.rank]), _sum(expected, weights[:, domain.rank])
+        if self._is_cpu:
+            said = meeting_of(domain).meet(self._topic, deadline_s=deadline_s, extra=_SUMS.pack(*sums))
+            both = [_SUMS.unpack(one) for one in said]
+        else:
+            both = domain.all_gather(sums, what=f"counts of {self._what}", deadline_s=deadline_s)
+        if sum(one for one, _ in both) % 2**64 == sum(other for _, other in both) % 2**64:
+            return
+        tables = domain.all_gather((sent.tolist(), expected.tolist()), what=f"tables of {self._what}")
+        for source in range(world):
+            for target in range(world):
+                one, other = tables[source][0][target], tables[target][1][source]
+                if one != other:
+                    raise RefusedError(
+                        f"{self._what}: rank {source} sends {_rows(one)} to rank {target}, which expects {_rows(other)}: pass the "
+                        "tables of one dispatch on all ranks"
+                    )
+
+    def _compare_values(self, call: Any, deadline_s: float | None) -> None:
+        mine = {name: _digest(tensor) for name, tensor in self._op.equal(call).items()}
+        if not mine:
+            return
+        every = self._domain.all_gather(mine, what=f"values in {self._what}", deadline_s=deadline_s)
+        for name in mine:
+            if len({one[name] for one in every}) > 1:
+                digests = by_rank((rank, one[name].hex()) for rank, one in enumerate(every))
+                raise RefusedError(
+                    f"{self._what}: {name} must have the same values on all ranks, and its digests are {digests}: pass the same "
+                    "one on every rank"
+                )
+
+
+def _weights(world: int, width: int) -> np.ndarray[Any, Any]:
+    """Numbers by sender, receiver and place, the same on all ranks."""
+    return np.random.Generator(np.random.PCG64(0)).integers(1, 2**64, (world, world, width), dtype=np.uint64)
+
+
+def _sum(table: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> int:
+    with np.errstate(over="ignore"):
+        return int((table.astype(np.uint64) * weights).sum(dtype=np.uint64))
+
+
+def _rows(numbers: list[int]) -> str:
+    rows = counted(sum(numbers), "row")
+    return rows if len(numbers) == 1 else f"{rows} ({', '.join(map(str, numbers))} by expert)"
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
