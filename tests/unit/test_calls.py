@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.symm.calls import CallLog, GroupCalls
+from weft.symm.calls import CallLog, GroupCalls, MadeCalls
 
 
 def test_a_refused_call_that_this_rank_has_made_ends_the_group() -> None:
@@ -89,3 +89,54 @@ def test_compared_calls_that_differ_are_named() -> None:
     one.heard(2, CallLog(2, 3, said.append).note(7, "backward of op, called at train.py:2"))
     (text,) = said
     assert "call 7 of rank 0 is op, called at train.py:1; of rank 2 backward of op, called at train.py:2" in text
+
+
+def made(*fingerprints: int) -> MadeCalls:
+    calls = MadeCalls()
+    for number, fingerprint in enumerate(fingerprints, 1):
+        calls.note(fingerprint, f"op {fingerprint}")
+        calls.end(number)
+    return calls
+
+
+def test_ranks_that_made_the_same_calls_agree_at_every_one() -> None:
+    here = made(*range(1, 8))
+    for count in range(1, 8):
+        assert here.heard(1, made(*range(1, 1 + count)).news()) == ""
+
+
+def test_a_difference_is_found_at_any_later_call() -> None:
+    for wrong in ((1, 9, 3), (2, 1, 3), (1, 2, 4), (1, 2, 2)):
+        for more in ((), (4, 5)):
+            text = made(1, 2, 3, 4, 5, 6).heard(3, made(*wrong, *more).news())
+            assert "between call 1 and call" in text
+            assert "are here op 6, and on rank 3 op" in text
+
+
+def test_a_difference_is_found_behind_calls_that_agreed() -> None:
+    here = made(1, 2, 3, 4)
+    assert here.heard(1, made(1, 2).news()) == ""
+    assert "between call 3 and call 4 of this group" in here.heard(1, made(1, 2, 3, 5).news())
+
+
+def test_news_of_a_call_that_is_still_to_come_waits_for_it() -> None:
+    for last, differs in ((3, False), (4, True)):
+        here = made(1, 2)
+        assert here.heard(1, made(1, 2, 3).news()) == here.heard_early() == ""
+        here.note(last, f"op {last}")
+        assert here.heard_early() == "", "the call has not ended"
+        here.end(3)
+        assert bool(here.heard_early()) == differs
+        assert here.heard_early() == "", "once"
+
+
+def test_news_is_told_once() -> None:
+    calls = made(1, 2)
+    assert calls.news()
+    assert calls.news() == b""
+    assert MadeCalls().news() == b"", "on CPU nothing is noted, and nothing said"
+
+
+def test_news_that_is_too_old_to_be_compared_says_nothing() -> None:
+    here, old = made(*range(1, 40000)), made(7, 7)
+    assert here.heard(1, old.news()) == ""
