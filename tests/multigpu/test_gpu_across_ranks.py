@@ -53,7 +53,7 @@ def columns(group: dist.ProcessGroup, differs: bool) -> Any:
 
 def capacity(group: dist.ProcessGroup, differs: bool) -> Any:
     splits, w = torch.tensor([32, 32], device="cuda"), bf16(1, K, N)
-    options = {"capacity": 128 if differs else 64, "schedule": "dispatch[by=kernel,rest=together]"}
+    options = {"capacity": 128 if differs else 64, "schedule": "dispatch[by=kernel,rest=each]"}
     return weft.all_to_all_matmul(bf16(64, K), w, splits, group=group, max_rows=128, **options)
 
 

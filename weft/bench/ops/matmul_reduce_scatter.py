@@ -39,7 +39,8 @@ class ScatterVariants(TorchVariants):
 
     def gemm(self, which: int, out: torch.Tensor) -> None:
         """By the library."""
-        torch.mm(*self.calls[which], out=out)
+        call = self.calls[which]
+        torch.mm(call.x, call.B, out=out)
 
     def serial(self, which: int) -> torch.Tensor:
         self.gemm(which, self.product)
@@ -54,8 +55,8 @@ class ScatterVariants(TorchVariants):
         return y
 
     def torchs(self) -> Arm:
-        name = self.ranks.group.group_name
-        return lambda which: torch.ops.symm_mem.fused_matmul_reduce_scatter(*self.calls[which], "sum", 0, name)
+        name, fused = self.ranks.group.group_name, torch.ops.symm_mem.fused_matmul_reduce_scatter
+        return lambda which: fused(self.calls[which].x, self.calls[which].B, "sum", 0, name)
 
     def alone(self) -> tuple[Call, Call, Call]:
         return (
