@@ -221,9 +221,9 @@ def test_fitted_lines_have_no_negative_latency_and_must_rise() -> None:
 
 def test_this_machine_is_named_by_its_driver_or_its_cpu(tmp_path: Path) -> None:
     assert machine.machine_name(tmp_path).endswith(("core", "cores"))
-    assert machine.known_here(tmp_path) is None
+    assert machine.machine_here(tmp_path) is None
     card = tmp_path / "gpus" / "0000:19:00.0"
     card.mkdir(parents=True)
     (card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 42\n")
     assert machine.machine_name(tmp_path) == "NVIDIA H200"
-    assert machine.known_here(tmp_path) == "h200"
+    assert machine.machine_here(tmp_path) == load_machine("h200")

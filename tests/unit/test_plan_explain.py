@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft import plan
-from weft.hw import known_machines, load_machine
+from weft.hw import known_machines, load_machine, machine_of
 from weft.plan.explain import HEADER
 from weft.schedule import AllGatherMatmul
 from weft.schedule.problem import PROBLEMS
@@ -112,13 +112,17 @@ def test_a_machine_in_a_file(tmp_path: Path) -> None:
 
 def test_without_a_machine_it_is_this_one_or_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     function = plan.machine_and_model.__globals__
-    monkeypatch.setitem(function, "known_here", lambda: None)
+    monkeypatch.setitem(function, "machine_here", lambda: None)
     machine, _, notes = plan.machine_and_model(None, 2)
     assert machine.name == "NVIDIA H200"
     assert "has no machine file" in notes[0]
-    monkeypatch.setitem(function, "known_here", lambda: "mi300x")
+    monkeypatch.setitem(function, "machine_here", lambda: load_machine("mi300x"))
     machine, _, notes = plan.machine_and_model(None, 2)
     assert (machine.name, len(notes)) == ("AMD Instinct MI300X", 1)
+    monkeypatch.setitem(function, "machine_here", lambda: machine_of("NVIDIA RTX 9999"))
+    machine, _, notes = plan.machine_and_model(None, 2)
+    assert machine.name == "NVIDIA RTX 9999"
+    assert "its numbers are derived" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Machines and topologies as data, each number with its unit and where it comes from; and what this host can still give."""
 
+from weft.hw.here import machine_of
 from weft.hw.host import available_memory_bytes
-from weft.hw.machine import Machine, Quantity, file_of, known_machines, load_machine
+from weft.hw.machine import Machine, file_of, known_machines, load_machine
+from weft.hw.quantity import Quantity
 
-__all__ = ["Machine", "Quantity", "available_memory_bytes", "file_of", "known_machines", "load_machine"]
+__all__ = ["Machine", "Quantity", "available_memory_bytes", "file_of", "known_machines", "load_machine", "machine_of"]

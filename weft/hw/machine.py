@@ -3,10 +3,11 @@
     [memory.copy_bandwidth]
     value = 4.2
     unit = "TB/s"
-    source = "measured"        # or "datasheet", or "paper", or "assumed": nobody's measurement, and the note says why
+    source = "measured"        # or one of the others in `weft.hw.quantity.SOURCES`
     note = "device-to-device copy, bytes read and written"
 
-Its first lines are `name = "..."` and `topology = "switch"`: how its GPUs are linked (`weft.hw.topology`).
+Its first lines are `name = "..."` and `topology = "switch"`: how its GPUs are linked (`weft.hw.topology`). With `derived_from =
+"h200"` below them, what the file lacks is derived from another machine's numbers (`weft.hw.derived`): a datasheet will do.
 
 `load_machine("h200")["memory.copy_bandwidth"].si` is 4.2e12. A benchmark does not divide by these: it measures its
 ceilings in its own run (`weft.bench.core.ceilings`). The files are for models, and to tell a sick machine from a sound one.
@@ -22,35 +23,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-UNITS = {
-    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9,
-    "B/s": 1.0, "GB/s": 1e9, "TB/s": 1e12,
-    "FLOP/s": 1.0, "TFLOP/s": 1e12,
-    "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
-    "Hz": 1.0, "GHz": 1e9, "1": 1.0,
-}  # fmt: skip
-SOURCES = ("measured", "datasheet", "paper", "assumed")
+from weft.hw.derived import derived
+from weft.hw.quantity import SOURCES, UNITS, Quantity
+
 _FOLDERS = {"machine": "weft.hw", "topology": "weft.hw.topology"}
 _TIMES = ("ns", "us", "ms", "s")
 _BYTES = ("B", "KiB", "MiB", "GiB", "GB")
 _BANDWIDTHS = ("B/s", "GB/s", "TB/s")
 _RATES = ("FLOP/s", "TFLOP/s")
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    value: float
-    unit: str
-    source: str
-    note: str = ""
-
-    @property
-    def si(self) -> float:
-        """The value in bytes, seconds, hertz, bytes/s or FLOP/s."""
-        return self.value * UNITS[self.unit]
-
-    def __str__(self) -> str:
-        return f"{self.value:g} {self.unit} ({self.source})" if self.unit != "1" else f"{self.value:g} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -59,6 +39,8 @@ class Machine:
     quantities: Mapping[str, Quantity]
     topology: str = ""
     """A name or a path, for `weft.hw.topology.load_topology`."""
+    about: str = ""
+    """Where the numbers come from, if not from a file."""
 
     def __getitem__(self, key: str) -> Quantity:
         if key not in self.quantities:
@@ -111,16 +93,20 @@ def file_of(machine: str) -> str | None:
 def load_machine(name: str | Path) -> Machine:
     """The machine `name` (see `known_machines`), or the one in the TOML file at that path.
 
-    Raises ValueError where a number lacks its unit or source, has one that is not known, is not positive, or is assumed
-    without a note.
+    Raises ValueError if a number lacks its unit or source, has one that is not known, is not positive, or is assumed without a
+    note; and if numbers are to be derived, and those that they follow are missing.
     """
     data = read_file("machine", name)
-    title, topology = data.pop("name"), data.pop("topology", "")
+    title, topology, base = data.pop("name"), data.pop("topology", ""), data.pop("derived_from", None)
     if not isinstance(topology, str):
         raise ValueError(f'{name}: topology = {topology!r} must be a name or a path, as topology = "switch"')
     if topology.endswith(".toml"):
         topology = str(Path(name).parent / topology)
     quantities = quantities_of(str(name), data)
+    if base is not None:
+        if base not in known_machines():
+            raise ValueError(f"{name}: derived_from = {base!r} must be one of {', '.join(known_machines())}")
+        quantities = derived(str(name), quantities, base, load_machine(base).quantities)
     if not quantities:
         raise ValueError(f"{name}: a machine without a number in it")
     return Machine(title, quantities, topology)

@@ -29,7 +29,7 @@ import torch
 from weft import env, plan
 from weft.caller import warn
 from weft.errors import ScheduleError
-from weft.hw import file_of, load_machine
+from weft.hw import machine_of
 from weft.plan import gemms
 from weft.plan.choose import decide, warn_once
 from weft.plan.machine import machine_name
@@ -271,20 +271,21 @@ def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name:
 
 
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """The model of this machine, if there is a file for it; calibrated, if it has been (`weft plan calibrate`), and with the
-    GEMMs that this process has measured. The same object until it measures others."""
+    """Return the model of this machine; None on CPU, and for GPUs of which nothing is known (AMD's without a file). With the saved
+    calibration, if there is one (`weft plan calibrate`), and the GEMMs that this process has measured. The same object until it
+    measures others."""
     model = _calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))
 
 
 @lru_cache(maxsize=64)
 def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
-    file = file_of(device_name(device)) if device.type == "cuda" else None
-    if file is None:
+    machine = machine_of(device_name(device)) if device.type == "cuda" else None
+    if machine is None:
         return None
-    model, note, refused = plan.calibrated(load_machine(file), world_size)
+    model, note, refused = plan.calibrated(machine, world_size)
     if refused:
-        warn(f"planning with the machine file's numbers, {note}")
+        warn(f"planning without a calibration: {note}")
     return model
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _core, env, symm
-from weft.hw import file_of, load_machine
+from weft.hw import load_machine, machine_of
 from weft.kernels.signals import TOKEN
 from weft.plan import calibrate
 from weft.runtime.collectives import all_gather_single
@@ -42,8 +42,8 @@ def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_
     assert group is not None
     with symm.set_up_within(env.deadline_s()):  # ranks compile and measure between their exchanges
         measure = GpuMeasure(symm.domain(group, device))
-        # Another machine's file still says which sizes are sensible.
-        base = model_of(load_machine(file_of(measure.machine) or "h200"), world_size)
+        # Another machine's numbers still say which sizes are sensible.
+        base = model_of(machine_of(measure.machine) or load_machine("h200"), world_size)
         found = calibrate(measure, base, dtypes=dtypes, budget_s=budget_s, say=_printed if rank == 0 else _ignored)
         measure.close()
     return str(found.save()) if rank == 0 else ""

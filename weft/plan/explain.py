@@ -18,7 +18,7 @@ from weft.plan.autotune import known_times
 from weft.plan.calibration import calibrated
 from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
-from weft.plan.machine import known_here, machine_name
+from weft.plan.machine import machine_here, machine_name
 from weft.plan.predict import AT_LEAST, SAME_AS, Mode, Progress, Row
 from weft.schedule import described
 from weft.sim import Model
@@ -233,12 +233,12 @@ def machine_and_model(
     """The machine, its model, calibrated if that was done, with the GEMMs that this process has measured on such a machine;
     and what to know of that."""
     notes = []
-    if hw is None:
-        hw = known_here()
-        if hw is None:
-            hw = "h200"
-            notes.append(f"{machine_name()} has no machine file, so this one is shown: hw (--hw) chooses another")
-    machine = load_machine(hw)
+    machine = machine_here() if hw is None else load_machine(hw)
+    if machine is None:
+        machine = load_machine("h200")
+        notes.append(f"{machine_name()} has no machine file, so {machine.name} is shown: hw (--hw) chooses another")
+    elif machine.about:
+        notes.append(machine.about)
     try:
         model, note, _ = calibrated(machine, ranks)
         if topology is not None:

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from weft.hw import Machine, file_of, load_machine
+from weft.hw import Machine, load_machine, machine_of
 from weft.schedule import AllGatherMatmul, AllToAllMatmul, NotApplicableError, Problem, named
 
 _ABOVE = 5.0
 """Times the threshold: where hetero-unfused-1D begins."""
 
 _PAPERS = "mi300x"
-"""The paper's machine, whose threshold holds where there is no machine file, as on CPUs."""
+"""The paper's machine, whose threshold holds for machines of which nothing is known, as CPUs."""
 
 
 def static_pick(problem: Problem, machine: Machine) -> str | None:
@@ -66,7 +66,7 @@ def pick_here(problem: Problem, machine_name: str) -> tuple[str | None, str]:
 
 @lru_cache(maxsize=8)
 def _machine(name: str) -> Machine:
-    return load_machine(file_of(name) or _PAPERS)
+    return machine_of(name) or load_machine(_PAPERS)
 
 
 def peak_flops(machine: Machine, dtype: str) -> float:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-from weft.hw import file_of
+from weft.hw import Machine, machine_of
 
 _NVIDIA = Path("/proc/driver/nvidia")
 _PACKAGES = ("weft", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -24,9 +24,9 @@ def machine_name(driver: Path = _NVIDIA) -> str:
     return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 
 
-def known_here(driver: Path = _NVIDIA) -> str | None:
-    """The machine file (`weft.hw`) of this machine, if there is one."""
-    return file_of(machine_name(driver))
+def machine_here(driver: Path = _NVIDIA) -> Machine | None:
+    """Return the machine that this process runs on, by its file or derived; None if nothing is known of it, as of CPUs."""
+    return machine_of(machine_name(driver))
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,64 @@
+"""Numbers that nobody has measured on a machine, from those of a measured one: what the datasheet or the driver says of both gives
+the ratio.
+
+    rates of GEMMs                          as the datasheet's rate of bf16
+    elementwise kernels, in fp32            as compute.fp32_vector, if that is given, else as bf16
+    copies within memory                    as the datasheet's bandwidth
+    links, collectives, copies to peers     as the bandwidth of a GPU's links
+    what units store late                   as their number
+    latencies, shares, everything else      as they are
+
+Datasheet numbers with an H200's ratios predict recorded calls on two H100s within 6% above 100 us, in the mean
+(`tests/unit/test_hw_derived.py`). A calibration (`weft plan calibrate`) replaces most of these numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.hw.quantity import Quantity
+
+GIVEN = ("compute.multiprocessors", "compute.bf16_dense", "memory.bandwidth", "link.bandwidth")
+"""The numbers without which nothing can be derived."""
+_BF16, _VECTOR, _MEMORY, _LINK, _UNITS = (
+    "compute.bf16_dense",
+    "compute.fp32_vector",
+    "memory.bandwidth",
+    "link.bandwidth",
+    "compute.multiprocessors",
+)
+_AS: tuple[tuple[str, str], ...] = (
+    ("compute.fp32_vector", _VECTOR),
+    ("compute.", _BF16),
+    ("memory.copy_bandwidth", _MEMORY),
+    ("memory.", _UNITS),
+    ("link.stored_late", _UNITS),
+    ("link.", _LINK),
+    ("collective.", _LINK),
+    ("copy_engine.bandwidth", _LINK),
+    ("contention.", _LINK),
+)
+"""By how a key begins, whose ratio it follows; the first that fits."""
+_RATES = ("B/s", "GB/s", "TB/s", "FLOP/s", "TFLOP/s", "MiB", "GB")
+"""Units of what follows a ratio; times, shares and counts stay."""
+
+
+def derived(
+    name: str, given: Mapping[str, Quantity], base: str, of_base: Mapping[str, Quantity]
+) -> dict[str, Quantity]:
+    """`given`, and every other number of the machine `base`, scaled. `ValueError` names a number that is missing (`GIVEN`)."""
+    if missing := [key for key in GIVEN if key not in given]:
+        raise ValueError(f"{name}: add {', '.join(missing)}: the other numbers are derived from them and {base}'s")
+    ratios = {key: given[key].si / of_base[key].si for key in (_BF16, _MEMORY, _LINK, _UNITS)}
+    ratios[_VECTOR] = given[_VECTOR].si / of_base[_VECTOR].si if _VECTOR in given else ratios[_BF16]
+    found = dict(given)
+    for key, quantity in of_base.items():
+        if key in given:
+            continue
+        like = next((like for begin, like in _AS if key.startswith(begin)), None)
+        if like is None or quantity.unit not in _RATES or ratios[like] == 1:
+            found[key] = Quantity(quantity.value, quantity.unit, "derived", f"{base}'s")
+        else:
+            value = float(f"{quantity.value * ratios[like]:.4g}")
+            found[key] = Quantity(value, quantity.unit, "derived", f"{base}'s {quantity.value:g}, scaled as {like}")
+    return found

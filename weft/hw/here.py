@@ -1,0 +1,56 @@
+"""The machine of a GPU by its name: its file, or numbers derived from what its driver says."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from weft.hw.derived import derived
+from weft.hw.machine import Machine, file_of, load_machine
+from weft.hw.nvml import DriverFacts, facts_of
+from weft.hw.quantity import Quantity
+
+_BASE = "h200"
+_OF_BASE = DriverFacts(
+    name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
+    memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 26.562e9, nvlinks=18,
+)  # fmt: skip
+"""The driver's facts of the machine whose file the rest follows: they are no datasheet's, so ratios are of like to like."""
+_MOST = 30.0
+"""Times the base's number, or its part: what is farther from it is taken for a fault of the driver."""
+_SCALED = {
+    "compute.multiprocessors": "multiprocessors",
+    "compute.bf16_dense": "flops_per_s",
+    "memory.bandwidth": "memory_bytes_per_s",
+    "memory.capacity": "memory_bytes",
+    "link.bandwidth": "link_bytes_per_s",
+}
+
+
+@lru_cache(maxsize=16)
+def machine_of(name: str) -> Machine | None:
+    """Return the machine of NVIDIA GPUs of this name, as the driver or torch says it: a known file's, or a derived one. None for
+    names that are not an NVIDIA GPU's, unless the driver knows them."""
+    if file := file_of(name):
+        return load_machine(file)
+    facts = facts_of(name)
+    if facts is None and not name.startswith(("NVIDIA", "Tesla", "Quadro", "GeForce")):
+        return None
+    return _from_driver(name, facts)
+
+
+def _from_driver(name: str, facts: DriverFacts | None) -> Machine:
+    base, given, unknown = load_machine(_BASE), dict[str, Quantity](), list[str]()
+    for key, fact in _SCALED.items():
+        ratio = getattr(facts, fact) / getattr(_OF_BASE, fact) if facts else 0.0
+        if not 1 / _MOST < ratio < _MOST:
+            ratio = 1.0
+            unknown.append(key)
+        of_base = base[key]
+        value = round(of_base.value * ratio) if key == "compute.multiprocessors" else of_base.value * ratio
+        given[key] = Quantity(
+            float(f"{value:.4g}"), of_base.unit, "derived", "from the driver" if ratio != 1 else f"{_BASE}'s"
+        )
+    about = f"no machine file has {name!r}: its numbers are derived from what the driver says, and from {base.name}'s"
+    if unknown:
+        about += f"; the driver says nothing usable of {', '.join(unknown)}, which are taken to be {base.name}'s"
+    return Machine(name, derived(name, given, _BASE, base.quantities), base.topology, about)

@@ -1,0 +1,125 @@
+"""What NVIDIA's driver says of a GPU, by its management library (NVML), which comes with the driver. Without torch.
+
+The numbers of a machine without a file are derived from these (`weft.hw.here`). The driver does not know a datasheet's rate of
+bf16: here it is the number of multiprocessors, times the highest clock, times the operations of one in a cycle, which the compute
+capability tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+_FLOPS_PER_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}
+"""Of one multiprocessor, dense, in 16 bits, by compute capability; others as the newest that is older."""
+_CORES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
+"""Of one multiprocessor; 128 in others."""
+_PCIE_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_NVLINK_MBPS = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+_MOST_NVLINKS = 18
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """One GPU, in SI units; 0 for a number that the driver does not say."""
+
+    name: str
+    multiprocessors: int
+    flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To all peers, one direction: NVLinks, or the slot."""
+    nvlinks: int
+
+
+@lru_cache(maxsize=8)
+def facts_of(name: str) -> DriverFacts | None:
+    """Return what the driver says of the first GPU of that name; None without NVML or such a GPU."""
+    with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
+        for handle in _devices(nvml):
+            if _name(nvml, handle) == name:
+                return _facts(nvml, handle, name)
+    return None
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[ctypes.CDLL]:
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if nvml.nvmlInit_v2():
+        raise OSError("NVML does not start")
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _devices(nvml: ctypes.CDLL) -> Iterator[ctypes.c_void_p]:
+    count = ctypes.c_uint()
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return
+    for index in range(count.value):
+        handle = ctypes.c_void_p()
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+            yield handle
+
+
+def _name(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(96)
+    return "" if nvml.nvmlDeviceGetName(handle, text, len(text)) else text.value.decode(errors="replace")
+
+
+def _facts(nvml: ctypes.CDLL, handle: ctypes.c_void_p, name: str) -> DriverFacts:
+    def number(function: Callable[..., int], *arguments: int) -> int:
+        found = ctypes.c_uint()
+        return 0 if function(handle, *arguments, ctypes.byref(found)) else found.value
+
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    capability = major.value, minor.value
+    units = number(nvml.nvmlDeviceGetNumGpuCores) // _CORES.get(capability, 128)
+    clock_mhz, memory_mhz = (number(nvml.nvmlDeviceGetMaxClockInfo, kind) for kind in (_SM_CLOCK, _MEMORY_CLOCK))
+    per_cycle = max((c, flops) for c, flops in _FLOPS_PER_CYCLE.items() if c <= max(capability, (7, 0)))[1]
+    active = [link for link in range(_MOST_NVLINKS) if number(nvml.nvmlDeviceGetNvLinkState, link)]
+    link = len(active) * _nvlink_mbps(nvml, handle) * 1e6
+    if not link:
+        lanes = number(nvml.nvmlDeviceGetMaxPcieLinkWidth)
+        link = lanes * _PCIE_PER_LANE.get(number(nvml.nvmlDeviceGetMaxPcieLinkGeneration), 0.0)
+    return DriverFacts(
+        name=name,
+        multiprocessors=units,
+        flops_per_s=units * clock_mhz * 1e6 * per_cycle,
+        memory_bytes=_memory(nvml, handle),
+        memory_bytes_per_s=2e6 * memory_mhz * number(nvml.nvmlDeviceGetMemoryBusWidth) / 8,  # two transfers a cycle
+        link_bytes_per_s=link,
+        nvlinks=len(active),
+    )
+
+
+def _memory(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
+    memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+    return 0 if nvml.nvmlDeviceGetMemoryInfo(handle, memory) else memory[0]
+
+
+class _FieldValue(ctypes.Structure):  # nvmlFieldValue_t
+    _fields_ = [
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency_us", ctypes.c_longlong),
+        ("kind", ctypes.c_int),
+        ("status", ctypes.c_int),
+        ("value", ctypes.c_ulonglong),
+    ]
+
+
+def _nvlink_mbps(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
+    """Of one link, one direction."""
+    found = _FieldValue(field=_NVLINK_MBPS)
+    if nvml.nvmlDeviceGetFieldValues(handle, 1, ctypes.byref(found)) or found.status:
+        return 0
+    return found.value & 0xFFFFFFFF

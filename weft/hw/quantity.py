@@ -1,0 +1,32 @@
+"""A number of a machine: its value, its unit, and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNITS = {
+    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "GB": 1e9,
+    "B/s": 1.0, "GB/s": 1e9, "TB/s": 1e12,
+    "FLOP/s": 1.0, "TFLOP/s": 1e12,
+    "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
+    "Hz": 1.0, "GHz": 1e9, "1": 1.0,
+}  # fmt: skip
+"""By name, in bytes, seconds, hertz, bytes/s or FLOP/s."""
+SOURCES = ("measured", "datasheet", "paper", "derived", "assumed")
+"""derived: from another machine's (`weft.hw.derived`). assumed: nobody's measurement, and the note says why this value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    value: float
+    unit: str
+    source: str
+    note: str = ""
+
+    @property
+    def si(self) -> float:
+        """The value in bytes, seconds, hertz, bytes/s or FLOP/s."""
+        return self.value * UNITS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit} ({self.source})" if self.unit != "1" else f"{self.value:g} ({self.source})"
