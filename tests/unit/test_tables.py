@@ -6,10 +6,14 @@ Cheapest first: single descriptions, then columns against a plain recount, then 
 from __future__ import annotations
 
 import enum
+import functools
+import math
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,14 +39,32 @@ class TorchRecDataType(enum.Enum):
 
 @dataclass
 class TorchRecConfig:
-    """TorchRec's fields, as far as they matter here."""
+    """The fields of TorchRec 1.6.1's `EmbeddingBagConfig`, and what it sets where no `init_fn` is given."""
 
     num_embeddings: int
     embedding_dim: int
     name: str = ""
     data_type: TorchRecDataType = TorchRecDataType.FP32
     feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    num_embeddings_post_pruning: int | None = None
+    init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: object | None = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
     pooling: TorchRecPooling = TorchRecPooling.SUM
+
+    def __post_init__(self) -> None:
+        if self.init_fn is None:
+            bound = math.sqrt(1 / self.num_embeddings)
+            low = -bound if self.weight_init_min is None else self.weight_init_min
+            high = bound if self.weight_init_max is None else self.weight_init_max
+            self.init_fn = functools.partial(torch.nn.init.uniform_, a=low, b=high)
 
 
 def table(
@@ -63,6 +85,17 @@ def table(
         ((10, 4, "t", ("f", "g", "f")), ["'t'", "'f'", "2 times"]),
         ((10, 4, "t", ("f",), "max"), ["'t'", "pooling='max'", "'mean'"]),
         ((10, 4, "t", ("f",), "sum", torch.float64), ["'t'", "float64", "bfloat16"]),
+        ((10, 4, "t", ("f",), "sum", torch.float32, "1"), ["'t'", "weight_init_max='1'", "finite number"]),
+        ((10, 4, "t", ("f",), "sum", torch.float32, None, math.nan), ["'t'", "weight_init_min=nan", "finite number"]),
+        (
+            (10, 4, "t", ("f",), "sum", torch.float32, -1.0),
+            ["'t'", "weight_init_min=-0.3", "above weight_init_max=-1.0"],
+        ),
+        ((10, 4, "t", ("f",), "sum", torch.float32, None, None, 1.0), ["'t'", "init_fn=1.0", "function of a tensor"]),
+        (
+            (10, 4, "t", ("f",), "sum", torch.float32, 1.0, None, len),
+            ["'t'", "weight_init_max=1.0", "init_fn: pass one"],
+        ),
     ],
 )
 def test_a_bad_table_is_refused_with_its_name_and_the_fix(arguments, words):
@@ -92,7 +125,7 @@ def test_a_bad_sharding_is_refused(arguments, words):
 
 
 def test_torchrec_configs_are_read_by_their_fields():
-    given_config = TorchRecConfig(100, 8, "users", TorchRecDataType.BF16, ["u", "v"], TorchRecPooling.MEAN)
+    given_config = TorchRecConfig(100, 8, "users", TorchRecDataType.BF16, ["u", "v"], pooling=TorchRecPooling.MEAN)
     assert EmbeddingBagConfig.of(given_config) == table(
         "users", 100, 8, ("u", "v"), pooling="mean", dtype=torch.bfloat16
     )
@@ -106,6 +139,68 @@ def test_torchrec_configs_are_read_by_their_fields():
         EmbeddingBagConfig.of(TorchRecConfig(3, 2, "x", pooling=TorchRecPooling.NONE))
     with pytest.raises(TypeError, match=r"num_embeddings|pooling"):
         EmbeddingBagConfig.of({"name": "x"})
+
+
+OTHER = {  # values that are not the default, of the fields that do not say what weft makes of a table
+    "num_embeddings_post_pruning": 3,
+    "need_pos": True,
+    "input_dim": 3,
+    "total_num_buckets": 3,
+    "use_virtual_table": True,
+    "virtual_table_eviction_policy": object(),
+    "enable_embedding_update": True,
+    "stash_weights": True,
+}
+TAKEN = {  # and what is made of the others
+    "num_embeddings": (7, lambda made: made.num_embeddings == 7),
+    "embedding_dim": (7, lambda made: made.embedding_dim == 7),
+    "name": ("y", lambda made: made.name == "y"),
+    "data_type": (TorchRecDataType.FP16, lambda made: made.dtype == torch.float16),
+    "feature_names": (["u"], lambda made: made.feature_names == ("u",)),
+    "pooling": (TorchRecPooling.MEAN, lambda made: made.pooling == "mean"),
+    "weight_init_max": (0.25, lambda made: made.first_values == (-0.5, 0.25) and made.init_fn is None),
+    "weight_init_min": (0.25, lambda made: made.first_values == (0.25, 0.5) and made.init_fn is None),
+    "init_fn": (torch.nn.init.ones_, lambda made: made.init_fn is torch.nn.init.ones_),
+}
+
+
+@pytest.mark.parametrize("option", [of.name for of in fields(TorchRecConfig)])
+def test_each_of_torchrecs_options_is_applied_or_refused(option):
+    given_config = TorchRecConfig(4, 2, "x")
+    assert EmbeddingBagConfig.of(given_config).init_fn is None
+    if option in TAKEN:
+        value, applied = TAKEN[option]
+        rest = {"num_embeddings": 4, "embedding_dim": 2, "name": "x"} | {option: value}
+        assert applied(EmbeddingBagConfig.of(TorchRecConfig(**rest)))
+    else:
+        setattr(given_config, option, OTHER[option])
+        with pytest.raises(ValueError, match=rf"table 'x': {option}=.* is not supported: leave it at its default, "):
+            EmbeddingBagConfig.of(given_config)
+
+
+def test_options_that_no_torchrec_has_yet_are_refused():
+    @dataclass
+    class Later(TorchRecConfig):
+        shadow: str = "none"
+        notes: list[str] = field(default_factory=list)
+
+    assert EmbeddingBagConfig.of(Later(4, 2, "x")).name == "x"
+    for option, value in (("shadow", "other"), ("notes", ["a"])):
+        with pytest.raises(ValueError, match=f"{option}=.* is not supported"):
+            EmbeddingBagConfig.of(Later(4, 2, "x", **{option: value}))
+    plain = SimpleNamespace(**{of.name: getattr(TorchRecConfig(4, 2, "x"), of.name) for of in fields(TorchRecConfig)})
+    assert EmbeddingBagConfig.of(plain) == EmbeddingBagConfig.of(TorchRecConfig(4, 2, "x"))
+    plain.need_pos = True
+    with pytest.raises(ValueError, match="need_pos=True is not supported"):
+        EmbeddingBagConfig.of(plain)
+    with pytest.raises(ValueError, match="weight_init_max=1 has no effect beside init_fn"):
+        EmbeddingBagConfig.of(TorchRecConfig(4, 2, "x", weight_init_max=1, init_fn=torch.nn.init.ones_))
+
+
+def test_first_values_are_no_part_of_a_table():
+    filled = table(init_fn=torch.nn.init.ones_)
+    assert filled == table() == table(weight_init_min=0.0)
+    assert EmbeddingSharding((filled,), (0,), 1).fingerprint == EmbeddingSharding((table(),), (0,), 1).fingerprint
 
 
 @st.composite

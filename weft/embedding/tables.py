@@ -7,12 +7,14 @@ same `EmbeddingSharding`; its `fingerprint` is how ranks find out that they do n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
@@ -24,6 +26,10 @@ from weft.words import counted
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = tuple(DTYPE_NAMES)
 INDEX_BYTES = 8  # an id, or an offset: int64 is what data loaders hand over
+_FIRST_VALUES = ("weight_init_min", "weight_init_max", "init_fn")
+_READ_OF_TORCHREC = {
+    "num_embeddings", "embedding_dim", "name", "feature_names", "pooling", "data_type", *_FIRST_VALUES,
+}  # fmt: skip
 _DTYPE_OF_TORCHREC = {name.upper(): dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -32,8 +38,14 @@ class EmbeddingBagConfig:
     """One embedding table, with TorchRec's field names.
 
     `num_embeddings` rows of `embedding_dim` elements of `dtype`; each name in `feature_names` is an input that is
-    looked up in this table and pooled by `pooling` ("sum" or "mean") into one vector per sample. Raises `ValueError` on
-    sizes below 1, an unknown pooling or dtype, no feature, or a feature named twice.
+    looked up in this table and pooled by `pooling` ("sum" or "mean") into one vector per sample.
+
+    `weft.nn.ShardedEmbeddingBagCollection` fills the table uniformly between `weight_init_min` and `weight_init_max` (default
+    -+sqrt(1 / num_embeddings)), or by `init_fn`: it is given the [num_embeddings, embedding_dim] tensor, and fills it or returns
+    another of its shape. First values are no part of equality: two configs that differ only there describe one table.
+
+    Raises `ValueError` on sizes below 1, an unknown pooling or dtype, no feature, a feature named twice, bounds that are no
+    interval, or both bounds and `init_fn`.
     """
 
     num_embeddings: int
@@ -42,6 +54,9 @@ class EmbeddingBagConfig:
     feature_names: tuple[str, ...]
     pooling: Literal["sum", "mean"] = "sum"
     dtype: torch.dtype = torch.float32
+    weight_init_max: float | None = field(default=None, compare=False, repr=False)
+    weight_init_min: float | None = field(default=None, compare=False, repr=False)
+    init_fn: Callable[[torch.Tensor], Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         at = f"table {self.name!r}"
@@ -70,12 +85,47 @@ class EmbeddingBagConfig:
             raise ValueError(f"{at}: pooling={self.pooling!r} must be 'sum' or 'mean'")
         if self.dtype not in DTYPES:
             raise ValueError(f"{at}: dtype={self.dtype} must be one of {', '.join(map(str, DTYPES))}")
+        self._check_first_values(at)
+
+    def _check_first_values(self, at: str) -> None:
+        given = {what: value for what in _FIRST_VALUES[:2] if (value := getattr(self, what)) is not None}
+        for what, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{at}: {what}={value!r} must be a finite number")
+        if self.init_fn is not None:
+            if not callable(self.init_fn):
+                raise ValueError(f"{at}: init_fn={self.init_fn!r} must be a function of a tensor")
+            for what, value in given.items():
+                raise ValueError(f"{at}: {what}={value} has no effect beside init_fn: pass one of them")
+        low, high = self.first_values
+        if low > high:
+            raise ValueError(f"{at}: weight_init_min={low} must not be above weight_init_max={high}: pass both")
+
+    @property
+    def first_values(self) -> tuple[float, float]:
+        """Bounds between which the table is filled where there is no `init_fn`."""
+        bound = math.sqrt(1 / self.num_embeddings)
+        low, high = self.weight_init_min, self.weight_init_max
+        return -bound if low is None else low, bound if high is None else high
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Fill `weight`, the table, with its first values."""
+        with torch.no_grad():
+            if self.init_fn is None:
+                weight.uniform_(*self.first_values)
+            elif isinstance(made := self.init_fn(weight), torch.Tensor) and made is not weight:
+                if made.shape != weight.shape:
+                    raise ValueError(
+                        f"table {self.name!r}: init_fn returned shape {tuple(made.shape)}: return {tuple(weight.shape)}, or None"
+                    )
+                weight.copy_(made)
 
     @classmethod
     def of(cls, config: Any) -> EmbeddingBagConfig:
         """`config` if it is one of ours, otherwise a copy of TorchRec's `EmbeddingBagConfig` (read by its field names).
 
-        As in TorchRec, a table without `feature_names` is looked up by a feature of its own name.
+        As in TorchRec, a table without `feature_names` is looked up by a feature of its own name. Raises `ValueError` on an
+        option that weft does not have, unless it is at its default.
         """
         if isinstance(config, cls):
             return config
@@ -89,8 +139,18 @@ class EmbeddingBagConfig:
         data_type_name = str(getattr(data_type, "name", data_type)).upper()
         if data_type_name not in _DTYPE_OF_TORCHREC:
             raise ValueError(f"table {name!r}: data_type={data_type!r} must be one of {', '.join(_DTYPE_OF_TORCHREC)}")
+        for option, value, default in _other_options(config):
+            raise ValueError(
+                f"table {name!r}: {option}={value!r} is not supported: leave it at its default, {default!r}"
+            )
         pooling_name: Any = str(getattr(pooling, "name", pooling)).lower()
-        return cls(rows, dim, name, tuple(features) or (name,), pooling_name, _DTYPE_OF_TORCHREC[data_type_name])
+        low, high, init_fn = (getattr(config, what, None) for what in _FIRST_VALUES)
+        made = cls(
+            rows, dim, name, tuple(features) or (name,), pooling_name, _DTYPE_OF_TORCHREC[data_type_name], high, low
+        )
+        if init_fn is None or _is_uniform(init_fn, made.first_values):
+            return made
+        return replace(made, init_fn=init_fn)
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +165,28 @@ class EmbeddingBagConfig:
         row_bytes = self.embedding_dim * self.dtype.itemsize + INDEX_BYTES
         features = len(self.feature_names)
         return ((features if rows_read is None else rows_read) + features) * row_bytes
+
+
+def _other_options(config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, value and default of each option of `config` that is set, and that `EmbeddingBagConfig.of` does not read."""
+    defaults = dict.fromkeys(vars(config)) if hasattr(config, "__dict__") else {}
+    if is_dataclass(config):
+        for of in fields(config):
+            made = None if of.default_factory is MISSING else of.default_factory()
+            defaults[of.name] = made if of.default is MISSING else of.default
+    for option, default in defaults.items():
+        if option in _READ_OF_TORCHREC or option.startswith("_"):
+            continue
+        value = getattr(config, option)
+        if not (value is None or value is False or value == default):
+            yield option, value, default
+
+
+def _is_uniform(init_fn: Any, bounds: tuple[float, float]) -> bool:
+    """True if `init_fn` is what TorchRec sets where none is given."""
+    if not isinstance(init_fn, functools.partial) or init_fn.func is not torch.nn.init.uniform_ or init_fn.args:
+        return False
+    return init_fn.keywords == dict(zip("ab", bounds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ In both cases a rank gets the pooled vectors of all tables for its own samples, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, NoReturn, Self, cast
 
@@ -43,8 +44,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
     only, so the parameters do not require gradients.
 
     Parameters are `embedding_bags.<table>.weight`, ordinary tensors [num_embeddings, embedding_dim]; only this rank's
-    tables exist here, so `state_dict()` is this rank's share. They start uniform in +-1/sqrt(num_embeddings), drawn
-    from torch's default generator; `load_full_weights` copies an unsharded collection's.
+    tables exist here, so `state_dict()` is this rank's share. Each starts as its config says (`weight_init_min` and `_max`,
+    `init_fn`), by default uniform in +-sqrt(1/num_embeddings). Random values are drawn from torch's default generator, which is
+    seeded for each table by the first rank and put back after it: a table's values do not depend on the placement.
+    `load_full_weights` copies an unsharded collection's.
 
     `half()`, `bfloat16()`, `float()` and `to(...)` convert and move the tables, and the output with them; all ranks need
     the same dtype at the next call. Other dtypes and devices are a `ValueError` before this module is touched.
@@ -58,7 +61,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         group: a process group that this rank is in. There is no default: pass `dist.group.WORLD` for all ranks.
         device: where this rank's tables and features live; default the current GPU for an NCCL group, else the CPU. On
             "meta" the tables take no memory and cannot be called before `to_empty(device=...)`, which leaves the values
-            to be loaded.
+            to be loaded, or to `reset_parameters()`.
         placement: the owner of each table, by name or in table order; default balanced (`weft.embedding.place_tables`).
         rows_read: mean rows per sample and table, by name or in table order, which the balance goes by; default 1 per
             feature. Give it where pooling factors differ.
@@ -112,13 +115,12 @@ class ShardedEmbeddingBagCollection(nn.Module):
         except (ValueError, TypeError) as error:
             refusal = error
         said = {**asdict(options or EmbeddingOptions()), "input": input, "is_weighted": is_weighted}
-        sharding = _agree(group, device, sharding, said, refusal, self.deadline_s)
+        if sharding is not None:
+            said["first values"] = [_first_values(table) for table in sharding.tables]
+        sharding, seed = _agree(group, device, sharding, said, refusal, self.deadline_s)
         self._options = cast(EmbeddingOptions, options)
         self._settle(sharding, cast(torch.device, device))
-        for index in self.sharding.local_tables(self.rank):
-            table = self.sharding.tables[index]
-            # Past add_module, which refuses names that the container has for itself: a table may be called "items".
-            self.embedding_bags._modules[table.name] = _bag(table, self.device)
+        self._make_tables(seed)
         self._features = {slot.feature for slot in self.sharding.slots}
         self._own = {slot.feature for slot in self.sharding.local_slots(self.rank)}
         self._keys = [slot.key for slot in self.sharding.slots]
@@ -235,6 +237,30 @@ class ShardedEmbeddingBagCollection(nn.Module):
             for name, weight in local.items():
                 weight.copy_(weights[name])
 
+    def reset_parameters(self) -> None:
+        """Fill this rank's tables with the values that they started with, as after `to_empty`. Not collective."""
+        for table in self.embedding_bags.children():
+            cast(_Table, table).reset_parameters()
+
+    def _make_tables(self, seed: int) -> None:
+        """Make and fill this rank's tables. Collective: no rank has a module if another one has no memory for its tables, or an
+        `init_fn` that raises."""
+        failed = None
+        try:
+            for index in self.sharding.local_tables(self.rank):
+                table = self.sharding.tables[index]
+                # Past add_module, which refuses names that the container has for itself: a table may be called "items".
+                self.embedding_bags._modules[table.name] = _Table(table, self.device, seed + index)
+        except Exception as error:
+            failed = error
+        domain = _domain_of(self.group, self.device, self.deadline_s)
+        said = None if failed is None else str(failed) or repr(failed)
+        everyone = domain.all_gather(said, what="filling embedding tables", deadline_s=_patient(self.deadline_s))
+        if isinstance(failed, MemoryError | torch.OutOfMemoryError):  # which callers catch to try with less
+            raise failed
+        if reasons := by_rank((rank, text) for rank, text in enumerate(everyone) if text is not None):
+            raise RefusedError(f"tables could not be filled: {reasons}") from failed
+
     def _settle(self, sharding: EmbeddingSharding, device: torch.device) -> None:
         """Take note of what the tables are and of the device that they are on."""
         self.sharding, self.device = sharding, device
@@ -298,18 +324,45 @@ class ShardedEmbeddingBagCollection(nn.Module):
         )
 
 
-def _bag(table: EmbeddingBagConfig, device: torch.device) -> nn.EmbeddingBag:
-    """The table's parameter, under the name and in the module type that TorchRec uses; it is never called."""
-    bound = 1 / math.sqrt(table.num_embeddings)
-    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
-    bag = nn.EmbeddingBag(
-        table.num_embeddings,
-        table.embedding_dim,
-        mode=table.pooling,
-        include_last_offset=True,
-        _weight=weight.uniform_(-bound, bound),
-    )
-    return bag.requires_grad_(False)
+class _Table(nn.EmbeddingBag):
+    """The table's parameter, under the name and in a module type that TorchRec uses; it is never called."""
+
+    def __init__(self, table: EmbeddingBagConfig, device: torch.device, seed: int) -> None:
+        rows, dim = table.num_embeddings, table.embedding_dim
+        weight = torch.empty(rows, dim, dtype=table.dtype, device=device)
+        super().__init__(rows, dim, mode=table.pooling, include_last_offset=True, _weight=weight)
+        self.requires_grad_(False)
+        self._table, self._seed = table, seed
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            with _seeded(self._seed, self.weight.device):
+                self._table.fill(self.weight)
+
+
+def _first_values(table: EmbeddingBagConfig) -> str:
+    """What ranks compare of how a table starts."""
+    function: Any = table.init_fn
+    if function is None:
+        return f"uniform in {list(table.first_values)}"
+    numbers: dict[Any, int | float] = {}
+    while isinstance(function, functools.partial):
+        given = dict(enumerate(function.args)) | function.keywords
+        numbers |= {name: value for name, value in given.items() if isinstance(value, int | float)}
+        function = function.func
+    return f"{getattr(function, '__qualname__', type(function).__qualname__)} {numbers or ''}".strip()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of `device`, and put them back."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+        yield
 
 
 def _rank_in(group: Any) -> int:
@@ -344,24 +397,23 @@ def _agree(
     said: dict[str, Any],
     refusal: Exception | None,
     deadline_s: float | None,
-) -> EmbeddingSharding:
-    """Collective: the sharding, if all ranks have the same one and say the same of everything else.
+) -> tuple[EmbeddingSharding, int]:
+    """Collective: the sharding, if all ranks have the same one and say the same of everything else, and the first rank's seed.
 
     Otherwise every rank raises: `RefusedError` with what a rank refused its arguments for, or `DisagreementError`.
     """
-    # What was refused may be anything, and need not pickle.
-    mine = (sharding, said, None) if refusal is None else (None, {}, str(refusal))
-    # Ranks meet where the group's calls usually are, though one of them means another type of device, or none that there is.
-    usual = _device_for(group, None)
-    meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
-    # Not the shorter wait of other set-up: a rank may have filled the tables of another module since the others came.
-    deadline_s = env.deadline_s() if deadline_s is None else deadline_s
-    domain = symm.domain(group, meets_on, deadline_s=deadline_s)
-    everyone = domain.all_gather(mine, what="making a ShardedEmbeddingBagCollection", deadline_s=deadline_s)
-    if reasons := by_rank((rank, text) for rank, (_, _, text) in enumerate(everyone) if text is not None):
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    # What was refused may be anything, and need not pickle. Nor need an `init_fn`.
+    mine: tuple[EmbeddingSharding | None, dict[str, Any], str | None, int] = None, {}, str(refusal), seed
+    if refusal is None and sharding is not None:
+        mine = replace(sharding, tables=tuple(replace(t, init_fn=None) for t in sharding.tables)), said, None, seed
+    domain = _domain_of(group, device, deadline_s)
+    what = "making a ShardedEmbeddingBagCollection"
+    everyone = domain.all_gather(mine, what=what, deadline_s=_patient(deadline_s))
+    if reasons := by_rank((rank, text) for rank, (_, _, text, _) in enumerate(everyone) if text is not None):
         raise RefusedError(f"arguments refused by {reasons}") from refusal
-    first_sharding, first_said, _ = everyone[0]
-    for rank, (other_sharding, other_said, _) in enumerate(everyone):
+    first_sharding, first_said, _, seed = everyone[0]
+    for rank, (other_sharding, other_said, _, _) in enumerate(everyone):
         difference = first_sharding.difference(other_sharding)
         for name, value in first_said.items():
             if other_said[name] != value:
@@ -371,4 +423,16 @@ def _agree(
                 f"rank 0 has {difference}, as rank {rank} has: make the collection with the same arguments on all ranks"
             )
     assert sharding is not None
-    return sharding
+    return sharding, seed
+
+
+def _domain_of(group: dist.ProcessGroup, device: Any, deadline_s: float | None) -> symm.Domain:
+    """Where ranks meet to make a module: where the group's calls usually are, though a rank means another type of device."""
+    usual = _device_for(group, None)
+    meets_on = device if isinstance(device, torch.device) and device.type == usual.type else usual
+    return symm.domain(group, meets_on, deadline_s=_patient(deadline_s))
+
+
+def _patient(deadline_s: float | None) -> float:
+    """Not the shorter wait of other set-up: a rank may be filling tables meanwhile."""
+    return env.deadline_s() if deadline_s is None else deadline_s

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from weft.operator.layers import fill, refuse_input
+from weft.operator.layers import ends_group, fill, tells_peers, wrong_device
 from weft.operator.prepared import group_of
 from weft.ops.all_to_all_matmul import all_to_all_matmul
 from weft.ops.matmul_all_to_all import matmul_all_to_all
@@ -149,11 +149,12 @@ class ExpertParallelMLP(nn.Module):
         """Whether `local_part` may take it."""
         return name in (self.first_name, "down_proj") or _ONE_BY_ONE.fullmatch(name) is not None
 
+    @tells_peers
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """top_k_index: which experts of all each token has, integers; on CPU their values are checked. top_k_weights: how much each
         counts, in any floating dtype."""
         if wrong := self._wrong_input(x, top_k_index, top_k_weights):
-            refuse_input(self, self.group_name, x, wrong)
+            raise ValueError(f"{type(self).__name__}: {wrong}")
         tokens = x.reshape(-1, x.shape[-1])
         top_k = top_k_index.shape[1]
         expert, order = top_k_index.flatten().to(torch.int64).sort(stable=True)
@@ -173,10 +174,14 @@ class ExpertParallelMLP(nn.Module):
             h, _columns(self.down_proj), received, splits, group=self.group_name, rows=len(order), capacity=self.capacity,
             schedule=self.schedules[1],
         )  # fmt: skip
+        return self._weighted(y, order, top_k_weights).view(x.shape)
+
+    @ends_group
+    def _weighted(self, y: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's rows. order: which row of a token each row of y is."""
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = y[place].view(len(tokens), top_k, self.hidden)
-        weighted: torch.Tensor = (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
-        return weighted.view(x.shape)
+        rows = y[place].view(*top_k_weights.shape, self.hidden)
+        return (rows * top_k_weights.to(y.dtype).unsqueeze(2)).sum(1)
 
     def _wrong_input(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> str:
         for name, given in (("x", x), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
@@ -184,6 +189,11 @@ class ExpertParallelMLP(nn.Module):
                 return f"{name} is {kind(given)}: pass a torch.Tensor"
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             return f"x has shape {tuple(x.shape)}: pass [..., {self.hidden}]"
+        if wrong := wrong_device(x, self.down_proj):
+            return wrong
+        for name, given in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+            if given.device != x.device:
+                return f"{name} is on {given.device} and x on {x.device}: use one device"
         tokens = x.shape[:-1].numel()
         if top_k_index.dim() != 2 or top_k_index.shape != top_k_weights.shape or len(top_k_index) != tokens:
             return (
@@ -192,6 +202,8 @@ class ExpertParallelMLP(nn.Module):
             )
         if top_k_index.dtype not in _INTEGERS:
             return f"top_k_index is {top_k_index.dtype}: use torch.int64"
+        if not top_k_weights.is_floating_point():
+            return f"top_k_weights is {top_k_weights.dtype}: use a floating dtype, as {x.dtype}"
         if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()) and top_k_index.device.type == "cpu":
             for expert in (top_k_index.min(), top_k_index.max()) if top_k_index.numel() else ():
                 if not 0 <= expert < self.num_experts:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.operator.layers import replicated
+from weft.operator.layers import replicated, tells_peers, wrong_device
 from weft.operator.prepared import group_of
 
 
@@ -32,6 +32,10 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.group_name = group_of(group).group_name
 
+    @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # This rank would raise alone: forward has no collective.
+        if self.weight is not None and (wrong := wrong_device(x, self.weight)):
+            raise ValueError(f"RMSNorm: {wrong}")
         weight = None if self.weight is None else replicated(self.weight, self.group_name)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)

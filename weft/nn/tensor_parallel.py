@@ -27,7 +27,7 @@ from torch import nn
 
 from weft.nn.experts import ExpertParallelMLP
 from weft.nn.norm import RMSNorm
-from weft.operator.layers import as_autocast, fill, refuse_input, replicated, require_alike
+from weft.operator.layers import as_autocast, ends_group, fill, replicated, require_alike, tells_peers, wrong_device
 from weft.operator.prepared import group_of
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -95,10 +95,8 @@ class _ParallelLinear(nn.Module):
         return {**whole, **parts}
 
     def require_input(self, x: torch.Tensor, of: nn.Module) -> None:
-        """`ValueError`, told to the other ranks, for an x that does not fit; it is called before anything else of a call.
-        of: the module that was called."""
-        if wrong := self._wrong_input(x, isinstance(of, ParallelAttention)):
-            refuse_input(of, self.group_name, x, wrong)
+        """Refuse an x that does not fit, before anything else of a call. of: the module that was called."""
+        _require(of, self._wrong_input(x, isinstance(of, ParallelAttention)) or wrong_device(x, self.weight))
 
     def _wrong_input(self, x: torch.Tensor, three: bool) -> str:
         """three: x has three dimensions, and no other number of them."""
@@ -158,7 +156,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     divided = 0
 
+    @tells_peers
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.require_input(x, self)
         return column_parallel(x, [self], self)[0]
 
 
@@ -182,6 +182,7 @@ class RowParallelLinear(_ParallelLinear):
 
     divided = 1
 
+    @tells_peers
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
         """The result y; with `norm` the pair (norm(y), y): what the next layer takes, and its residual.
 
@@ -189,22 +190,72 @@ class RowParallelLinear(_ParallelLinear):
         all-reduce, if residual and parameters have one dtype, and the norm is an `nn.RMSNorm` with a weight, an eps and no hooks.
         """
         self.require_input(x, self)
-        if self.sequence_dim is None and isinstance(norm, RMSNorm):
-            wrong = "norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: pass torch's, x is whole here"
-            refuse_input(self, self.group_name, x, wrong)
+        self.require_following(x, residual, norm, self)
         x, weight = as_autocast(x, self.weight)
+        bias: torch.Tensor | None = self.bias
         if self.sequence_dim is not None:
             y = matmul_reduce_scatter(x, weight.t(), "sum", self.sequence_dim, self.group_name)
-            y = y if self.bias is None else y + replicated(self.bias, self.group_name).to(y.dtype)
         else:
-            bias = None if self.bias is None else self.bias.to(weight.dtype)
+            bias = None if bias is None else bias.to(weight.dtype)
             within = residual if residual is not None and residual.dtype == weight.dtype else None
             if within is residual and type(norm) is nn.RMSNorm and _follows(norm, weight):
                 return row(x, weight, bias, self.group_name, residual, norm.weight, cast(float, norm.eps))
             y = row(x, weight, bias, self.group_name, within)
-            residual = None if within is residual else residual
+            residual, bias = None if within is residual else residual, None
+        return y if residual is norm is bias is None else self._followed(y, bias, residual, norm)
+
+    @ends_group
+    def _followed(
+        self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: nn.Module | None
+    ) -> Any:
+        """Do what is left to do behind the collective. bias: of the positions that this rank has."""
+        y = y if bias is None else y + replicated(bias, self.group_name).to(y.dtype)
         y = y if residual is None else y + residual
         return y if norm is None else (norm(y), y)
+
+    def require_following(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: nn.Module | None, of: nn.Module
+    ) -> None:
+        """Refuse a residual and a norm that do not fit, before the first collective of a call. x: the input of `of`, the module
+        that was called, whose result this layer makes."""
+        if residual is None and norm is None:
+            return
+        shape, dim = [*x.shape[:-1], self.out_features], self.sequence_dim
+        if of is self and dim is not None:
+            shape[dim] //= self.world_size
+        wrong = "" if residual is None else _wrong_residual(residual, tuple(shape), x.device)
+        _require(of, wrong or ("" if norm is None else self._wrong_norm(norm, x.device)))
+
+    def _wrong_norm(self, norm: nn.Module, device: torch.device) -> str:
+        if not callable(norm):
+            return f"norm is {kind(norm)}: pass a module, as nn.RMSNorm({self.out_features})"
+        if self.sequence_dim is None and isinstance(norm, RMSNorm):
+            return "norm is a weft.nn.RMSNorm, whose gradient is the sum over ranks: pass torch's, x is whole here"
+        weight = getattr(norm, "weight", None)
+        shape = getattr(norm, "normalized_shape", None) if weight is None else weight.shape
+        if shape is not None and tuple(shape) != (self.out_features,):
+            return f"norm is of shape {tuple(shape)}: pass one of the hidden dimension, ({self.out_features},)"
+        if weight is not None and weight.device != device:
+            return f"the weight of norm is on {weight.device} and x on {device}: use one device"
+        return ""
+
+
+def _wrong_residual(residual: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> str:
+    if not isinstance(residual, torch.Tensor):
+        return f"residual is {kind(residual)}: pass a torch.Tensor"
+    if tuple(residual.shape) != shape:
+        return f"residual has shape {tuple(residual.shape)}: pass that of the result, {shape}"
+    if residual.device != device or not residual.is_floating_point():
+        return (
+            f"residual is {residual.dtype} on {residual.device}: pass a floating-point tensor on {device}, where x is"
+        )
+    return ""
+
+
+def _require(of: nn.Module, wrong: str) -> None:
+    """Raise `ValueError` if something is wrong with the arguments of `of`; its peers are told."""
+    if wrong:
+        raise ValueError(f"{type(of).__name__}: {wrong}")
 
 
 def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
@@ -216,12 +267,12 @@ def _follows(norm: nn.RMSNorm, weight: torch.Tensor) -> bool:
 
 
 def column_parallel(x: torch.Tensor, layers: list[ColumnParallelLinear], of: nn.Module) -> list[torch.Tensor]:
-    """What each of `layers`, of one group, makes of `x`, which is gathered once for all of them. of: the module that was called."""
+    """Return what each of `layers`, of one group, makes of `x`, which is gathered once for all of them. of: the module that was
+    called, which has checked x."""
     first = layers[0]
-    first.require_input(x, of)
     x, *weights = as_autocast(x, *(layer.weight for layer in layers))
     if first.sequence_dim is None:
-        require_alike(of, first.group_name, x, *weights)
+        require_alike(of, x, *weights)
         return columns(
             x, weights, [b if b is None else b.to(x.dtype) for b in (layer.bias for layer in layers)], first.group_name
         )
@@ -271,8 +322,15 @@ class ParallelMLP(nn.Module):
             intermediate, hidden, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
         )
 
+    @property
+    def group_name(self) -> str:
+        return self.down_proj.group_name
+
+    @tells_peers
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, norm: nn.Module | None = None) -> Any:
         """residual, norm: as `RowParallelLinear` takes them."""
+        self.gate_proj.require_input(x, self)
+        self.down_proj.require_following(x, residual, norm, self)
         gate, up = column_parallel(x, [self.gate_proj, self.up_proj], self)
         return self.down_proj(self.activation(gate) * up, residual=residual, norm=norm)
 
@@ -335,6 +393,11 @@ class ParallelAttention(nn.Module):
             heads * self.head_dim, hidden, bias, group=group, sequence_dim=sequence_dim, device=device, dtype=dtype
         )
 
+    @property
+    def group_name(self) -> str:
+        return self.o_proj.group_name
+
+    @tells_peers
     def forward(
         self,
         x: torch.Tensor,
@@ -345,10 +408,25 @@ class ParallelAttention(nn.Module):
         norm: nn.Module | None = None,
     ) -> Any:
         """rotary: cosines and sines for all positions of the sequence, [S, head_dim] or [B, S, head_dim], as `rotary_embedding`
-        makes them, and Hugging Face's `LlamaRotaryEmbedding`. mask: `scaled_dot_product_attention`'s, of the whole sequence.
-        residual, norm: as `RowParallelLinear` takes them."""
+        makes them, and Hugging Face's `LlamaRotaryEmbedding`. Not those of this rank's part: nothing broadcasts along S.
+        mask: `scaled_dot_product_attention`'s, of the whole sequence and of this rank's heads, [B, heads/W, S, S] or what
+        broadcasts to that. residual, norm: as `RowParallelLinear` takes them."""
+        self.q_proj.require_input(x, self)
+        if rotary is not None or mask is not None:
+            _require(self, self._wrong_attending(x, rotary, mask))
+        self.o_proj.require_following(x, residual, norm, self)
         q, k, v = column_parallel(x, [self.q_proj, self.k_proj, self.v_proj], self)
         return self.o_proj(self.attend(q, k, v, rotary, mask), residual=residual, norm=norm)
+
+    def _wrong_attending(self, x: torch.Tensor, rotary: Any, mask: Any) -> str:
+        world, dim = self.q_proj.world_size, self.sequence_dim
+        batch, length = (x.shape[1], x.shape[0]) if dim == 0 else x.shape[:2]
+        length *= 1 if dim is None else world
+        wrong = "" if rotary is None else _wrong_rotary(rotary, batch, length, self.head_dim, x.device)
+        if wrong or mask is None:
+            return wrong
+        shape = batch, self.q_proj.out_features // self.head_dim // world, length, length
+        return _wrong_mask(mask, shape, x)
 
     def attend(
         self,
@@ -371,6 +449,39 @@ class ParallelAttention(nn.Module):
             return y.transpose(1, 2).flatten(2)
         # [B, heads, S, head_dim] -> [S, B, heads x head_dim], as the reduce-scatter takes it: one copy at most.
         return y.permute(2, 0, 1, 3).flatten(2).movedim(0, sequence)
+
+
+def _wrong_rotary(rotary: Any, batch: int, length: int, head_dim: int, device: torch.device) -> str:
+    fix = f"pass (cos, sin) of all positions, as weft.nn.rotary_embedding({length}, {head_dim}) makes them"
+    parts = rotary if isinstance(rotary, tuple | list) else [rotary]
+    if any(isinstance(t, torch.Tensor) and t.is_complex() for t in parts):
+        return f"rotary is complex, as Meta's freqs_cis: {fix}, and weights as in Hugging Face, where halves of a head are rotated"
+    if len(parts) != 2 or not all(isinstance(t, torch.Tensor) for t in parts):
+        return f"rotary is {kind(rotary) if parts[0] is rotary else [kind(t) for t in parts]}: {fix}"
+    for name, t in zip(("cos", "sin"), parts, strict=True):
+        # A table of one position would broadcast over all of them.
+        whole = 2 <= t.dim() <= 3 and t.shape[-2] == length and t.shape[-1] == head_dim
+        if not whole or (t.dim() == 3 and t.shape[0] not in (1, batch)):
+            takes = f"[S, head_dim] = {(length, head_dim)} or [B, S, head_dim] = {(batch, length, head_dim)}"
+            return f"{name} of rotary has shape {tuple(t.shape)}, and the whole sequence takes {takes}: {fix}"
+        if not t.is_floating_point() or t.device != device:
+            return f"{name} of rotary is {t.dtype} on {t.device}: pass a floating-point tensor on {device}, where x is"
+    return ""
+
+
+def _wrong_mask(mask: Any, shape: tuple[int, ...], x: torch.Tensor) -> str:
+    if not isinstance(mask, torch.Tensor):
+        return f"mask is {kind(mask)}: pass a torch.Tensor"
+    if not 2 <= mask.dim() <= 4 or any(n not in (1, of) for n, of in zip(mask.shape[::-1], shape[::-1], strict=False)):
+        return (
+            f"mask has shape {tuple(mask.shape)}: pass one of the whole sequence and of this rank's heads, that broadcasts to "
+            f"[B, heads/W, S, S] = {shape}"
+        )
+    converted = mask.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+    fits = converted or mask.dtype in (torch.bool, torch.float32, x.dtype)
+    if not fits or mask.device != x.device:
+        return f"mask is {mask.dtype} on {mask.device}: pass one of torch.bool or {x.dtype} on {x.device}, as x is"
+    return ""
 
 
 def rotary_embedding(

@@ -7,18 +7,23 @@ sum. Ranks that step with parts drift apart, and nothing says so.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.operator.derivatives import refused, require_kept
 from weft.operator.prepared import group_of, size_of
-from weft.operator.together import together
+from weft.operator.together import tell, together
 from weft.runtime.in_turn import turn_on
 from weft.runtime.opaque import never_left_out, opaque
 from weft.runtime.unfused import all_reduce
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _WHAT = "the gradient of a replicated parameter"
 
@@ -54,23 +59,58 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.copy_(value)
 
 
-def refuse_input(of: nn.Module, group_name: str, x: object, wrong: str) -> NoReturn:
-    """`ValueError` for what a module cannot take, told to the other ranks: instead of the first call that it would make.
-    wrong: what is wrong, and what to pass."""
-    text = f"{type(of).__name__}: {wrong}"
-    if torch.compiler.is_compiling():
-        raise ValueError(text)
-    with together(type(of).__name__, group_of(group_name), x, None):
-        raise ValueError(text)
+def tells_peers(forward: F) -> F:
+    """Decorate the `forward` of a module that has a `group_name`: its peers hear of an error that this rank meets alone.
+
+    That is input that is refused before the first collective, and what raises between two collectives: an activation, an
+    allocation. The error becomes the refusal of this rank's next call (`weft.operator.together.tell`). Compiled graphs contain
+    none of this.
+    """
+    return _telling(forward, last=False)
 
 
-def require_alike(of: nn.Module, group_name: str, x: torch.Tensor, *weights: torch.Tensor) -> None:
-    """`ValueError`, told to the other ranks, for weights that torch does not multiply x with: it would say so on this rank alone,
-    where forward has no collective, and peers would wait for this rank's next one."""
+def ends_group(method: F) -> F:
+    """Decorate the method of such a module that does the work behind its last collective: an error ends the group."""
+    return _telling(method, last=True)
+
+
+def _telling(method: F, last: bool) -> F:
+    @functools.wraps(method)
+    def told(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, x, *args, **kwargs)
+        try:
+            return method(self, x, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(getattr(x, "_local_tensor", x), FakeTensor):  # no peer takes part in a fake call
+                tell(error, type(self).__name__, group_of(self.group_name), x, last=last)
+            raise
+
+    # torch.compile counts recompilations by code object: modules must not share one.
+    function = cast(Any, told)
+    function.__code__ = function.__code__.replace(co_name=method.__qualname__)
+    return cast(F, told)
+
+
+def wrong_device(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Return what is wrong with the devices of a layer's input and weight, and what to do; "" if nothing is."""
+    if x.device == weight.device and x.device.type in ("cpu", "cuda"):
+        return ""
+    if weight.is_meta:
+        memory = "give the layer memory by to_empty(device=...), then values by reset_parameters() or load_state_dict()"
+        return f"its weight is on meta and x on {x.device}: {memory}"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"x is on {x.device}: pass a tensor on a GPU, or on the CPU"
+    return f"x is on {x.device} and the weight on {weight.device}: use one device"
+
+
+def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> None:
+    """Raise `ValueError` if torch does not multiply x with one of the weights: it would raise in the GEMM, where the error of a
+    layer has no name."""
     for weight in weights:
         if weight.dtype != x.dtype or weight.device != x.device:
             given = f"x is {x.dtype} on {x.device} and the weight {weight.dtype} on {weight.device}"
-            refuse_input(of, group_name, x, f"{given}: use one dtype and device")
+            raise ValueError(f"{type(of).__name__}: {given}: use one dtype and device")
 
 
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:

@@ -134,6 +134,28 @@ class together:
             domain_.poison(text)
 
 
+def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
+    """Notify the peers of `error`, which left a layer on this rank outside of every call of an operator.
+
+    It becomes the refusal of this rank's next call. A call that has returned has published all that its peers wait for, so the
+    refusal pairs with the next call that they make, and on CPU the group lives on. On GPUs a peer that has already made that call
+    ends the group with the cause. last: the layer makes no other call. Then the peers' next call is another layer's, and programs
+    that catch errors layer by layer would go on one call apart: the group ends with the cause. what: the layer; like: as for
+    `together`.
+    """
+    if isinstance(error, WeftError | _StopRecomputationError) or group.size() == 1 or getattr(error, _TOLD, False):
+        return
+    if last:
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(error, _TOLD, True)
+        if (domain := symm.open_domain(group, _device_of(like, group).type)) is not None:
+            domain.poison(f"{what}: {error!r}")
+        return
+    call = together(what, group, like, None)
+    call.__enter__()
+    call.__exit__(type(error), error, error.__traceback__)
+
+
 def agree(
     operator: str,
     group: dist.ProcessGroup,

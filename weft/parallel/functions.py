@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from weft.operator.derivatives import once
 from weft.operator.layers import require_kept_by
-from weft.operator.prepared import size_of
+from weft.operator.prepared import group_of, size_of
+from weft.operator.together import tell, together
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -55,6 +56,27 @@ def _gradients(ctx: Any, saved: Sequence[torch.Tensor], grads: Sequence[torch.Te
     return [grad_x, *grad_ws]
 
 
+def _require_bias(of: str, group_name: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Refuse a bias that does not fit before the call's collective; peers are told."""
+    if bias is None or torch.compiler.is_compiling() or (bias.shape == w.shape[:1] and bias.device == x.device):
+        return
+    with together(of, group_of(group_name), x, None):
+        raise ValueError(
+            f"{of}: bias has shape {tuple(bias.shape)} on {bias.device}: pass {tuple(w.shape[:1])} on {x.device}, where x is"
+        )
+
+
+def _biased(of: str, group_name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return y + bias, behind the last collective of `of`: an error of this rank ends the group."""
+    if bias is None or torch.compiler.is_compiling():
+        return y if bias is None else y + bias
+    try:
+        return y + bias
+    except BaseException as error:
+        tell(error, of, group_of(group_name), y, last=True)
+        raise
+
+
 class AllGatherLinear(torch.autograd.Function):
     """all_gather(x_shard) @ w.T + bias. x_shard: [M/W, K]; w: [N/W, K]; bias: [N/W] or None. Returns [M, N/W]."""
 
@@ -63,8 +85,9 @@ class AllGatherLinear(torch.autograd.Function):
         ctx: Any, x_shard: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
     ) -> torch.Tensor:  # fmt: skip
         require_kept_by(ctx, "AllGatherLinear", group_name, x_shard, w, bias)
+        _require_bias("AllGatherLinear", group_name, x_shard, w, bias)
         (y,) = _gathered(ctx, x_shard, [w], group, group_name)
-        return y if bias is None else y + bias
+        return _biased("AllGatherLinear", group_name, y, bias)
 
     @staticmethod
     @once("AllGatherLinear")
@@ -100,10 +123,11 @@ class LinearReduceScatter(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, group_name: str
     ) -> torch.Tensor:  # fmt: skip
         require_kept_by(ctx, "LinearReduceScatter", group_name, x, w, bias)
+        _require_bias("LinearReduceScatter", group_name, x, w, bias)
         ctx.group_name = group_name
         ctx.save_for_backward(x, w)
         y = matmul_reduce_scatter(x, w.t(), "sum", 0, group_name)
-        return y if bias is None else y + bias
+        return _biased("LinearReduceScatter", group_name, y, bias)
 
     @staticmethod
     @once("LinearReduceScatter")

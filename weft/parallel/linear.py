@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from weft.operator.layers import as_autocast, replicated, require_alike
+from weft.operator.layers import as_autocast, ends_group, replicated, require_alike, tells_peers, wrong_device
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.ops.tensor_parallel import columns, gathered_columns, row
@@ -87,7 +87,23 @@ class RowwiseParallel(TorchRowwiseParallel):
         return module
 
 
-class ColwiseLinear(nn.Linear):
+class _DividedLinear(nn.Linear):
+    """An `nn.Linear` whose parameters are DTensors."""
+
+    @property
+    def group_name(self) -> str:
+        assert isinstance(self.weight, DTensor)
+        return self.weight.device_mesh.get_group().group_name
+
+    def local_operands(self, x: DTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return this rank's part of x, weight and bias. Refuse a weight that has no memory yet."""
+        local, weight = _local(x), _local(self.weight)
+        if wrong := wrong_device(local, weight):
+            raise ValueError(f"{type(self).__name__}: {wrong}")
+        return local, weight, None if self.bias is None else _local(self.bias)
+
+
+class ColwiseLinear(_DividedLinear):
     """An `nn.Linear` that `ColwiseParallel` has divided. joins: whether the output is to be whole on every rank."""
 
     joins: bool
@@ -100,35 +116,37 @@ class ColwiseLinear(nn.Linear):
             return super().forward(x)
         if hasattr(x, _OWN) and x.placements[0].is_replicate() and _takes(self, x, self.out_features):
             return self._of_whole(x)
-        if not self.gathers(x):
-            return super().forward(x)
+        return self._of_parts(x) if self.gathers(x) else super().forward(x)
+
+    @tells_peers
+    def _of_parts(self, x: DTensor) -> torch.Tensor:
         mesh, group, ndim = x.device_mesh, x.device_mesh.get_group().group_name, x.dim()
-        dim = _dimension(x.placements[0], ndim)
-        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
+        dim, (local, weight, bias) = _dimension(x.placements[0], ndim), self.local_operands(x)
         shares, like = hasattr(x, _WHOLE), _circumstances(x)
         made_like, whole = getattr(x, _WHOLE, None) or (None, None)
         if whole is not None and made_like == like:
             y = nn.functional.linear(whole, weight, bias)
         else:
-            local, weight = as_autocast(_local(x), weight)
+            local, weight = as_autocast(local, weight)
             whole, (y,) = all_gather_matmul(local, [weight.t()], dim, group, return_A=shares)
             if shares:
                 setattr(x, _WHOLE, (like, whole))
             y = y if bias is None else y + bias.to(y.dtype)
         return DTensor.from_local(y, mesh, (Shard(ndim - 1),), run_check=False)
 
+    @tells_peers
     def _of_whole(self, x: DTensor) -> torch.Tensor:
         mesh, group = x.device_mesh, x.device_mesh.get_group().group_name
-        local, weight = as_autocast(_local(x), _local(self.weight))
-        require_alike(self, group, local, weight)
+        local, weight, bias = self.local_operands(x)
+        local, weight = as_autocast(local, weight)
+        require_alike(self, local, weight)
         if self.joins and self.bias is None:
             return DTensor.from_local(gathered_columns(local, weight, group), mesh, (Replicate(),), run_check=False)
-        bias = None if self.bias is None else _local(self.bias).to(weight.dtype)
-        (y,) = columns(local, [weight], [bias], group)
+        (y,) = columns(local, [weight], [None if bias is None else bias.to(weight.dtype)], group)
         return DTensor.from_local(y, mesh, (Shard(x.dim() - 1),), run_check=False)
 
 
-class RowwiseLinear(nn.Linear):
+class RowwiseLinear(_DividedLinear):
     """An `nn.Linear` that `RowwiseParallel` has divided. output_layout: `Replicate`, or how it is divided."""
 
     output_layout: Placement
@@ -137,18 +155,25 @@ class RowwiseLinear(nn.Linear):
         if not isinstance(x, DTensor) or _dimension(x.placements[0], x.dim()) != x.dim() - 1:
             return super().forward(x)
         whole, taken = self.output_layout.is_replicate(), _takes(self, x, self.in_features)
-        if not (taken if whole else _overlaps(self, x, self.output_layout, self.in_features)):
-            return super().forward(x)
+        fits = taken if whole else _overlaps(self, x, self.output_layout, self.in_features)
+        return self._reduced(x, whole) if fits else super().forward(x)
+
+    @tells_peers
+    def _reduced(self, x: DTensor, whole: bool) -> torch.Tensor:
         mesh, group, dim = x.device_mesh, x.device_mesh.get_group().group_name, _dimension(self.output_layout, x.dim())
-        local, weight = as_autocast(_local(x), _local(self.weight))
-        bias = None if self.bias is None else _local(self.bias)
+        local, weight, bias = self.local_operands(x)
+        local, weight = as_autocast(local, weight)
         if whole:
             y = row(local, weight, None if bias is None else bias.to(weight.dtype), group)
         else:
             y = matmul_reduce_scatter(local, weight.t(), "sum", dim, group)
-            # Of the bias each rank uses the positions that it has: its gradient is the sum over ranks.
-            y = y if bias is None else y + replicated(bias, group).to(y.dtype)
+            y = y if bias is None else self._biased(y, bias, group)
         return DTensor.from_local(y, mesh, (self.output_layout,), run_check=False)
+
+    @ends_group
+    def _biased(self, y: torch.Tensor, bias: torch.Tensor, group: str) -> torch.Tensor:
+        """Each rank uses the bias on its own positions: its gradient is the sum over ranks."""
+        return y + replicated(bias, group).to(y.dtype)
 
 
 def shared(x: DTensor) -> DTensor:
