@@ -184,7 +184,7 @@ def test_nothing_to_measure_is_refused() -> None:
 def test_times_that_cannot_be_kept_are_told_once_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr("weft.plan.store._warned", False)
+    monkeypatch.setattr("weft.caller._said", set())
     with pytest.warns(UserWarning, match="measured times cannot be kept in .*set WEFT_CACHE_DIR"):
         assert Rank().tune()["serial"] > 0
     forget(monkeypatch)

@@ -357,7 +357,7 @@ def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "line 2: no JSON"),
+        ("{", "line 2 cannot be read: Expecting property name"),
         ("[1]", "line 2: list where a record is wanted"),
         ('{"op": "sorting"}', "line 2: op 'sorting' is no operator: remove the line, or correct it to one of all_gather_"),
         ('{"op": []}', "line 2: op [] is no operator"),
