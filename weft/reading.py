@@ -57,11 +57,14 @@ def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
     """Return the content of a regular file of at most `most_bytes`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
+        try:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
                 raise _unreadable(str(path), f"it is {_KINDS[stat.S_IFMT(mode)]} and no regular file", fix)
-            content = file.read(most_bytes + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most_bytes + 1)
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:

@@ -41,7 +41,9 @@ _REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
 _PART_BYTES = mesh.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
 _LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
-CALLBACK_S = 2.0  # how long a callback of `on_failure` may hold up the end of a group, or of the process with all groups
+CALLBACK_S = (
+    2.0  # how long a callback of `on_failure` may hold up the end of a group, or of the process with all groups
+)
 EXITING = "the process is exiting"
 _TICK_S = 0.25  # how often the watchdog looks when nothing comes
 _STALE_S = 1.0  # since its last look: this process has been stopped, and news may lie unread
