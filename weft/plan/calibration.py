@@ -116,6 +116,8 @@ class Calibration:
         return replace(model, **changed)
 
     def _transfers(self, model: Model) -> dict[str, Any]:
+        if missing := [name for name in ("puts", "gets", "all_gathers") if not getattr(self, name)]:
+            raise ValueError(f"the calibration has copies, and no {', '.join(missing)}: {_AGAIN}")
         latency, rate = fit_line(self.copies, "copies by engine")
         collective_latency, collective_rate = fit_line(self.all_gathers, "all-gathers")
         curves: dict[Transfer, tuple[tuple[float, float], ...]] = {
