@@ -32,6 +32,7 @@ from weft.plan import Calibration, autotune, calibrated, known_times
 from weft.plan.machine import versions
 from weft.schedule import AllGatherMatmul, Expr, candidates
 from weft.schedule.text import from_json, to_json
+from weft.schedule.verify import verify
 from weft.sim import model_of
 
 
@@ -179,7 +180,7 @@ class Places:
                 [b"a.b = [{c = 1.5}]\n[d.e]\nf = '''g'''\n[[h]]\ni = 0x1 # j"],
                 (UnreadableError,),
             ),
-            "schedule": (lambda text: from_json(text.decode(errors="replace")), schedules, (ValueError,)),
+            "schedule": (lambda text: verify(from_json(text.decode(errors="replace"))), schedules, (ValueError,)),
             "expression": (
                 lambda text: Expr(text.decode(errors="replace")).over({"rank": 1, "x": [1, 2, 3]}),
                 [b"(1, 5, 7)[rank % 3] * 2 + sum(x[0:rank:2])"],

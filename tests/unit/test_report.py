@@ -362,6 +362,7 @@ def test_a_sentence_has_its_factor_from_the_records(tmp_path: Path) -> None:
         ("[1]", "line 2: list where a record is wanted"),
         ('{"op": "sorting"}', "line 2: op 'sorting' is no operator: remove the line, or correct it to one of all_gather_"),
         ('{"op": []}', "line 2: op [] is no operator"),
+        (json.dumps({"op": "a." * 1000}), "is no operator: remove the line"),
         ('{"config": "one"}', "line 2: the record has no 'op': remove the line, or measure one again"),
         (json.dumps({k: v for k, v in _records("one")[2].items() if k != "roofline_ratio"}), "line 2: the record has no 'roof"),
         (json.dumps({**_records("one")[2], "p50_ms": "fast"}), "a record has a value of a wrong type or size"),
