@@ -72,11 +72,7 @@ class Expr:
             raise ValueError(f"{self.text} needs a value for {missing}; given: {values}")
         try:
             return int(eval(code, _GLOBALS, values))
-        except (
-            ZeroDivisionError,
-            IndexError,
-            TypeError,
-        ) as error:  # TypeError: a sum over a number, a buffer as a number
+        except (ZeroDivisionError, IndexError, TypeError) as error:  # TypeError: sum(rank[0:1])
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def over(self, values: Mapping[str, Any]) -> int | np.ndarray:
