@@ -3,11 +3,16 @@ are remembered."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import expert_ranks
@@ -24,6 +29,7 @@ from weft.operator import choosing
 from weft.operator.calls import prepared_calls
 from weft.ops.all_gather_matmul import OPERATOR
 from weft.plan import store
+from weft.plan.machine import versions
 from weft.schedule import AllGatherMatmul, Schedule
 from weft.sim import model_of
 
@@ -80,6 +86,48 @@ def kept(p: AllGatherMatmul, mode: str) -> list[str]:
     found = [store.read(path) or {} for path in env.cache_dir().glob("autotune-*.json")]
     (times,) = [one["times_us"] for one in found if str(p.rows) in one["key"]["problem"] and one["key"]["mode"] == mode]
     return sorted(times)
+
+
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "huge number": lambda path: path.write_text(re.sub(r"\d+\.\d+", "9" * 400, path.read_text())),
+    "negative times": lambda path: path.write_text(re.sub(r"(\d+\.\d+)", r"-\1", path.read_text())),
+    "another's": lambda path: path.write_text(json.dumps({"key": None, "times_us": {"serial": 1.0}, "machine": []})),
+    "binary": lambda path: path.write_bytes(bytes(range(256))),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "nobody": lambda path: os.environ.update(WEFT_CACHE_DIR="~nosuchuser/x"),
+}
+
+
+def broken_caches(
+    group: dist.ProcessGroup, directory: str, breaks: list[str]
+) -> dict[str, tuple[list[str], list[str], str]]:
+    """Each rank has a cache of its own, with a calibration and measured times; rank 1's breaks, in several ways. For each, the
+    schedules that are taken with "autotune" and without, what is said of the cache, and what the rank's model rests on."""
+    kept_dir, tempfile.tempdir, found = os.environ["WEFT_CACHE_DIR"], directory, {}
+    h200, world, in_memory = load_machine("h200"), group.size(), plan.autotune.__globals__["_known"]
+    model = lambda device, size: plan.calibrated(h200, size).model  # noqa: E731
+    gemms = ((1024, 1024, 1024, "fp32", 90.5),)
+    with instead(choosing, _calibrated_model=model, device_name=lambda device: "NVIDIA H200"):
+        whole = os.environ["WEFT_CACHE_DIR"] = f"{directory}/{group.rank()}"
+        plan.Calibration("NVIDIA H200", world, "today", versions(), gemms, 3.5, 1.5).save()
+        multiply(group, 16, schedule="autotune")
+        for what in breaks:
+            again(group)
+            in_memory.clear()
+            os.environ["WEFT_CACHE_DIR"] = shutil.copytree(whole, f"{directory}/{what}-{group.rank()}")
+            for path in list(env.cache_dir().iterdir()) if group.rank() == 1 else []:
+                BREAKS[what](path)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                taken = [multiply(group, 16, schedule="autotune"), multiply(group, 16)]
+            said = [str(one.message) for one in warned if one.category is UserWarning]
+            found[what] = taken, said, plan.calibrated(h200, world).note
+    again(group)
+    os.environ["WEFT_CACHE_DIR"], tempfile.tempdir = kept_dir, None
+    in_memory.clear()
+    return found
 
 
 def warnings_of(group: dist.ProcessGroup) -> list[str]:

@@ -29,6 +29,16 @@ def caller() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+_said: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """`warn`, of the same message once in a process."""
+    if message not in _said:
+        _said.add(message)
+        warn(message)
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """`warnings.warn`, of the line that called weft."""
     frame = _frame()

@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from weft.caller import warn_once
+
 MOST_S = 1e6
 """The longest deadline, some eleven days: what all waits can count."""
 
@@ -69,12 +71,14 @@ def quiet() -> bool:
 
 def cache_dir() -> Path:
     """`WEFT_CACHE_DIR`: the folder (default ~/.cache/weft) of calibrations and measured times."""
-    if folder := os.environ.get("WEFT_CACHE_DIR"):
-        return Path(folder).expanduser()
+    folder = os.environ.get("WEFT_CACHE_DIR")
     try:
-        return Path.home() / ".cache" / "weft"
-    except RuntimeError:  # a user without an account, as in some containers
-        return Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
+        return Path(folder).expanduser() if folder else Path.home() / ".cache" / "weft"
+    except RuntimeError:  # a user without an account, as in some containers, or one who does not exist
+        other = Path(tempfile.gettempdir()) / f"weft-{os.getuid()}"
+        if folder:
+            warn_once(f"WEFT_CACHE_DIR={folder!r} names a user without a home folder: {other} is used, give a path")
+        return other
 
 
 _PEERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_LAUNCH_BLOCKING")

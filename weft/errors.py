@@ -1,9 +1,13 @@
 """Named errors: what went wrong between ranks, with the values, so that a hang or a bad input has a name.
 
-Bad arguments are plain `ValueError` / `TypeError`; what involves other ranks is a `WeftError`.
+Bad arguments are plain `ValueError` / `TypeError`, bad files an `UnreadableError`; what involves other ranks is a `WeftError`.
 """
 
 from __future__ import annotations
+
+
+class UnreadableError(ValueError):
+    """A file or message that is no regular file, is beyond a limit, or is not in its format. The message says which and why."""
 
 
 class WeftError(RuntimeError):

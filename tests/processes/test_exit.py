@@ -92,3 +92,27 @@ WAITS = """
 def test_a_daemon_thread_that_waits_holds_up_no_exit(tmp_path: Path, schedule: str) -> None:
     """It comes out of native code in time: where the interpreter is already ending it would abort the process."""
     assert first_of_two(WAITS, tmp_path, schedule, timeout_s=30) == (0, "")
+
+
+SLEEPS = """
+    import sys, time, torch, torch.distributed as dist, weft
+    from weft import symm
+
+    rank, directory = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(directory + "/store", 2), rank=rank, world_size=2)
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    domains = [symm.domain(group, "cpu") for group in groups]
+    if rank == 1:
+        sys.stdin.read()  # until the other process has ended
+        sys.exit()
+    for group, domain in zip(groups, domains):
+        weft.on_failure(group, lambda error: (print("told", flush=True), time.sleep(1000)))
+        domain.poison("the table is on fire")
+    time.sleep(0.5)
+"""
+
+
+def test_a_callback_that_sleeps_holds_up_no_exit(tmp_path: Path) -> None:
+    status, said = first_of_two(SLEEPS, tmp_path, timeout_s=60)
+    assert status == 0
+    assert said.count("told") == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import measuring_ranks as ranks
 import pytest
+from slow import mostly
 
 from weft.launch import Pool
 
@@ -24,6 +26,22 @@ def test_it_is_said_once_and_with_times_that_nothing_overlaps(pool: Pool) -> Non
 def test_on_demand_goes_without_a_model(pool: Pool) -> None:
     for timed in pool.run(ranks.on_demand_everywhere, ranks=2, timeout_s=100):
         assert {name.split("[")[0] for name in timed} == {"serial", "gather", "shard"}
+
+
+@pytest.mark.parametrize("breaks", mostly([["deep", "pipe", "nobody"], list(ranks.BREAKS)], ["deep", "pipe", "nobody"]))
+def test_a_cache_that_is_broken_on_one_rank_changes_no_choice_and_is_said_once(
+    pool: Pool, tmp_path: Path, breaks: list[str]
+) -> None:
+    whole, broken = pool.run(ranks.broken_caches, str(tmp_path), breaks, ranks=2, timeout_s=100)
+    for what in breaks:
+        (taken, said, note), (taken_there, said_there, note_there) = whole[what], broken[what]
+        assert taken == taken_there, what
+        assert said == [], what
+        assert "calibrated on today" in note
+        assert note_there.startswith("not calibrated"), what
+        reason = "names a user without a home" if what == "nobody" else "measured times are ignored: "
+        assert sum(reason in text for text in said_there) == 1, (what, said_there)
+        assert len(said_there) == 1 + (what == "folder"), (what, said_there)  # which nothing replaces
 
 
 @pytest.mark.parametrize("use", [False, True], ids=["pinned", "block"])

@@ -1,5 +1,9 @@
 """What environment variables mean: seconds that a wait may take."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from weft import env
@@ -37,3 +41,14 @@ def test_what_is_no_time_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, var
     monkeypatch.setenv(variable, text)
     with pytest.raises(ValueError, match=f"{variable}={text!r}"):
         env.setup_deadline_s()
+
+
+def test_a_cache_of_a_user_who_does_not_exist_is_said_once_and_lies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", "~nosuchuser/x")
+    monkeypatch.setattr("weft.caller._said", set())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match="WEFT_CACHE_DIR='~nosuchuser/x' names a user without a home folder") as warned:
+        assert {env.cache_dir() for _ in range(3)} == {tmp_path / f"weft-{os.getuid()}"}
+    assert len(warned) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -162,8 +163,10 @@ def test_times_without_serial_choose_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "times", [None, [1.0], {"serial": "fast"}, {"serial": float("nan")}, {"serial": -1.0}, {"serial": None}]
-)
+    "times",
+    [None, [1.0], {"serial": "fast"}, {"serial": float("nan")}, {"serial": -1.0}, {"serial": None}, {"serial": 10**400},
+     {"serial": True}, {"serial": 1e308}],
+)  # fmt: skip
 def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: object) -> None:
     Rank().tune()
     (file,) = tmp_path.iterdir()
@@ -171,9 +174,22 @@ def test_a_broken_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text("{" if times is None else json.dumps(kept | {"times_us": times}))
     forget(monkeypatch)
     rank = Rank()
-    rank.tune()
+    with pytest.warns(UserWarning, match=rf"measured times are ignored: .*{file.name}.*delete it") as warned:
+        rank.tune()
+    assert len(warned) == 1
     assert rank.runs
     assert json.loads(file.read_text())["times_us"].keys() == {candidate.name for candidate in CANDIDATES}
+
+
+def test_a_pipe_in_place_of_a_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Rank().tune()
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    forget(monkeypatch)
+    with pytest.warns(UserWarning, match="it is a pipe and no regular file"):
+        times = Rank().tune()
+    assert json.loads(file.read_text())["times_us"] == times
 
 
 def test_nothing_to_measure_is_refused() -> None:
@@ -184,7 +200,7 @@ def test_nothing_to_measure_is_refused() -> None:
 def test_times_that_cannot_be_kept_are_told_once_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr("weft.plan.store._warned", False)
+    monkeypatch.setattr("weft.caller._said", set())
     with pytest.warns(UserWarning, match="measured times cannot be kept in .*set WEFT_CACHE_DIR"):
         assert Rank().tune()["serial"] > 0
     forget(monkeypatch)

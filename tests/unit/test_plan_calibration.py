@@ -202,13 +202,48 @@ def test_other_versions_are_refused_with_what_to_run(found: Calibration, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "cannot be read"), ("[]", "holds a list"), ("{}", "lacks 'machine'")]
+    ("text", "message"),
+    [("{", "cannot be read"), ("[]", "holds a list"), ("{}", "lacks 'machine'"), ("[" * 100_000, "nested 100000 deep")],
 )
 def test_a_broken_file_is_an_error_that_names_it(text: str, message: str, found: Calibration) -> None:
     path = found.save()
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"calibration-nvidia-h200-2\.json.*{message}"):
         find("NVIDIA H200", 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("versions", []), ("versions", {"torch": 1}), ("launch_us", "3"), ("launch_us", -1.0), ("launch_us", 1e300),
+        ("gemms", 7), ("gemms", [[1, 2, 3, "bf16"]]), ("gemms", [[1, 2, 3, ["bf16"], 1.0]]), ("gemms", [[0, 2, 3, "bf16", 1.0]]),
+        ("copies", [[1, 0.0]]), ("copies", [[2**60, 1.0]]), ("beside", [["mail", 1.0, 1.0]]), ("copy_units", 1.5),
+    ],
+)  # fmt: skip
+def test_a_calibration_with_a_wrong_value_is_ignored_with_a_note(field: str, value: object, found: Calibration) -> None:
+    path = found.save()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    model, note, refused = calibrated(load_machine("h200"), 2)
+    assert (model, refused) == (BASE, True)
+    assert f"{field} is not what calibrations hold: run `weft plan calibrate` again" in note
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([], "copies, and no all_gathers: run `weft plan"),
+        ([[65536, 10.5], [131072, 1e-6]], "do not grow with their bytes"),
+    ],
+)
+def test_a_calibration_that_makes_no_model_is_ignored_with_a_note(
+    points: Any, message: str, found: Calibration
+) -> None:
+    path = found.save()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"all_gathers": points}))
+    model, note, refused = calibrated(load_machine("h200"), 2)
+    assert (model, refused) == (BASE, True)
+    assert note.startswith("not calibrated: ")
+    assert message in note
 
 
 def test_fitted_lines_have_no_negative_latency_and_must_rise() -> None:

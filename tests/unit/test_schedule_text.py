@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from schedule_checks import applicable
 
+from weft.errors import UnreadableError
 from weft.schedule import RANK, AllGatherMatmul, Copy, Draft, Expr, Region, Schedule, Set, candidates, lookup
 from weft.schedule.text import fingerprint, from_json, to_json
 
@@ -201,16 +202,24 @@ def edited_json(path: str, new: Any) -> str:
         ),
         ("buffers.0.rows", "rank - 2", r"schedule.buffers\[0\].rows at rank 0 is -2: it must"),
         ("buffers.0.rows", "rank * 1099511627776", r"schedule.buffers\[0\].rows at rank 2 is 2199023255552: it must"),
-        ("world_size", 2**20 + 1, "schedule.world_size is 1048577: it must be between 0 and 1048576"),
+        ("world_size", 2**20, "schedule.world_size is 1048576: it must be between 0 and 4096"),
         (
             "contents",
             [{"buffer": "x", "expected": [[1]]}],
             r"schedule.contents\[0\] is expected on 1 ranks: give it for all 3",
         ),
-        ("signals.0.count", 10**30, r"schedule.signals\[0\].count is 1000000000000000000000000000000: it must"),
+        ("signals.0.count", 10**30, r"signals\[0\].count is an integer of 100 bits: numbers must be finite"),
+        ("signals.0.count", float("inf"), r"signals\[0\].count is inf: numbers must be finite"),
         ("lanes.0.steps.2.extent", -3, r"lanes\[0\].steps\[2\].extent is -3: it must"),
         ("lanes.0.steps.2.extent", "3 - 2 * rank", r"lanes\[0\].steps\[2\].extent is -1: it must"),
-        ("lanes.0.steps.2.extent", 500_001, r"lanes\[0\].steps\[2\] has 1000004 steps or more .* at most 1000000"),
+        ("lanes.0.steps.2.extent", 50_001, r"lanes\[0\].steps\[2\] has 100005 steps or more .* at most 100000"),
+        ("buffers.0.rows", "sum", "'sum' is no number and no variable of a schedule"),
+        ("buffers.0.rows", "True", "'True' is no number and no variable of a schedule"),
+        ("buffers.0.rows", "1 + " * 200 + "1", "nested more than 200 deep"),
+        ("buffers.0.rows", "1" * 1000, "a number of 3319 bits"),
+        ("buffers.0.rows", f"({'1, ' * 30_000})[0]", "it has 90005 letters, and at most 65536"),
+        ("buffers.0.rows", "sum(x[0:1:1099511627776])", "the step of a sum is a number between 1 and 1048576"),
+        ("buffers.0.rows", "sum(x[0:1:0])", "the step of a sum is a number between 1 and 1048576"),
     ],
 )
 def test_numbers_beyond_the_limits_are_refused(path: str, new: Any, message: str) -> None:
@@ -225,15 +234,44 @@ def test_loops_in_loops_are_counted_through(extent: int | str) -> None:
     loop = document["lanes"][0]["steps"][2]
     document["lanes"][0]["steps"][2] = {"step": "for", "index": "i", "extent": 2000,
                                         "body": [{**loop, "index": "j", "extent": extent}]}  # fmt: skip
-    with pytest.raises(ValueError, match="at most 1000000"):
+    with pytest.raises(ValueError, match="at most 100000"):
         from_json(json.dumps(document))
-    document["lanes"][0]["steps"][2]["extent"] = 200
+    document["lanes"][0]["steps"][2]["extent"] = 20
     assert from_json(json.dumps(document)).lanes[0].steps
 
 
+@pytest.mark.parametrize("extent", ["i - i", 0])
+def test_turns_without_a_step_are_counted_too(extent: int | str) -> None:
+    """Or a loop of 2^40 of them would be taken, and gone through."""
+    loop = {"step": "for", "index": "j", "extent": extent, "body": []}
+    with pytest.raises(ValueError, match="at most 100000"):
+        from_json(edited_json("lanes.0.steps.2", {"step": "for", "index": "i", "extent": 2**40, "body": [loop]}))
+
+
+def test_steps_of_many_ranks_that_differ_are_counted_together() -> None:
+    document = json.loads(edited_json("lanes.0.steps.2.extent", "900 + rank % 2")) | {"world_size": 4096}
+    with pytest.raises(ValueError, match=r"more than 524288 steps and sizes on ranks 0 to 2[0-9][0-9], which differ"):
+        from_json(json.dumps(document))
+
+
 def test_brackets_without_end_are_refused() -> None:
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(UnreadableError, match="nested 100000 deep, and at most 64"):
         from_json("[" * 100_000)
+
+
+def test_loops_in_loops_without_end_are_refused() -> None:
+    document = json.loads(to_json(every_kind_of_step()))
+    steps = document["lanes"][0]["steps"]
+    for i in range(200):
+        steps[2] = {"step": "for", "index": f"i{i}", "extent": 1, "body": [steps[2]]}
+    with pytest.raises(UnreadableError, match=r"nested 40. deep, and at most 64"):
+        from_json(json.dumps(document))
+
+
+def test_a_million_steps_are_refused_before_they_are_made() -> None:
+    step = json.dumps(json.loads(to_json(every_kind_of_step()))["lanes"][0]["steps"][0])
+    with pytest.raises(UnreadableError, match=r"schedule has 100000[0-9] steps, and at most 100000"):
+        from_json(edited_json("lanes.0.steps.0", "here").replace('"here"', ", ".join([step] * 1_000_000)))
 
 
 def test_what_is_missing_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files as files_of
 from pathlib import Path
 
@@ -133,6 +134,22 @@ def test_the_command_shows_records_and_draws(tmp_path: Path) -> None:
     assert sorted(path.name[:10] for path in (tmp_path / "new").iterdir()) == ["figure-12b", "figure-13-", "figure-14-"]
     refused = runner.invoke(app, [*arguments, "--json", str(tmp_path / "x.jsonl")])
     assert "--json with --records" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "line 2 cannot be read: it is nested 100000 deep"),
+        (json.dumps(record("g1", "serial", 1.0, p50_ms="fast")), "a record has a value of a wrong type or size"),
+        (json.dumps(record("g1", "serial", 0.0)), "a record has a value of a wrong type or size"),
+    ],
+)
+def test_records_of_others_are_shown_or_refused_by_a_sentence(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f"{json.dumps(record('g1', 'serial', 1.0))}\n{line}\n")
+    done = CliRunner().invoke(app, ["reproduce", "ficco", "--records", str(path)])
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
 
 
 def test_pictures_do_without_what_was_not_recorded(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from weft import reading
 from weft.bench.core.records import environment
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("junit", type=Path, nargs="+")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     given = parser.parse_args(arguments)
-    known = json.loads(given.out.read_text()) if given.out.exists() else []
+    known = reading.read_json(given.out) if given.out.exists() else []
     known.append({**summary(given.junit), **environment(given.device)})
     given.out.write_text(json.dumps(known, indent=1) + "\n")
 

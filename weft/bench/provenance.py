@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 import weft
+from weft import reading
 
 ROOT = Path(weft.__file__).parents[1]
 NOTE = Path("benchmarks", ".commit")
@@ -100,7 +101,7 @@ def _git(root: Path, *arguments: str) -> bytes:
 
 def _from_note(root: Path) -> Provenance | None:
     try:
-        found = json.loads((root / NOTE).read_text())
+        found = reading.read_json(root / NOTE)
         return Provenance(str(found["commit"]), str(found["source"]))
     except FileNotFoundError:
         return None

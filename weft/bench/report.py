@@ -180,17 +180,18 @@ def main(arguments: Sequence[str]) -> None:
     documents = [path for path in given if path.suffix == ".md"]
     try:
         results = {path.stem: records.read([path]) for path in given if path not in documents}
-        written = {path: rewrite(path.read_text(), results) for path in documents}
+        with records.understood():
+            written = {path: rewrite(path.read_text(), results) for path in documents}
         for path, text in written.items():
             write_whole(path, text)
         if not documents:
-            print("\n".join(_printed(name, found) for name, found in results.items()), flush=True)
+            with records.understood():
+                shown = [_printed(name, found) for name, found in results.items()]
+            print("\n".join(shown), flush=True)
     except BrokenPipeError:
         end_quietly()
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    except TypeError as error:
-        parser.error(f"a record has a value of a wrong type ({error}): measure it anew, or take it out")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ Source: "Design Space Exploration of DMA based Finer-Grain Compute Communication
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.resources import files
 from typing import Any
+
+from weft.reading import parse_toml
 
 MOST_PIECES = 64  # of M and of K
 _MULTIPLES = {"m": MOST_PIECES, "n": 8, "k": MOST_PIECES}  # n: rows of 16 bytes, which the library's fast kernels want
@@ -66,7 +67,8 @@ class Gemm:
 
 
 _ALL = [
-    Gemm(name, **of) for name, of in tomllib.loads(files("weft.bench").joinpath("table_1.toml").read_text()).items()
+    Gemm(name, **of)
+    for name, of in parse_toml(files("weft.bench").joinpath("table_1.toml").read_text(), "table_1.toml").items()
 ]
 TABLE_1 = tuple(gemm for gemm in _ALL if gemm.model != "synthetic")
 SYNTHETIC = tuple(gemm for gemm in _ALL if gemm.model == "synthetic")

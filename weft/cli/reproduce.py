@@ -101,10 +101,12 @@ def _reproduce(
             )
         check_writable("--json", json)
     found = simulated() if records is None else files.read([records])
-    rows, said = study.rows_of(found), study.notes(found)
-    for table in study.tables(rows):
+    with files.understood():
+        rows, said = study.rows_of(found), study.notes(found)
+        tables, conclusions = study.tables(rows), study.conclusions(rows)
+    for table in tables:
         print_table(table.title, table.columns, table.cells)
-    print("\n".join(["", *study.conclusions(rows), *said]))
+    print("\n".join(["", *conclusions, *said]))
     if json is not None:
         files.append(json, found)
     if pictures is not None:

@@ -15,14 +15,14 @@ ceilings in its own run (`weft.bench.core.ceilings`). The files are for models, 
 
 from __future__ import annotations
 
-import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from weft import reading
+from weft.errors import UnreadableError
 from weft.hw.derived import derived
 from weft.hw.quantity import SOURCES, UNITS, Quantity
 
@@ -31,6 +31,11 @@ _TIMES = ("ns", "us", "ms", "s")
 _BYTES = ("B", "KiB", "MiB", "GiB", "GB")
 _BANDWIDTHS = ("B/s", "GB/s", "TB/s")
 _RATES = ("FLOP/s", "TFLOP/s")
+_RANGES = {
+    _TIMES: (1e-15, 1e6), _BYTES: (1.0, 1e18), _BANDWIDTHS: (1.0, 1e18), _RATES: (1.0, 1e21), ("Hz", "GHz"): (1.0, 1e15),
+    ("1",): (1e-9, 1e6),
+}  # fmt: skip
+"""The least and the largest value of units, in SI: beyond them a model divides by zero or overflows."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,9 @@ def file_of(machine: str) -> str | None:
 def load_machine(name: str | Path) -> Machine:
     """The machine `name` (see `known_machines`), or the one in the TOML file at that path.
 
-    Raises ValueError if a number lacks its unit or source, has one that is not known, is not positive, or is assumed without a
-    note; and if numbers are to be derived, and those that they follow are missing.
+    Raises `ValueError` if a number lacks its unit or source, has one that is not known, is beyond the range of its unit, or is
+    assumed without a note; and if numbers are to be derived, and those that they follow are missing. `UnreadableError` for a
+    file that is no TOML, or beyond the limits of `weft.reading`.
     """
     data = read_file("machine", name)
     title, topology, base = data.pop("name"), data.pop("topology", ""), data.pop("derived_from", None)
@@ -118,23 +124,20 @@ def known_files(what: str) -> tuple[str, ...]:
 
 
 def read_file(what: str, name: str | Path) -> dict[str, Any]:
-    """The file of a known machine or topology, or at that path. `ValueError` says what there is, or what is wrong with it."""
+    """Read the file of a known machine or topology, or at that path. `ValueError` says what there is, or what is wrong."""
     path, known = Path(name), known_files(what)
     either = f"give one of {', '.join(known)}, or"
     if path.suffix == ".toml":
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            why = f"the {what} file {name} cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no UTF-8'})"
-            raise ValueError(f"{why}: {either} the path of a TOML file") from error
+            data = reading.read_toml(path)
+        except OSError as error:
+            why = f"the {what} file {name} cannot be read ({error.strerror})"
+            raise UnreadableError(f"{why}: {either} the path of a TOML file") from error
     elif str(name) in known:
         text = resources.files(_FOLDERS[what]).joinpath(f"{name}.toml").read_text()
+        data = reading.parse_toml(text, str(name))
     else:
         raise ValueError(f"no {what} {str(name)!r}: {either} a path ending in .toml")
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name} is no TOML file: {error}") from error
     if not isinstance(data.get("name"), str):
         raise ValueError(f'{name}: a {what} file starts with name = "..."')
     return data
@@ -160,13 +163,19 @@ def _quantity(file: str, path: str, node: Mapping[str, Any]) -> Quantity:
     unknown = set(node) - {"value", "unit", "source", "note"}
     if unknown:
         raise ValueError(f"{file}: {path} has {', '.join(sorted(unknown))}; a number has value, unit, source and note")
-    if str(node.get("unit")) not in UNITS:
-        raise ValueError(f"{file}: {path} has unit {node.get('unit')!r}; use one of {', '.join(UNITS)}")
-    if str(node.get("source")) not in SOURCES:
-        raise ValueError(f"{file}: {path} has source {node.get('source')!r}; use one of {', '.join(SOURCES)}")
-    value = node["value"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    unit, source, note, value = node.get("unit"), node.get("source"), node.get("note", ""), node["value"]
+    if not isinstance(unit, str) or unit not in UNITS:
+        raise ValueError(f"{file}: {path} has unit {unit!r}; use one of {', '.join(UNITS)}")
+    if source not in SOURCES:
+        raise ValueError(f"{file}: {path} has source {source!r}; use one of {', '.join(SOURCES)}")
+    if type(value) not in (int, float) or not value > 0:
         raise ValueError(f"{file}: {path} has value {value!r}; it must be a positive number")
-    if node["source"] == "assumed" and not node.get("note"):
+    least, most = next(limits for units, limits in _RANGES.items() if unit in units)
+    if not least <= value * UNITS[unit] <= most:
+        ends = f"{least / UNITS[unit]:g} and {most / UNITS[unit]:g} {unit}"
+        raise ValueError(f"{file}: {path} has value {value!r}; it must be between {ends}")
+    if not isinstance(note, str):
+        raise ValueError(f"{file}: {path} has note {note!r}; it must be a text")
+    if source == "assumed" and not note:
         raise ValueError(f"{file}: {path} is assumed: add a note that says why this value")
-    return Quantity(float(value), node["unit"], node["source"], node.get("note", ""))
+    return Quantity(float(value), unit, source, note)

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from weft.caller import warn_once
+from weft.errors import UnreadableError
 from weft.plan import store
 from weft.plan.choose import Choice
 from weft.plan.machine import versions
@@ -80,21 +82,28 @@ def remembered(problem: Problem, machine: str, mode: Mode) -> dict[str, float]:
     key = _key(problem, machine, mode)
     if str(key) not in _known:
         try:
-            content = store.read(_path(key)) or {}
-        except ValueError:  # a broken file: measured again, it is replaced
-            content = {}
-        times: Any = content.get("times_us")
-        if content.get("key") != key or not _are_times(times):
+            times = _read(_path(key), key)
+        except UnreadableError as error:  # measured again, it is replaced
+            warn_once(f"measured times are ignored: {error}")
+            times = {}
+        if not times:
             return {}
         _known[str(key)] = times
     return _known[str(key)]
 
 
-def _are_times(found: object) -> bool:
-    """Whether these can be what `autotune` kept: a file may have been edited."""
-    if not isinstance(found, dict):
-        return False
-    return all(isinstance(us, int | float) and 0 < us < float("inf") for us in found.values())
+def _read(path: Path, key: dict[str, Any]) -> dict[str, float]:
+    """Return the times that `autotune` kept; none without a file. `UnreadableError` for a broken or edited file."""
+    content = store.read(path)
+    if content is None:
+        return {}
+    times = content.get("times_us")
+    if content.get("key") != key or not isinstance(times, dict):
+        raise UnreadableError(f"{path} does not hold the times that it is named for; {store.FIX}")
+    for name, us in times.items():
+        if not store.is_time(us):
+            raise UnreadableError(f"{path}: times_us.{name} is {us!r}: {store.TIMES}; {store.FIX}")
+    return times
 
 
 def known_times(problem: Problem, machine: str, mode: Mode) -> dict[str, float] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from weft.errors import UnreadableError
 from weft.hw import Machine
 from weft.plan import store
 from weft.plan.machine import versions
@@ -32,6 +33,8 @@ from weft.words import counted
 _MOST_US = 20_000.0
 """Of one thing that is measured: on a GPU a matmul of 15 TFLOP, of which a few repetitions still go into the budget."""
 _MOST_BYTES = 4 << 30
+_MOST_WHOLE = 1 << 50  # of sizes and counts in a file
+_AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
 _ROWS = ((1024, 4096), (8192, 2048))  # (rows, bytes of each)
 _CUBES = (8192, 4096, 2048, 1024, 512, 256)
@@ -113,6 +116,8 @@ class Calibration:
         return replace(model, **changed)
 
     def _transfers(self, model: Model) -> dict[str, Any]:
+        if missing := [name for name in ("puts", "gets", "all_gathers") if not getattr(self, name)]:
+            raise ValueError(f"the calibration has copies, and no {', '.join(missing)}: {_AGAIN}")
         latency, rate = fit_line(self.copies, "copies by engine")
         collective_latency, collective_rate = fit_line(self.all_gathers, "all-gathers")
         curves: dict[Transfer, tuple[tuple[float, float], ...]] = {
@@ -150,20 +155,22 @@ class Calibration:
 def find(machine: str, world_size: int) -> Calibration | None:
     """The saved calibration of that machine and number of ranks; None if there is none.
 
-    `ValueError` if it was made with other versions than are installed here, or cannot be read: it says what to do.
+    `ValueError` if it was made with other versions than are installed here; `UnreadableError` if its file is broken. Both say
+    what to do.
     """
     path = store.path_of("calibration", machine, world_size)
     content = store.read(path)
     if content is None:
         return None
-    try:
-        found = Calibration(**{f.name: _frozen(content[f.name]) for f in fields(Calibration)})
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error}: run `weft plan calibrate` again") from error
+    for field in fields(Calibration):
+        if field.name not in content:
+            raise UnreadableError(f"{path} lacks {field.name!r}: {_AGAIN}")
+        if not _HOLDS[field.name](content[field.name]):
+            raise UnreadableError(f"{path}: {field.name} is not what calibrations hold: {_AGAIN}")
+    found = Calibration(**{f.name: _frozen(content[f.name]) for f in fields(Calibration)})
     if changed := store.differences(dict(found.versions), versions()):
         raise ValueError(
-            f"the calibration of {machine} for {counted(world_size, 'rank')} ({path}) was made with {changed}: "
-            "run `weft plan calibrate` again"
+            f"the calibration of {machine} for {counted(world_size, 'rank')} ({path}) was made with {changed}: {_AGAIN}"
         )
     return found
 
@@ -182,11 +189,11 @@ def calibrated(machine: Machine, ranks: int) -> Calibrated:
     model = model_of(machine, ranks)
     try:
         found = find(machine.name, ranks)
+        if found is not None:
+            return Calibrated(found.apply(model), f"calibrated on {found.date}", False)
     except ValueError as error:
         return Calibrated(model, f"not calibrated: {error}", True)
-    if found is None:
-        return Calibrated(model, f"not calibrated with {counted(ranks, 'rank')}, by the machine file's numbers", False)
-    return Calibrated(found.apply(model), f"calibrated on {found.date}", False)
+    return Calibrated(model, f"not calibrated with {counted(ranks, 'rank')}, by the machine file's numbers", False)
 
 
 def calibrate(
@@ -294,6 +301,67 @@ def _beside(
     beside = [(by, *measure.gemm_beside_copy_us(*cube, by)) for by in ("dma", "kernel")]
     alone = (before + measure.gemm_us(*cube)) / 2
     return tuple((by, us / alone, rate) for by, us, rate in beside), {cube: alone}
+
+
+def _is_text(found: Any) -> bool:
+    return isinstance(found, str)
+
+
+def _is_whole(found: Any) -> bool:
+    return type(found) is int and 1 <= found <= _MOST_WHOLE
+
+
+def _is_positive(found: Any) -> bool:
+    """For factors, and for bytes/us."""
+    return type(found) in (int, float) and 1e-6 <= found <= 1e12
+
+
+def _is_time_or_0(found: Any) -> bool:
+    return store.is_time(found) or (type(found) in (int, float) and found == 0)
+
+
+def _is_one_of(names: Collection[str]) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, str) and found in names
+
+
+def _are_versions(found: Any) -> bool:
+    return isinstance(found, dict) and all(map(_is_text, found.values()))
+
+
+def _rows(*cells: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A check of a list of lists, each with as many cells."""
+
+    def check(found: Any) -> bool:
+        return isinstance(found, list) and all(
+            isinstance(row, list)
+            and len(row) == len(cells)
+            and all(is_it(cell) for is_it, cell in zip(cells, row, strict=True))
+            for row in found
+        )
+
+    return check
+
+
+_CURVE = _rows(_is_whole, store.is_time)
+_HOLDS: dict[str, Callable[[Any], bool]] = {
+    "machine": _is_text,
+    "world_size": _is_whole,
+    "date": _is_text,
+    "versions": _are_versions,
+    "gemms": _rows(_is_whole, _is_whole, _is_whole, _is_one_of(ITEM_BYTES), store.is_time),
+    "launch_us": _is_time_or_0,
+    "host_step_us": _is_time_or_0,
+    "copy_units": _is_whole,
+    "copies": _CURVE,
+    "copy_rows": _rows(_is_whole, _is_whole, store.is_time),
+    "puts": _CURVE,
+    "gets": _CURVE,
+    "all_gathers": _CURVE,
+    "signal_local_us": _is_time_or_0,
+    "signal_remote_us": _is_time_or_0,
+    "beside": _rows(_is_one_of(("dma", "kernel")), _is_positive, _is_positive),
+}
+"""Checks of a calibration's fields as JSON has them."""
 
 
 def _frozen(content: Any) -> Any:

@@ -6,60 +6,65 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from weft import env
-from weft.caller import warn
+from weft import env, reading
+from weft.caller import warn_once
+from weft.errors import UnreadableError
 from weft.files import write_whole
+from weft.words import kind
 
-_warned = False
+FIX = "delete it, and measure again"
+TIMES = "microseconds are between 1e-6 and 1e12"
 
 
-def path_of(kind: str, *names: object) -> Path:
-    """The file of what `names` name, such as cache_dir/calibration-nvidia-h200-2.json."""
-    words = [re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") for name in (kind, *names)]
+def path_of(what: str, *names: object) -> Path:
+    """Return the path of a file, such as cache_dir/calibration-nvidia-h200-2.json."""
+    words = [re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") for name in (what, *names)]
     return env.cache_dir() / f"{'-'.join(words)}.json"
 
 
-def any_of(kind: str) -> bool:
-    """Whether there is a file of this kind."""
+def any_of(what: str) -> bool:
+    """True if there is a file that `path_of(what, ...)` names."""
     try:
         with os.scandir(env.cache_dir()) as files:
-            return any(file.name.startswith(f"{kind}-") for file in files)
+            return any(file.name.startswith(f"{what}-") for file in files)
     except OSError:
         return False
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """`write`, where that is possible; a warning, once, where it is not."""
-    global _warned
+    """`write` if possible; warn once if not."""
     try:
         write(path, content)
     except OSError as error:
-        if not _warned:
-            warn(
-                f"measured times cannot be kept in {path.parent} ({error}), and are measured anew in each process: set "
-                f"WEFT_CACHE_DIR to a folder that can be written"
-            )
-        _warned = True
+        warn_once(
+            f"measured times cannot be kept in {path.parent} ({error.strerror or error}), and are measured anew in each process: "
+            f"set WEFT_CACHE_DIR to a folder that can be written"
+        )
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        path.unlink(missing_ok=True)  # to write to a pipe would be to wait for its reader
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What was written; None without a file that can be read. `ValueError` if it is none of ours."""
+    """Return what was written, or None without a file. `UnreadableError` if the file is none of ours."""
     try:
-        content = json.loads(path.read_text())
-    except OSError:
+        content = reading.read_json(path, fix=FIX)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): delete it, and measure again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}: delete it, and measure again")
+        raise UnreadableError(f"{path} holds {kind(content)} and not an object; {FIX}")
     return content
+
+
+def is_time(found: object) -> bool:
+    """True if `found` can be a measured time: a number of microseconds, see `TIMES`."""
+    return type(found) in (int, float) and 1e-6 <= cast(float, found) <= 1e12
 
 
 def differences(then: dict[str, str], now: dict[str, str]) -> str:

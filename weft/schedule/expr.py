@@ -36,6 +36,10 @@ _SIGNS: dict[type[ast.operator], tuple[ast.operator, str, int]] = {
 """Of a sign, its node, how it is written and how it binds."""
 
 
+MOST_LETTERS, MOST_DEPTH, MOST_NUMBER, MOST_STRIDE = 1 << 16, 200, 1 << 60, 1 << 20
+"""Limits of expressions that come as text: of a sum the depth is its number of terms."""
+
+
 class Expr:
     """An expression over variables with + - * // %, lookups in tables of numbers, and sums over what buffers hold."""
 
@@ -43,12 +47,12 @@ class Expr:
 
     def __init__(self, source: str | ast.expr) -> None:
         try:
-            node = ast.parse(source, mode="eval").body if isinstance(source, str) else source
+            node = _parsed(source) if isinstance(source, str) else source
             _check(node)
+            self.text = ast.unparse(node)
         except (SyntaxError, RecursionError, MemoryError) as error:  # MemoryError: the parser's word for too deep
             raise ValueError(f"{str(source)[:80]!r} is no expression of a schedule: {error}") from error
         self._node = node
-        self.text = ast.unparse(node)
         self._compiled: tuple[CodeType, frozenset[str]] | None = None
 
     def _code(self) -> tuple[CodeType, frozenset[str]]:
@@ -68,7 +72,7 @@ class Expr:
             raise ValueError(f"{self.text} needs a value for {missing}; given: {values}")
         try:
             return int(eval(code, _GLOBALS, values))
-        except (ZeroDivisionError, IndexError) as error:
+        except (ZeroDivisionError, IndexError, TypeError) as error:  # TypeError: sum(rank[0:1])
             raise ValueError(f"{self.text} has no value for {values}: {error}") from error
 
     def over(self, values: Mapping[str, Any]) -> int | np.ndarray:
@@ -403,9 +407,33 @@ def _folded(node: ast.expr) -> int:
     return int(Expr(node))
 
 
+def _parsed(text: str) -> ast.expr:
+    """Parse an expression that may have come in a file; `SyntaxError` also beyond the limits on its length, depth and numbers."""
+    if len(text) > MOST_LETTERS:
+        raise SyntaxError(f"it has {len(text)} letters, and at most {MOST_LETTERS} are allowed")
+    node = ast.parse(text, mode="eval").body
+    left: list[tuple[ast.AST, int]] = [(node, 1)]
+    while left:
+        part, depth = left.pop()
+        if depth > MOST_DEPTH:
+            raise SyntaxError(
+                f"it is nested more than {MOST_DEPTH} deep, the most that is allowed (a sum as deep as its terms)"
+            )
+        if isinstance(part, ast.Constant) and isinstance(part.value, int) and part.value > MOST_NUMBER:
+            raise SyntaxError(
+                f"it has a number of {part.value.bit_length()} bits, and at most {MOST_NUMBER} is allowed"
+            )
+        left += [(inner, depth + 1) for inner in ast.iter_child_nodes(part)]
+    return node
+
+
 def _check(node: ast.expr) -> None:
     """Only arithmetic: an expression that came in a file is evaluated, so it may not be anything else."""
     match node:
+        case ast.Constant(value=bool()) | ast.Name(id="sum"):
+            raise ValueError(
+                f"{ast.unparse(node)!r} is no number and no variable of a schedule: sum(buffer[first:end]) is a sum"
+            )
         case ast.Constant(value=int()) | ast.Name():
             return
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -425,8 +453,12 @@ def _check(node: ast.expr) -> None:
                 _check(inner)
             _check(part.lower)
             _check(part.upper)
-            if part.step is not None and not (isinstance(part.step, ast.Constant) and isinstance(part.step.value, int)):
-                raise ValueError(f"{ast.unparse(node)!r}: the step of a sum is a number")
+            if part.step is not None and not (
+                isinstance(part.step, ast.Constant)
+                and isinstance(part.step.value, int)
+                and 1 <= part.step.value <= MOST_STRIDE
+            ):
+                raise ValueError(f"{ast.unparse(node)!r}: the step of a sum is a number between 1 and {MOST_STRIDE}")
         case _:
             raise ValueError(
                 f"{ast.unparse(node)!r} is no expression of a schedule: use + - * // %, variables, numbers, tables, and "

@@ -1,7 +1,11 @@
-"""What numbers a schedule out of a file may have: one that would take all memory, or for ever to write out, is refused.
+"""Limits on the numbers of a schedule out of a file, so that one that would take all memory or time is refused at once.
 
-No size, place, extent or count is negative or above 2^40; of ranks there are at most 2^20; and a rank has at most a million
-steps when its loops are written out. Tiles are one step, whatever their extent.
+| number | most |
+|---|---|
+| size, place, extent, count | 2^40, and none is negative |
+| ranks | 4096 |
+| steps of a rank, loops written out | 100,000; tiles are one step, whatever their extent |
+| where ranks differ, these steps and sizes on all ranks together | 2^19 |
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from weft.schedule.schedule import Schedule
 from weft.schedule.steps import For, Step, Tiles, put_in, variables_of
 
 MOST = 1 << 40
-MOST_RANKS = 1 << 20
-MOST_STEPS = 10**6
+MOST_RANKS = 1 << 12
+MOST_STEPS = 100_000
+MOST_ON_ALL = 1 << 19
 
 
 def check_number(number: int, where: str, most: int = MOST) -> int:
@@ -31,32 +36,39 @@ def check_sizes(schedule: Schedule) -> None:
             )
     alike = all(isinstance(step.extent, int) for lane in schedule.lanes for step in _loops(lane.steps))
     formulas = [(i, buffer.rows) for i, buffer in enumerate(schedule.buffers) if isinstance(buffer.rows, Expr)]
+    on_all = 0
     for rank in range(schedule.world_size if formulas or not alike else min(1, schedule.world_size)):
         values = schedule.values(rank)
         for i, rows in formulas:
             _number(rows, values, f"schedule.buffers[{i}].rows at rank {rank}")
+        on_all += len(formulas)
         if rank == 0 or not alike:
             steps = sum(_steps(lane.steps, values, f"schedule.lanes[{i}]") for i, lane in enumerate(schedule.lanes))
             _check_steps(steps, f"schedule at rank {rank}")
+            on_all += steps
+        if on_all > MOST_ON_ALL:
+            raise ValueError(
+                f"schedule has more than {MOST_ON_ALL} steps and sizes on ranks 0 to {rank}, which differ: give it fewer ranks"
+            )
 
 
 def _steps(steps: tuple[Step, ...], values: Values, where: str) -> int:
-    """How many they are when loops are written out."""
+    """Return how many they are when loops are written out. A loop is one more, and a turn of it one at least: both take time."""
     count = 0
     for i, step in enumerate(steps):
-        here = f"{where}.steps[{i}]"
+        count += 1
         if not isinstance(step, For | Tiles):
-            count += 1
             continue
+        here = f"{where}.steps[{i}]"
         extent = _number(step.extent, values, f"{here}.extent")
         if isinstance(step, Tiles):
-            count += 1
-        elif any(step.index in variables_of(inner.extent) for inner in _loops(step.body)):
+            continue
+        if any(step.index in variables_of(inner.extent) for inner in _loops(step.body)):
             for turn in range(extent):
-                count += _steps(step.body, {**values, step.index: turn}, here)
+                count += max(1, _steps(step.body, {**values, step.index: turn}, here))
                 _check_steps(count, here)
         elif extent:
-            count += extent * _steps(step.body, {**values, step.index: 0}, here)
+            count += extent * max(1, _steps(step.body, {**values, step.index: 0}, here))
         _check_steps(count, here)
     return count
 

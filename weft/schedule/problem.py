@@ -99,7 +99,8 @@ def require_even(m: int, n: int, k: int, world_size: int) -> None:
     require_sizes(m, n, k, world_size)
     if m % world_size:
         below = m - m % world_size
-        raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {below} or {below + world_size}")
+        either = f"{below} or " if below else ""
+        raise ValueError(f"m={m} must be divisible by world_size={world_size}: use {either}{below + world_size}")
 
 
 def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16", **options: Any) -> Problem:

@@ -17,9 +17,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
+from weft.errors import UnreadableError
+from weft.reading import parse_json
 from weft.schedule.expr import Expr, Index
 from weft.schedule.kernels import KERNELS, TileKernel
-from weft.schedule.limits import check_number, check_sizes
+from weft.schedule.limits import MOST_STEPS, check_number, check_sizes
 from weft.schedule.printing import describe
 from weft.schedule.schedule import Schedule
 from weft.schedule.steps import ITEM_BYTES, KINDS, OPS, Buffer, Compute, Step
@@ -50,15 +52,14 @@ def _values(item: Any) -> Any:
 
 
 def from_json(text: str) -> Schedule:
-    """What `to_json` wrote. `ValueError` if it is anything else, or has numbers beyond `weft.schedule.limits`; whether the
-    schedule is right is for `verify` to say."""
-    try:
-        found = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("no schedule that can be read: brackets are nested too deeply") from error
+    """Return the schedule that `to_json` wrote. `UnreadableError` for a text beyond the limits of `weft.reading`, `ValueError`
+    if it is anything else or has numbers beyond `weft.schedule.limits`. Whether the schedule is right is for `verify` to say."""
+    if (steps := text.count('"step"')) > MOST_STEPS:  # before anything is made of them
+        raise UnreadableError(f"schedule has {steps} steps, and at most {MOST_STEPS} are allowed: write loops")
+    found = parse_json(text, "schedule")
     version = found.pop("weft_schedule", None) if isinstance(found, dict) else None
     if version != VERSION:
-        raise ValueError(f"no schedule that can be read: weft_schedule is {version!r}, and {VERSION} is known")
+        raise UnreadableError(f"no schedule that can be read: weft_schedule is {version!r}, and {VERSION} is known")
     schedule: Schedule = _read(Schedule, found, "schedule")
     check_sizes(schedule)
     return schedule

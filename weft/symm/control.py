@@ -41,6 +41,9 @@ _REFUSAL, _ANSWER, _MADE = b"R", b"A", b"N"
 _PART_BYTES = mesh.MAX_PACKET - 1
 _CALL_S = 1.0  # how long a peer's full buffer may hold up a call that is told
 _LAST_LOOK_S = 0.2  # how long, after a deadline, the watchdog is given to read what has come
+CALLBACK_S = (
+    2.0  # how long a callback of `on_failure` may hold up the end of a group, or of the process with all groups
+)
 EXITING = "the process is exiting"
 _TICK_S = 0.25  # how often the watchdog looks when nothing comes
 _STALE_S = 1.0  # since its last look: this process has been stopped, and news may lie unread
@@ -262,8 +265,9 @@ class Control:
 
     # -- the end
 
-    def close(self, why: str) -> bool:
-        """Say goodbye and stop; False if that was done before."""
+    def close(self, why: str, until: float | None = None) -> bool:
+        """Say goodbye and stop; False if that was done before. until: how long to wait for callbacks that still run, by
+        `time.monotonic`; by default `CALLBACK_S` from now."""
         with self._lock:
             if self.closed:
                 return False
@@ -276,7 +280,7 @@ class Control:
         self._goodbyes_sent = True
         self._rouse()
         if threading.current_thread() is not self._watchdog:
-            self._watchdog.join()
+            self._watchdog.join(CALLBACK_S if until is None else max(0.0, until - time.monotonic()))
         return True
 
     def forked(self) -> None:

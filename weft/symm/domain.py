@@ -28,7 +28,7 @@ from weft import _core, env
 from weft.errors import DeadlineError, DisagreementError, RefusedError, WeftError
 from weft.symm import cpu, failures, mesh
 from weft.symm.calls import calls_of
-from weft.symm.control import EXITING, Control, unusable
+from weft.symm.control import CALLBACK_S, EXITING, Control, unusable
 from weft.symm.groups import is_registered, store_of
 from weft.symm.memory import Region
 from weft.symm.mesh import NO_TRANSPORT
@@ -265,8 +265,8 @@ class Domain:
         """
         self._close("close() was called")
 
-    def _close(self, why: str) -> None:
-        if self._control.close(why):
+    def _close(self, why: str, until: float | None = None) -> None:
+        if self._control.close(why, until):
             with _cache_lock:
                 if self in _cache:
                     _cache.remove(self)
@@ -364,8 +364,9 @@ def _ended(group: dist.ProcessGroup, rank: int) -> str:
 
 def close_all() -> None:
     """Close every domain of this process, as happens at interpreter exit."""
+    until = time.monotonic() + CALLBACK_S
     for open_domain in list(_cache):
-        open_domain._close(EXITING)
+        open_domain._close(EXITING, until)
 
 
 def _leave_all() -> None:

@@ -31,7 +31,8 @@ def on_failure(group: dist.ProcessGroup, callback: Callback) -> Callable[[], Non
 
     Once at most, on weft's thread that watches the group, right after what waits for a peer has been released; at once, on this
     thread, if the group has failed already. Be short there, and call no collective: note the error, set an event, end the
-    process. What the callback raises is logged. A group that ends in order (it is destroyed, the process exits) has not failed.
+    process. A callback that still runs when the group is closed or the process exits is waited for, for 2 seconds at most. What
+    the callback raises is logged. A group that ends in order (it is destroyed, the process exits) has not failed.
 
     Not collective. weft watches a group from the first call of weft on it; a group that no call was made on does not fail.
 

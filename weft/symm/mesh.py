@@ -12,7 +12,8 @@ error of its own, no missed deadline, is for every other rank once, also for one
 
 Who has died is not waited for: an entry says the pid, and `ended` what is known otherwise.
 
-Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough.
+Both sides check that the other process runs under the same user (SO_PEERCRED), so knowing a name is not enough. Who connects and
+has not yet said who it is holds up nobody: the listener is polled together with all such sockets.
 Entries of an earlier attempt that failed may still be in the store: a refused connection is tried again with a fresh
 look at the entry, until the deadline.
 
@@ -41,12 +42,14 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.errors import DeadlineError, DisagreementError, PeerLostError, RefusedError, WeftError
+from weft.reading import parse_json
 from weft.symm.store import PatientStore
 
 PREFIX = "weft-"
 _LOOK_S = 0.1  # how long a wait for peers lasts before it looks whether they are alive
 _REASON_S = 1.0  # how long a rank that has hung up may take to say why: it does so before, but the store may be slow
 NO_TRANSPORT = "a transport between hosts is missing: make one group per host (and container)"
+_MOST_UNKNOWN = 64  # connections that have said nothing yet: of more the oldest is closed
 MAX_PACKET = 64 * 1024  # far below every default socket buffer (208 KiB), so that a send of one message never stalls
 
 
@@ -170,6 +173,7 @@ class _Setup:
         self.cause = ""  # the attempt whose error has ended this one, by its name
         self.peers: dict[int, Peer] = {}
         self.listener: socket.socket | None = None
+        self.unknown: list[socket.socket] = []  # who has connected and not yet said who it is: a rank or a stranger
 
     def say(self, text: str) -> bool:
         """Whether the store has taken this rank's entry; it may have gone with the rank that kept it."""
@@ -191,6 +195,8 @@ class _Setup:
     def close(self, *peers: Peer) -> None:
         if self.listener is not None:
             self.listener.close()
+        for sock in self.unknown:
+            sock.close()
         for peer in peers:
             peer.socket.close()
 
@@ -199,6 +205,7 @@ class _Setup:
         self.listener = _socket()
         self.listener.bind("\0" + self.name)
         self.listener.listen(128)
+        self.listener.setblocking(False)
         self.store.set(str(self.rank), json.dumps(asdict(self.mine)))
         self._read_entries()
         for other in range(self.rank):
@@ -245,7 +252,7 @@ class _Setup:
     def _look_up(self, rank: int) -> None:
         if not self.store.check([str(rank)]) or not (text := self.store.get(str(rank))):
             return
-        entry = json.loads(text)
+        entry = parse_json(text, f"what rank {rank} says in the store")
         if "gave_up" not in entry:
             self.entries[rank] = _Entry(**entry)
             return
@@ -278,36 +285,52 @@ class _Setup:
                 socket.send_fds(sock, [hello], [theirs.fileno()])
 
     def _accept(self) -> None:
-        if self._is_anybody_there(min(_LOOK_S, max(0.0, self.until - time.monotonic()))):
-            assert self.listener is not None
-            self._welcome(self.listener.accept()[0])
-            return
+        ready = self._ready(min(_LOOK_S, max(0.0, self.until - time.monotonic())))
+        for sock in ready:
+            if sock is self.listener:
+                self._let_in(sock)
+            else:
+                self.unknown.remove(sock)
+                self._welcome(sock)
         missing = [r for r in range(self.rank + 1, self.world_size) if r not in self.peers]
+        if not missing or (ready and time.monotonic() < self.until):
+            return
         for rank in missing:
             self._look_up(rank)
         self._still_wait_for(missing)
 
-    def _is_anybody_there(self, timeout_s: float) -> bool:
-        """Whether a connection has come in; raises if a peer that we have met has hung up."""
+    def _ready(self, timeout_s: float) -> list[socket.socket]:
+        """Return the listener if somebody connects, and those who say who they are; raise if a peer that we have met hangs up."""
+        assert self.listener is not None
+        listening = [self.listener, *self.unknown]
         poll = select.poll()
-        poll.register(self.listener, select.POLLIN)  # type: ignore[arg-type]
+        for sock in listening:
+            poll.register(sock, select.POLLIN)
         for peer in self.peers.values():
             poll.register(peer.socket, 0)  # hang-ups only: what they send is read later
-        ready = [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_s)}
         for peer in self.peers.values():
             if peer.socket.fileno() in ready:
                 raise self._lost(peer.rank, "it hung up")
-        return bool(ready)
+        return [sock for sock in listening if sock.fileno() in ready]
+
+    def _let_in(self, listener: socket.socket) -> None:
+        """Accept a connection, whose first packet is not waited for: it may be a stranger's, who sends none."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it has hung up again
+            self.unknown.append(listener.accept()[0])
+            _sockets.add(self.unknown[-1])
+        if len(self.unknown) > _MOST_UNKNOWN:
+            self.unknown.pop(0).close()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Take in who has connected, or turn it away: it may be a stranger, or a rank that has just died."""
+        """Take in who has said who it is, or turn it away: it may be a stranger, or a rank that has just died."""
         files: list[int] = []
         with sock:
             try:
                 pid = _same_user(sock)
-                sock.settimeout(max(0.001, self.until - time.monotonic()))
-                data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
-                hello = json.loads(data)
+                flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                data, files, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, flags)
+                hello = parse_json(data, "the first packet of a connection")
                 is_ours = hello.pop("to") == self.mine.token
                 entry = _Entry(**hello) if is_ours else self.mine
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -331,7 +354,7 @@ class _Setup:
         except TimeoutError:
             raise self._too_late([peer.rank]) from None
         peer.socket.setblocking(False)
-        return json.loads(data)
+        return parse_json(data, f"the packet of rank {peer.rank}")
 
     @contextlib.contextmanager
     def _giving_up(self, rank: int) -> Iterator[None]:
@@ -353,7 +376,7 @@ class _Setup:
 
     def _pause(self, missing: list[int]) -> None:
         """Wait a moment for `missing` ranks, or raise if the deadline has passed or somebody has given up."""
-        self._is_anybody_there(0.0)
+        self._ready(0.0)
         self._still_wait_for(missing)
         time.sleep(0.002)
 

@@ -30,8 +30,9 @@ def operator(name: str) -> Any:
     home, _, what = (_OTHERS | _SHARING).get(name, f"weft.bench.ops.{name}:OPERATOR").partition(":")
     if name in names() and importlib.util.find_spec(home) is not None:
         return getattr(importlib.import_module(home), what)
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module(f"weft.ops.{name}")
+    if name.isidentifier():  # a name out of a record may be anything, and dots in it would import package after package
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(f"weft.ops.{name}")
     calls, any_operator = map(importlib.import_module, ("weft.operator.calls", "weft.bench.ops.any_operator"))
     if name not in calls.OPERATORS:
         raise ValueError(f"no operator {name!r}: give one of {', '.join(names())}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +16,7 @@ from typing import NoReturn
 import torch
 
 import weft
-from weft import env
+from weft import env, reading
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import HARNESS
 from weft.bench.core.operators import names, operator
@@ -23,6 +24,8 @@ from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
 from weft.words import counted
+
+_MOST_BYTES = 256 << 20
 
 
 def common_fields(
@@ -87,18 +90,15 @@ class _Line(Record):
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """All records of these files, in order. `ValueError`, with file and line, for a line that is none, and later for a field
-    that is asked of a record and missing."""
+    """Return all records of these files, in order. `ValueError`, with file and line, for a line that is none, and later for a
+    field that is asked of a record and missing."""
     found: list[Record] = []
     for path in paths:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        for number, line in enumerate(reading.read_bytes(path, _MOST_BYTES).splitlines(), 1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
-            try:
-                fields = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: no JSON ({error}): remove the line, or record the run again") from None
+            fields = reading.parse_json(line, where, fix="remove the line, or record the run again")
             if not isinstance(fields, dict):
                 raise ValueError(
                     f"{where}: {type(fields).__name__} where a record is wanted, an object: remove the line"
@@ -112,6 +112,17 @@ def read(paths: Iterable[Path]) -> list[Record]:
                 raise ValueError(f"{where}: op {record['op']!r} is no operator: {known}") from None
             found.append(record)
     return found
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Raise `ValueError` where the code inside cannot compute with what records hold: a text for a number, a time of 0."""
+    try:
+        yield
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        raise ValueError(
+            f"a record has a value of a wrong type or size ({error}): measure it anew, or take it out"
+        ) from error
 
 
 def last_runs(found: Iterable[Record], key: Callable[[Record], Hashable]) -> dict[Hashable, list[Record]]:

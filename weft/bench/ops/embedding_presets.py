@@ -10,7 +10,6 @@ Zipf law they shrink together, which keeps how often a batch reads the same row.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.embedding import EmbeddingBagConfig, EmbeddingSharding, place_tables
+from weft.reading import parse_toml
 from weft.words import counted
 
 
@@ -214,7 +214,7 @@ def _tables(of: dict[str, Any]) -> tuple[TableShape, ...]:
 
 def _presets() -> Iterator[EmbeddingPreset]:
     text = files("weft.bench.ops").joinpath("embedding_all_to_all.toml").read_text()
-    for name, of in tomllib.loads(text).items():
+    for name, of in parse_toml(text, "embedding_all_to_all.toml").items():
         sizes = of["tables_per_rank"], of["global_batch"], Zipf(of.get("zipf", 0)), of.get("slice_size")
         yield EmbeddingPreset(name, of["about"], _tables(of), *sizes)
 

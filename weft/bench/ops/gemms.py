@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 
 import weft
+from weft import reading
 from weft.bench.core.harness import Ranks
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import free_bytes
@@ -95,7 +95,7 @@ def shapes_file(op: str) -> Path:
 def find_shapes(kind: type[S], file: Path, options: BenchOptions) -> tuple[S, ...]:
     """Those of all groups that suit the device, or of the groups and shapes that the preset names, with commas between; each once,
     with all its sources, and with the operator's own options. Raises ValueError for a name that is neither."""
-    groups = tomllib.loads(file.read_text()) if file.exists() else {}
+    groups = reading.read_toml(file) if file.exists() else {}
     suiting = [group for group in groups if (group == CPU_GROUP) == (options.device == "cpu")]
     found: dict[str, Any] = {}
     for name in options.presets or suiting:

@@ -1,0 +1,145 @@
+"""The one reader of files and messages that others may have written: JSON and TOML, within limits.
+
+    files      regular ones only: a pipe or a device is refused at once, and never waited for
+    size       bytes, nesting and values are counted before anything is parsed
+    numbers    finite, and whole numbers within 64 bits
+
+Whatever is wrong is an `UnreadableError`. Only a file that does not exist is a `FileNotFoundError`, or a `NotADirectoryError`.
+What values mean, and their ranges, is for the caller to check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+import tomllib
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UnreadableError
+
+MOST_JSON_BYTES = 64 << 20
+MOST_TOML_BYTES = 256 << 10  # some TOML takes the square of its length to parse; the longest file of ours has 12 KB
+MOST_DEPTH = 64
+MOST_VALUES = 1 << 21
+
+# Each pattern matches at every quote, closed or not, and never gives back what it took: a scan takes linear time.
+_JSON_TEXT = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+_TOML_TEXT = re.compile(
+    r'#[^\n]*+|"""(?:[^"\\]++|\\.?|"(?!""))*+(?:""")?|' + r"'''(?:[^']++|'(?!''))*+(?:''')?|"
+    r'"(?:[^"\\\n]++|\\.?)*+"?|' + r"'[^'\n]*+'?",
+    re.DOTALL,
+)
+_NO_BRACKETS, _NO_MARKS, _DOTS = re.compile(r"[^\[\]{}]++"), re.compile(r"[^\[\]{}.,=\n]++"), re.compile(r"\.++")
+_DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
+_MOST = {int: 2**63 - 1, float: sys.float_info.max}
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def read_json(path: Path, *, fix: str = "") -> Any:
+    """Return the value in a JSON file. fix: what the user can do about a file that cannot be read, for the error."""
+    return parse_json(read_bytes(path, MOST_JSON_BYTES, fix=fix), str(path), fix=fix)
+
+
+def read_toml(path: Path, *, fix: str = "") -> dict[str, Any]:
+    """Return the table in a TOML file."""
+    return parse_toml(read_bytes(path, MOST_TOML_BYTES, fix=fix), str(path), fix=fix)
+
+
+def read_bytes(path: Path, most_bytes: int, *, fix: str = "") -> bytes:
+    """Return the content of a regular file of at most `most_bytes`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise _unreadable(str(path), f"it is {_KINDS[stat.S_IFMT(mode)]} and no regular file", fix)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(most_bytes + 1)
+        finally:
+            os.close(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise _unreadable(str(path), error.strerror or repr(error), fix) from error
+    if len(content) > most_bytes:
+        raise _unreadable(str(path), f"it has more than {most_bytes} bytes", fix)
+    return content
+
+
+def parse_json(content: str | bytes, where: str, *, fix: str = "") -> Any:
+    """Return the value of a JSON text. where: the name of its source, for the error."""
+    text = _text(content, MOST_JSON_BYTES, where, fix)
+    if (count := text.count(",") + text.count("[") + text.count("{")) > MOST_VALUES:  # tables in texts count too
+        raise _unreadable(where, f"it has {count} values, and at most {MOST_VALUES} are allowed", fix)
+    _check_depth(_depth(_JSON_TEXT.sub("", text)), where, fix)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(where, str(error), fix) from error
+    _check_values(found, where, fix)
+    return found
+
+
+def parse_toml(content: str | bytes, where: str, *, fix: str = "") -> dict[str, Any]:
+    """Return the table of a TOML text. where: the name of its source, for the error."""
+    text = _text(content, MOST_TOML_BYTES, where, fix)
+    rest = _NO_MARKS.sub("", _TOML_TEXT.sub("", text))
+    dots = max(map(len, _DOTS.findall(rest)), default=0)  # a key of so many parts
+    _check_depth(_depth(rest) + dots, where, fix)
+    try:
+        found = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(where, f"it is no TOML: {error}", fix) from error
+    _check_values(found, where, fix)
+    return found
+
+
+def _text(content: str | bytes, most_bytes: int, where: str, fix: str) -> str:
+    if len(content) > most_bytes:
+        raise _unreadable(where, f"it has more than {most_bytes} bytes", fix)
+    try:
+        return content if isinstance(content, str) else content.decode()
+    except UnicodeDecodeError as error:
+        raise _unreadable(where, f"it is no UTF-8: {error}", fix) from error
+
+
+def _depth(rest: str) -> int:
+    """Return how deep brackets are nested in a text without strings."""
+    return max(accumulate(map(_DEEPER.__getitem__, _NO_BRACKETS.sub("", rest))), default=0)
+
+
+def _check_depth(depth: int, where: str, fix: str) -> None:
+    if depth > MOST_DEPTH:
+        raise _unreadable(where, f"it is nested {depth} deep, and at most {MOST_DEPTH} are allowed", fix)
+
+
+def _check_values(found: Any, where: str, fix: str) -> None:
+    """Refuse numbers beyond the limits, and what keys of TOML nest too deeply. No recursion."""
+    left: list[tuple[Any, tuple[str | int, ...]]] = [([found], ())]
+    while left:
+        item, path = left.pop()
+        _check_depth(len(path), where, fix)
+        for key, part in item.items() if isinstance(item, dict) else enumerate(item):
+            kind = type(part)
+            if kind is dict or kind is list:
+                left.append((part, (*path, key)))
+            elif kind in _MOST and not -_MOST[kind] <= part <= _MOST[kind]:
+                place = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in (*path, key)[1:])
+                number = f"an integer of {part.bit_length()} bits" if kind is int else str(part)
+                raise _unreadable(
+                    where,
+                    f"{place.lstrip('.') or 'it'} is {number}: numbers must be finite, and integers within 64 bits",
+                    fix,
+                )
+
+
+def _unreadable(where: str, why: str, fix: str) -> UnreadableError:
+    return UnreadableError(f"{where} cannot be read: {why}{fix and f'; {fix}'}")
