@@ -35,7 +35,6 @@ _library = torch.library.Library("weft", "FRAGMENT")
 OPERATORS: dict[str, Operator[Any]] = {}
 """All that can be called, by name."""
 _tables: dict[str, Table] = {}
-_compiled: dict[str, Any] = {}
 _wanted_outside: ContextVar[tuple[bool, ...] | None] = ContextVar("wanted_outside", default=None)
 """Of a call below a dispatch mode, where autograd has been passed: the gradients that are wanted. Peers may have no such mode, as
 when one rank counts its FLOPs."""
@@ -58,12 +57,12 @@ def made(
         if timeline is not None:
             raise ValueError("timeline is for calls one by one: a compiled call cannot fill it")
         name = group if isinstance(group, str) else group_of(group).group_name
-        compiled, options = _compiled[op.name], (name, schedule or "", deadline_s or 0.0)
+        options = name, schedule or "", deadline_s or 0.0
         if torch.compiler.is_compiling():
-            return compiled(*call, *options)  # type: ignore[no-any-return]
+            return op.compiled(*call, *options)  # type: ignore[no-any-return]
         before = _wanted_outside.set(op.wanted(call))
         try:
-            return compiled(*call, *options)  # type: ignore[no-any-return]
+            return op.compiled(*call, *options)  # type: ignore[no-any-return]
         finally:
             _wanted_outside.reset(before)
     group = group_of(group)
@@ -275,7 +274,7 @@ def registered(op: O) -> O:
     _implement(op.name, run, fake)
     if op.gradients_of:
         _define_backward(op, fields, options)
-    _compiled[op.name] = getattr(torch.ops.weft, op.name)
+    op.compiled = getattr(torch.ops.weft, op.name)
     return op
 
 

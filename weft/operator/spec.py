@@ -69,6 +69,9 @@ class Operator(ABC, Generic[C]):
     """What may help where ranks describe different calls."""
     tags: ClassVar[tuple[torch.Tag, ...]] = ()
     """Of the operator that torch.compile sees."""
+    compiled: Any
+    """The same operator in torch.ops, which registering sets here: an operator may be registered while a call of it is traced, and
+    Dynamo reads a table as it was when the trace began."""
     backward_tags: ClassVar[tuple[torch.Tag, ...]] = ()
 
     # --- what is asked for ---
