@@ -106,7 +106,9 @@ DIFFERENT: dict[str, dict[str, list[Change]]] = {
         "A": [mapped("A", twice_the_rows), as_3d("A"), several(mapped("A", half), mapped("B", half))],
         "B": [mapped("B", more_columns)],
         "reduce_op": [set_to(reduce_op="avg")],
-        "scatter_dim": [several(as_3d("A"), set_to(scatter_dim=1))],
+        "scatter_dim": [
+            several(as_3d("A"), set_to(scatter_dim=1)), several(mapped("B", more_columns), set_to(scatter_dim=-1)),
+        ],
         "schedule": [set_to(schedule="scatter")],
     },
     "scaled_matmul_reduce_scatter": {

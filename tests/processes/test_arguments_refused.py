@@ -169,8 +169,9 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
 ]
 SCATTERS_REFUSE: list[tuple[str, Any, str]] = [
     ("scatter_dim", "0", f"scatter_dim='0' is a str: {NO_DIMENSION}"),
-    ("scatter_dim", 1, "scatter_dim=1 must name a dimension of A (4, 8) before the last"),
-    ("scatter_dim", -3, "scatter_dim=-3 must name a dimension of A (4, 8) before the last"),
+    ("scatter_dim", 1, "A @ B has shape (4, 3), and the 3 of scatter_dim=1 must be divisible by world_size=2, as"),
+    ("scatter_dim", 2, "scatter_dim=2 must name a dimension of A (4, 8): pass one from -2 to 1"),
+    ("scatter_dim", -3, "scatter_dim=-3 must name a dimension of A (4, 8): pass one from -2 to 1"),
     ("A", torch.ones(8), "A has shape (8,): pass at least two dimensions"),
     ("A", torch.ones(5, 8), "A has shape (5, 8), and the 5 of scatter_dim=0 must be divisible by world_size=2, as"),
     ("A", torch.ones(3, 2, 8), "A has shape (3, 2, 8), and the 3 of scatter_dim=0 must be divisible by world_size=2"),

@@ -34,12 +34,12 @@ def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A
             )
 
 
-def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatter_dim") -> None:
-    """That ranks get equal parts of that dimension of A. name: of the argument."""
+def check_even(shape: Sequence[int], dim: int, world: int, *, name: str = "scatter_dim", what: str = "A") -> None:
+    """Refuse a dimension of `what` of which ranks would get unequal parts. name: of the argument."""
     if shape[dim] % world:
         below = shape[dim] - shape[dim] % world
         raise ValueError(
-            f"A has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by world_size={world}, as "
+            f"{what} has shape {tuple(shape)}, and the {shape[dim]} of {name}={dim} must be divisible by world_size={world}, as "
             f"every rank gets as many: pad to {below + world}"
         )
 

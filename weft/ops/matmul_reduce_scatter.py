@@ -59,7 +59,8 @@ def matmul_reduce_scatter(
         contiguous.
     B: [K, N], same dtype, row- or column-major (`linear.weight.t()` is not copied). Another one on each rank, as a rule.
     reduce_op: "sum", or "avg": the sum, divided by the number of ranks.
-    scatter_dim: any dimension of A but the last; its size must be divisible by the number of ranks.
+    scatter_dim: of the product, [..., N]; its size must be divisible by the number of ranks. -1 or the last dimension scatters
+        columns: B^T @ A^T is computed and its rows are scattered. A row-major B and the result are copied then.
     group: a process group, or its name.
     schedule: pin one by name, as `weft.plan.explain` lists them ("serial", "direct[chunks=2,by=dma,add=gemm]", ...), forward only;
         "pulled[chunks=2,by=gemm]" (by=tracked) is not listed, since it has not been timed on GPUs, and runs where it is pinned;
@@ -90,7 +91,12 @@ def matmul_reduce_scatter(
         check_tensor("B", B)
         if not isinstance(reduce_op, str) or reduce_op not in ("sum", "avg"):
             raise ValueError(f'reduce_op={reduce_op!r}: use "sum" or "avg"')
-        dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"))
+        dim = checked_dimension(A, scatter_dim, names=("A", "scatter_dim"), last=True)
+        if dim == A.dim() - 1:  # columns of A @ B are rows of B^T @ A^T
+            check_weights(A, [B], what="A", each="B")
+            check_even((*A.shape[:-1], B.shape[1]), dim, size_of(group), what="A @ B")
+            average, outer = reduce_op == "avg", [-1, *A.shape[:-1]]
+            return _Call(B.t().contiguous(), A.flatten(0, -2).t(), average, outer)
         check_even(A.shape, dim, size_of(group))
         return _Call(flattened(A, dim), B, reduce_op == "avg", outer_of(A, dim))
 
@@ -98,12 +104,15 @@ def matmul_reduce_scatter(
     world = size_of(group)
     if reduce_op == "avg":
         y = y.div_(world)
+    if scatter_dim % A.dim() == A.dim() - 1:
+        return y.t().reshape(*A.shape[:-1], y.shape[0]).contiguous()
     (y,) = restored([y], A.shape, scatter_dim, [A.shape[scatter_dim] // world], group)
     return y
 
 
 class _Call(NamedTuple):
-    """Matrices. average: the caller divides the sum. outer: A's dimensions (`outer_of`)."""
+    """Matrices. average: the caller divides the sum. outer: A's dimensions (`outer_of`), or -1 and the leading ones of A where
+    columns are scattered: then x is B^T, and B is A^T."""
 
     x: torch.Tensor
     B: torch.Tensor
@@ -133,7 +142,10 @@ class _MatmulReduceScatter(Operator[_Call]):
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
 
     def given(self, call: _Call) -> str:
-        return joined('reduce_op="avg"' * call.average, outer_text("A", call.outer))
+        outer = outer_text("A", call.outer)
+        if call.outer is not None and call.outer[0] == -1:
+            outer = f"scatter_dim=-1 of [{', '.join(map(str, call.outer[1:]))}, N]"
+        return joined('reduce_op="avg"' * call.average, outer)
 
     def inputs(self, p: MatmulReduceScatter, call: _Call) -> dict[str, Any]:
         return {"x": contiguous(call.x, "A"), "w": strided(call.B, "B")}
