@@ -135,6 +135,44 @@ def test_tensors_on_devices_that_weft_does_not_know_are_refused(pool: Pool, oper
         ), said
 
 
+def mapped(group: dist.ProcessGroup, operator: str) -> str:
+    """What each rank is told of a call that rank 1 makes inside of vmap; the group lives on."""
+    call = OPERATORS[operator](group)
+    said = told(call if group.rank() == 0 else lambda: torch.vmap(lambda _: leaves(call())[0])(torch.ones(2)))
+    call()
+    return said
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_transforms_of_torch_func_are_refused_on_every_rank(pool: Pool, operator: str) -> None:
+    for said in pool.run(mapped, operator, ranks=2, timeout_s=60):
+        assert said.startswith("RefusedError: rank 1: ")
+        assert "inside of a transform of torch.func (vmap, grad, jvp, ...)" in said
+
+
+def on_a_destroyed_group(group: dist.ProcessGroup, operator: str) -> list[str]:
+    """What is told of a call whose like were made before, and of the backward of one of them."""
+    own = dist.new_group(list(range(group.size())))
+    call = OPERATORS[operator](own)
+    given = [place.given(call.arguments) for place in call.tensors.values()]
+    wanting = [t.requires_grad_() for t in given if t.dtype == torch.float32]
+    try:
+        results = leaves(call())
+    except ValueError:  # without gradients
+        for t in wanting:
+            t.requires_grad_(False)
+        results = leaves(call())
+    dist.destroy_process_group(own)
+    backward = [results[-1].nan_to_num().sum().backward] if results[-1].requires_grad else []
+    return [told(one) for one in (call, *backward)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_destroyed_group_is_refused(pool: Pool, operator: str) -> None:
+    for found in pool.run(on_a_destroyed_group, operator, ranks=2, timeout_s=60):
+        assert set(found) == {"ValueError: this process group was destroyed: make a new one"}
+
+
 # --- other arguments ---
 
 NO_DIMENSION = "pass the number of a dimension, an int"
@@ -316,7 +354,7 @@ def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str
 
 def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:
     (text,) = pool.run(no_group, ranks=1, timeout_s=60)
-    assert text == "ValueError: group='none' names no process group of this rank: pass the group, or its group_name"
+    assert text.startswith("ValueError: group='none' names no process group of this rank, or a destroyed one: pass the")
 
 
 def no_group(group: dist.ProcessGroup) -> str:

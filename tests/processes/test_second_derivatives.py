@@ -136,30 +136,73 @@ def test_first_derivatives_with_a_graph_are_the_same(pool: Pool, name: str) -> N
     assert pool.run(first_with_graph, name, ranks=2, timeout_s=60) == [True, True]
 
 
-def otherwise(group: dist.ProcessGroup, name: str) -> list[str]:
+def tangent_of(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+    with torch.autograd.forward_ad.dual_level():
+        y = call(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        return torch.autograd.forward_ad.unpack_dual(y).tangent
+
+
+def otherwise(group: dist.ProcessGroup, name: str) -> tuple[list[str], list[str]]:
     """What is told in forward mode, and inside of transforms of torch.func; the group lives on."""
-    call, x, w = CALLS[name](group), torch.randn(4, 8), torch.randn(1, 8, 3)
+    of_two, x, w = CALLS[name](group), torch.randn(4, 8), torch.randn(1, 8, 3)
 
-    def forward() -> None:
-        with torch.autograd.forward_ad.dual_level():
-            call(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return of_two(x, w)
 
-    said = [
-        told(forward),
-        told(lambda: torch.vmap(call, in_dims=(0, None))(x.expand(2, 4, 8), w)),
-        told(lambda: torch.func.grad(lambda x: call(x, w).sum())(x)),
+    def compiled(function: Callable[..., object], *arguments: torch.Tensor) -> str:
+        torch._dynamo.reset()
+        return told(lambda: torch.compile(function, backend="aot_eager")(*arguments))
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return call(x).sum()
+
+    forward = [
+        told(lambda: tangent_of(call, x)),
+        told(lambda: torch.func.linearize(call, x)),
+        compiled(lambda x: tangent_of(call, x), x),
+        told(lambda: tangent_of(torch.compile(call, backend="eager"), x)),
+    ]
+    transformed = [
+        told(lambda: torch.vmap(call)(x.expand(2, 4, 8))),
+        told(lambda: torch.func.grad(total)(x)),
+        told(lambda: torch.func.jvp(call, (x,), (x,))),
+        told(lambda: torch.func.vjp(call, x)),
+        compiled(torch.func.grad(total), x),
+        compiled(lambda x: torch.func.jvp(call, (x,), (x,)), x),
+        compiled(torch.vmap(call), x[None]),
     ]
     with torch.autograd.forward_ad.dual_level():
-        call(x, w)
-    return said
+        call(x)
+    return forward, transformed
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul"])
 def test_other_derivatives_are_refused(pool: Pool, name: str) -> None:
-    for forward, mapped, transformed in pool.run(otherwise, name, ranks=2, timeout_s=60):
-        assert f"{name} has no forward derivative" in forward
-        assert f"{name} inside of a transform of torch.func" in mapped
-        assert f"{name} inside of a transform of torch.func" in transformed
+    for forward, transformed in pool.run(otherwise, name, ranks=2, timeout_s=100):
+        for number, text in enumerate(forward):
+            assert f"{name} has no forward derivative" in text, number
+        for number, text in enumerate(transformed):
+            assert f"{name} inside of a transform of torch.func" in text, number
+
+
+def layers_otherwise(group: dist.ProcessGroup) -> dict[str, list[str]]:
+    mlp, x = weft.nn.ParallelMLP(8, 16, group=group, sequence_dim=None), torch.randn(4, 8)
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "a column-parallel layer": mlp, "weft.nn.replicated": lambda x: weft.nn.replicated(x, group),
+    }  # fmt: skip
+    found = {}
+    for name, call in calls.items():
+        found[name] = [told(lambda call=call: torch.func.grad(lambda x: call(x).sum())(x))]
+        found[name].append(told(lambda call=call: tangent_of(call, x)))
+        call(x)
+    return found
+
+
+def test_other_derivatives_of_layers_are_refused(pool: Pool) -> None:
+    for found in pool.run(layers_otherwise, ranks=2, timeout_s=60):
+        for name, (transformed, forward) in found.items():
+            assert transformed.startswith(f"RefusedError: ranks 0, 1: {name} inside of a transform of torch.func")
+            assert forward.startswith(f"RefusedError: ranks 0, 1: {name} has no forward derivative")
 
 
 def several(group: dist.ProcessGroup, name: str) -> str:

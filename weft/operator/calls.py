@@ -7,6 +7,7 @@ or the library's calls, one after the other (`weft.runtime.unfused`).
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -18,7 +19,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weft import plan
 from weft.operator import choosing
-from weft.operator.derivatives import once, refused, require_kept, require_plain, require_single
+from weft.operator.derivatives import (
+    once,
+    refuse_transforms,
+    refused,
+    require_kept,
+    require_no_tangents,
+    require_plain,
+    require_single,
+)
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
@@ -262,6 +271,7 @@ def registered(op: O) -> O:
         *given, name, schedule, deadline_s = arguments
         call, group = op.form(*given), group_of(name)
         with together(op.title, group, next(t for t in op.tensors(call) if t is not None), deadline_s or None):
+            require_no_tangents(op.name)
             wanted = _wanted_outside.get() or op.wanted(call)
             call = op.checked(call, group)
             prepared = _prepared_for(op, call, group, schedule or None, deadline_s or None, wanted)
@@ -269,6 +279,7 @@ def registered(op: O) -> O:
 
     def fake(*arguments: Any) -> list[torch.Tensor]:
         *given, name, _, _ = arguments
+        require_no_tangents(op.name)
         return op.fake(op.form(*given), group_of(name).size())
 
     _implement(op.name, run, fake)
@@ -281,6 +292,7 @@ def registered(op: O) -> O:
 def _implement(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
+    _library.impl(name, functools.partial(refuse_transforms, name), "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(f"weft::{name}", fake, lib=_library)
     never_left_out(name)
 

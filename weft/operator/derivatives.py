@@ -46,20 +46,38 @@ def refused(operator: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+def is_transformed() -> bool:
+    """True inside of a transform of torch.func, and where there are forward derivatives."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def require_plain(operator: str, tensors: Callable[[], Iterable[torch.Tensor | None]]) -> None:
     """`ValueError` for a call whose tangents would be lost without a word, and for one inside of vmap or another transform of
     torch.func, which reaches into no memory that ranks share."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise ValueError(
-            f"{operator} inside of a transform of torch.func (vmap, grad, jvp, ...): ranks make a call together, and such a "
-            f"transform does not reach into it. Make the call outside, on all that it maps, and differentiate by backward()"
-        )
+        refuse_transforms(operator)
     if forward_ad._current_level >= 0 and any(
         t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors()
     ):
-        raise ValueError(
-            f"{operator} has no forward derivative, and would lose the tangents: differentiate by backward()"
-        )
+        _refuse_tangents(operator)
+
+
+def require_no_tangents(operator: str) -> None:
+    """Refuse an operator of torch's dispatcher where there are forward derivatives: below autograd no tensor shows its tangent."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(operator)
+
+
+def _refuse_tangents(operator: str) -> NoReturn:
+    raise ValueError(f"{operator} has no forward derivative, and would lose the tangents: differentiate by backward()")
+
+
+def refuse_transforms(operator: str, *_: Any) -> NoReturn:
+    """Also the kernel of an operator of torch's dispatcher inside of such a transform."""
+    raise ValueError(
+        f"{operator} inside of a transform of torch.func (vmap, grad, jvp, ...): ranks make a call together, and such a "
+        f"transform does not reach into it. Make the call outside, on all that it maps, and differentiate by backward()"
+    )
 
 
 def require_single(operator: str, grads: Iterable[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.operator.derivatives import refused, require_kept
+from weft.operator.derivatives import is_transformed, refuse_transforms, refused, require_kept, require_plain
 from weft.operator.prepared import group_of, size_of
 from weft.operator.together import tell, together
 from weft.runtime.in_turn import turn_on
@@ -37,6 +37,7 @@ def replicated(parameter: torch.Tensor, group: dist.ProcessGroup | str) -> torch
     """
     if size_of(group) == 1:
         return parameter
+    require_plain_by("weft.nn.replicated", group, parameter)
     return _Replicated.apply(parameter, group if isinstance(group, str) else group_of(group).group_name)
 
 
@@ -113,6 +114,14 @@ def require_alike(of: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Non
             raise ValueError(f"{type(of).__name__}: {given}: use one dtype and device")
 
 
+def require_plain_by(layer: str, group: dist.ProcessGroup | str, *tensors: torch.Tensor | None) -> None:
+    """Before an autograd Function: refuse transforms of torch.func and forward derivatives, and tell peers. torch refuses them too,
+    in words about autograd Functions. A traced call is refused by the operators in it."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        with together(layer, group_of(group), tensors[0], None):
+            require_plain(layer, lambda: tensors)
+
+
 def require_kept_by(ctx: Any, layer: str, group_name: str, *tensors: torch.Tensor | None) -> None:
     """At the beginning of an autograd Function's forward: what autograd would not keep for backward is refused, and peers are
     told. It says so itself, but only when the calls in there have been made."""
@@ -149,6 +158,8 @@ _library = torch.library.Library("weft", "FRAGMENT")
 _library.define("summed_over_ranks(Tensor x, str group) -> Tensor")
 for _key in ("CPU", "CUDA"):
     _library.impl("summed_over_ranks", _summed, _key)
+_refuse = functools.partial(refuse_transforms, "weft.nn.replicated")
+_library.impl("summed_over_ranks", _refuse, "FuncTorchDynamicLayerFrontMode")
 torch.library.register_autograd("weft::summed_over_ranks", refused("weft.nn.replicated"), lib=_library)
 torch.library.register_fake("weft::summed_over_ranks", lambda x, group: torch.empty_like(x), lib=_library)
 never_left_out("summed_over_ranks")

@@ -48,7 +48,7 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise ValueError(
-                f"group={group!r} names no process group of this rank: pass the group, or its group_name"
+                f"group={group!r} names no process group of this rank, or a destroyed one: pass the group, or its group_name"
             ) from error
     group = dist.group.WORLD if group is None else group
     if group is None:

@@ -23,6 +23,7 @@ from weft.embedding.check import CheckedInput, check_jagged
 from weft.embedding.jagged import JaggedInput
 from weft.embedding.options import BoundsCheck, EmbeddingOptions, Order, Transport
 from weft.embedding.plan import EmbeddingPlan, plan_of
+from weft.operator.derivatives import require_plain
 from weft.operator.embedding import OPERATOR, known_operator, new_operator, operator_of_handle
 from weft.operator.spec import Across
 from weft.operator.together import together
@@ -133,6 +134,7 @@ def pool_and_send(
     batch_sizes: Sequence[int] | None, deadline_s: float | None, timeline: Timeline | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`planned_call` inside of `together`."""
+    require_plain(OPERATOR, lambda: weights)
     jagged, rank = as_jagged(features), group.rank()
     layout = layout_of(weights)
     before = _checked_tables.get((plan, rank))

@@ -22,16 +22,19 @@ import torch.nn.functional as F
 
 from weft.operator.derivatives import once
 from weft.operator.flattened import grad_of_weight
-from weft.operator.layers import require_kept_by
+from weft.operator.layers import require_kept_by, require_plain_by
 from weft.operator.prepared import group_of
 from weft.ops.matmul_all_gather import matmul_all_gather
 from weft.ops.matmul_all_reduce import EPS, matmul_all_reduce, through_norm
+
+_COLUMNS, _ROW = "a column-parallel layer", "a row-parallel layer"
 
 
 def columns(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], group: str
 ) -> list[torch.Tensor]:
     """Of x [..., K], the same on all ranks: y_i [..., N_i / W], of weights [N_i / W, K] and biases [N_i / W]."""
+    require_plain_by(_COLUMNS, group, x, *weights, *biases)
     return list(_Columns.apply(x, group, len(weights), *weights, *biases))
 
 
@@ -41,11 +44,13 @@ def row(
 ) -> Any:  # fmt: skip
     """Of x [..., K / W] and weight [N, K / W]: y [..., N], the same on all ranks, as bias [N], residual [..., N] and norm [N] are;
     with norm, the weight of an RMSNorm, (normed, y)."""
+    require_plain_by(_ROW, group, x, weight, bias, residual, norm)
     return _Row.apply(x, weight, bias, residual, norm, eps, group)
 
 
 def gathered_columns(x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:
     """`columns` of one weight, without a bias, joined: y [..., N], the same on all ranks."""
+    require_plain_by(_COLUMNS, group, x, weight)
     return _GatheredColumns.apply(x, weight, group)
 
 
@@ -60,14 +65,14 @@ def _of_parameters(
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str, count: int, *parameters: Any) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        require_kept_by(ctx, "a column-parallel layer", group, x, *parameters)
+        require_kept_by(ctx, _COLUMNS, group, x, *parameters)
         weights, biases = parameters[:count], parameters[count:]
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    @once("a column-parallel layer")
+    @once(_COLUMNS)
     def backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, *weights), count = saved, ctx.count
         x_wanted, _, _, *wanted = ctx.needs_input_grad
@@ -86,7 +91,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *following: Any) -> Any:  # type: ignore[override]
         bias, residual, norm, ctx.eps, group = following
-        require_kept_by(ctx, "a row-parallel layer", group, x, weight, bias, residual, norm)
+        require_kept_by(ctx, _ROW, group, x, weight, bias, residual, norm)
         if norm is None:
             ctx.save_for_backward(x, weight)
             return matmul_all_reduce(x, weight.t(), group, bias=bias, residual=residual)
@@ -95,7 +100,7 @@ class _Row(torch.autograd.Function):
         return normed, y
 
     @staticmethod
-    @once("a row-parallel layer")
+    @once(_ROW)
     def backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
         (x, weight, *normed), grad, of_norm = saved, grads[-1], None
         x_wanted, w_wanted, b_wanted, residual_wanted, norm_wanted, _, _ = ctx.needs_input_grad
@@ -111,13 +116,13 @@ class _Row(torch.autograd.Function):
 class _GatheredColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: str) -> torch.Tensor:  # type: ignore[override]
-        require_kept_by(ctx, "a column-parallel layer", group, x, weight)
+        require_kept_by(ctx, _COLUMNS, group, x, weight)
         ctx.save_for_backward(x, weight)
         ctx.group = group
         return matmul_all_gather(x, weight.t(), -1, group)
 
     @staticmethod
-    @once("a column-parallel layer")
+    @once(_COLUMNS)
     def backward(ctx: Any, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> tuple[Any, ...]:
         (x, weight), (x_wanted, w_wanted, _) = saved, ctx.needs_input_grad
         rank, own = group_of(ctx.group).rank(), weight.shape[0]

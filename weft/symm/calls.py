@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _pg_map
 
 _NUMBER = struct.Struct("<q")
 _DIGEST = struct.Struct("<qQ")  # a call's number, and the digest up to it
@@ -107,11 +108,11 @@ _of_group: dict[int, GroupCalls] = {}  # by identity of the group while it lives
 
 
 def calls_of(group: dist.ProcessGroup, check: Callable[[dist.ProcessGroup], None] | None = None) -> GroupCalls:
-    """check: what to call with a group that is new here."""
+    """check: what to call with a group that is new here, or that torch does not know any more."""
     calls = _of_group.get(id(group))
+    if check is not None and (calls is None or group not in _pg_map):
+        check(group)
     if calls is None:
-        if check is not None:
-            check(group)
         calls = _of_group[id(group)] = GroupCalls()
         weakref.finalize(group, _of_group.pop, id(group), None).atexit = False
     return calls
