@@ -13,6 +13,7 @@ import pytest
 import weft.ops
 import weft.schedule
 from weft.operator import calls
+from weft.operator.spec import Operator
 from weft.schedule import builders_of
 from weft.schedule.problem import PROBLEMS
 
@@ -47,6 +48,11 @@ def test_the_page_names_what_there_is() -> None:
 def test_an_operator_is_a_name_of_weft(name: str) -> None:
     assert name in weft.__all__, "without a line in weft/__init__.py"
     assert getattr(weft, name).__module__ == f"weft.ops.{name}"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_its_operations_are_counted(name: str) -> None:
+    assert type(SPECS[name]).gemms is not Operator.gemms, "without `gemms`"
 
 
 @pytest.mark.parametrize("name", CALLED)

@@ -28,6 +28,7 @@ from weft.operator.derivatives import (
     require_plain,
     require_single,
 )
+from weft.operator.flops import backward_counted, register_formulas
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
@@ -209,7 +210,7 @@ class _Function(torch.autograd.Function):
         op = prepared.op
         prepared.require_room(call, deadline_s)  # the library's calls need none, but backward may go another way
         results = prepared(call, deadline_s, timeline)
-        ctx.prepared, ctx.deadline_s = prepared, deadline_s
+        ctx.prepared, ctx.deadline_s, ctx.gemms = prepared, deadline_s, op.gemms(call, results)
         saved = op.saved(call, results, ctx.needs_input_grad[4:])
         ctx.beside = op.beside(saved)
         ctx.save_for_backward(*saved)
@@ -227,7 +228,8 @@ _backward_of: dict[str, Callable[..., tuple[Any, ...]]] = {}
 def _backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
     prepared, wanted = ctx.prepared, ctx.needs_input_grad[4:]
     of_call = prepared.op, prepared.group, prepared.device, lambda: (prepared, ctx.beside)
-    return (None, None, None, None, *_gradients(*of_call, saved, list(grads), wanted, ctx.deadline_s))
+    with backward_counted(ctx.gemms, wanted):
+        return (None, None, None, None, *_gradients(*of_call, saved, list(grads), wanted, ctx.deadline_s))
 
 
 def _gradients(
@@ -286,6 +288,7 @@ def registered(op: O) -> O:
     if op.gradients_of:
         _define_backward(op, fields, options)
     op.compiled = getattr(torch.ops.weft, op.name)
+    register_formulas(op)
     return op
 
 

@@ -144,6 +144,11 @@ class Operator(ABC, Generic[C]):
     def finished(self, call: C, results: Sequence[torch.Tensor], rank: int) -> None:
         """Raises what only the results show. On CPU, where they are there."""
 
+    def gemms(self, call: C, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        """Return (rows, weights): this rank multiplies so many rows with each of the weights [K, N], or with those of experts
+        [E, K, N]. `weft.operator.flops` counts them. results: of the call, or their gradients."""
+        return 0, []
+
     # --- gradients ---
 
     def saved(self, call: C, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:

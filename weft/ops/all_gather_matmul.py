@@ -156,6 +156,9 @@ class _AllGatherMatmul(Operator[_Call]):
             tensors["x"] = x.new_empty(m, x.shape[1])
         return tensors
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return results[0].shape[0], call.Bs
+
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Where the caller holds the gathered x anyway it need not be gathered again."""
         return [results[-1] if call.return_x else call.x, *call.Bs]

@@ -54,6 +54,9 @@ class _AllGatherMatmulGradients(Operator[_Call]):
         grads = {f"grad_wt{i}": wt.new_empty(wt.shape) for i, wt in enumerate(call.wts)}
         return {"grad_x": call.x.new_empty(call.x.shape)} | grads
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.grads[0].shape[0], [*call.wts, *call.wts]
+
     def unfused(
         self, p: AllGatherMatmulGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:

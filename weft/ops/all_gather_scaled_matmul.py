@@ -244,5 +244,8 @@ class _AllGatherScaledMatmul(Operator[_Call]):
             tensors["x"] = x.new_empty(m, x.shape[1])
         return tensors
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return results[0].shape[0], call.Bs
+
 
 OPERATOR = registered(_AllGatherScaledMatmul())

@@ -224,6 +224,9 @@ class _AllToAllMatmul(Operator[_Call]):
                 f"least {sum(came)}, or None for as many as come"
             )
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return results[0].shape[0], [call.w]
+
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:

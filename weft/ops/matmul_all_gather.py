@@ -142,6 +142,9 @@ class _MatmulAllGather(Operator[_Call]):
         m, n = call.x.shape[0], call.w.shape[1]
         return {"y": call.x.new_empty((m, world * n) if call.columns else (world * m, n))}
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.x.shape[0], [call.w]
+
     def unfused(
         self, p: MatmulAllGather, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:

@@ -50,6 +50,9 @@ class _MatmulAllGatherGradients(Operator[_Call]):
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         return {"grad_x": call.x.new_empty(call.x.shape), "grad_w": room_for_grad_of_weight(call.w)}
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.x.shape[0], [call.w, call.w]
+
     def unfused(
         self, p: MatmulAllGatherGradients, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:

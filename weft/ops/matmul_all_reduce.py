@@ -216,6 +216,9 @@ class _MatmulAllReduce(Operator[_Call]):
         names = ("y",) if call.norm is None else ("normed", "y")
         return {name: call.x.new_empty(call.x.shape[0], call.w.shape[1]) for name in names}
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.x.shape[0], [call.w]
+
     def unfused(
         self, p: MatmulAllReduce, call: _Call, group: dist.ProcessGroup, turn: Turn | None
     ) -> list[torch.Tensor] | None:

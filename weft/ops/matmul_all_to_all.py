@@ -241,6 +241,9 @@ class _MatmulAllToAll(Operator[_Call]):
         h = call.h.new_zeros(sum(sum(row[first : first + p.experts]) for row in p.splits), p.k)
         return call._replace(h=h, received=received, splits=splits, tokens=p.rows[rank])
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.h.shape[0], [call.w]
+
     # --- gradients ---
 
     def saved(self, call: _Call, results: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor | None]:

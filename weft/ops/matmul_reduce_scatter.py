@@ -153,6 +153,9 @@ class _MatmulReduceScatter(Operator[_Call]):
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         return {"y": call.x.new_empty(call.x.shape[0] // world, call.B.shape[1])}
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.x.shape[0], [call.B]
+
     def gradients(
         self, p: MatmulReduceScatter, group: dist.ProcessGroup, saved: Sequence[Any], grads: list[torch.Tensor],
         wanted: Sequence[bool], turn: Turn | None, beside: Any,

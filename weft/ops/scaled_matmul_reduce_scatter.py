@@ -213,6 +213,9 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
     def outputs(self, call: _Call, world: int) -> dict[str, Any]:
         return {"y": call.x.new_empty(call.x.shape[0] // world, call.B.shape[1], dtype=TORCH_DTYPE[call.out])}
 
+    def gemms(self, call: _Call, results: Sequence[torch.Tensor]) -> tuple[int, Sequence[torch.Tensor]]:
+        return call.x.shape[0], [call.B]
+
     def drawn(self, p: ScaledMatmulReduceScatter, rank: int, generator: torch.Generator) -> _Call:
         """With scales that make results about 1: fp8 has no room for small numbers."""
 

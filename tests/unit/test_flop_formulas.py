@@ -1,0 +1,26 @@
+"""Formulas reach torch's FLOP counter whenever it is imported, and weft does not import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+IMPORTED = """
+    import sys
+    {before}
+    import torch, weft
+    weft.all_gather_matmul
+    assert "torch.utils.flop_counter" in sys.modules or not {before!r}
+    from torch.utils.flop_counter import flop_registry
+    assert torch.ops.weft.all_gather_matmul_backward in flop_registry
+    weft.matmul_reduce_scatter
+    assert torch.ops.weft.matmul_reduce_scatter in flop_registry
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import torch.utils.flop_counter"], ids=["after weft", "before weft"])
+def test_formulas_are_registered(before: str) -> None:
+    subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTED.format(before=before))], check=True, timeout=100)

@@ -1,0 +1,109 @@
+"""Formulas of operators for `torch.utils.flop_counter`, by which FlopCounterMode counts, and MFUs are made.
+
+An operator counts 2MNK for each GEMM of this rank, forward and backward, as the same GEMMs beside a collective do. Embeddings count
+0, as torch's do.
+
+To import torch's counter takes half a second, since it imports Triton. So formulas are registered when somebody imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+
+from weft.operator.spec import Operator
+
+Gemms: TypeAlias = tuple[int, Sequence[torch.Tensor]]
+"""As `Operator.gemms` returns them."""
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: dict[Any, Any] = {}
+"""By operator of torch's dispatcher."""
+
+
+def register_formulas(op: Operator[Any]) -> None:
+    """Register formulas of what `op` is in torch's dispatcher."""
+    count = len(op.kinds)
+
+    def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+        return sum(_of_each(op.gemms(op.form(*arguments[:count]), out_val)))
+
+    def backward(saved: Any, grads: Any, *arguments: Any, **_: Any) -> int:
+        return _of_backward(op.gemms(op.form(*arguments[:count]), grads), arguments[-1])
+
+    for name, formula in ((op.name, forward), (f"{op.name}_backward", backward)):
+        if hasattr(torch.ops.weft, name):
+            _add(name, formula)
+
+
+@contextmanager
+def backward_counted(gemms: Gemms, wanted: Sequence[bool]) -> Iterator[None]:
+    """Around a backward whose forward went past the dispatcher: a dispatch mode sees its operations as one number, whichever way it
+    takes. gemms: those of forward."""
+    if not is_in_torch_dispatch_mode():
+        yield
+        return
+    with _disable_current_modes():
+        yield
+    torch.ops.weft.multiplied(_of_backward(gemms, wanted))
+
+
+def _of_each(gemms: Gemms) -> list[int]:
+    """Return the floating-point operations of the GEMM with each weight."""
+    rows, weights = gemms
+    return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
+
+
+def _of_backward(gemms: Gemms, wanted: Sequence[bool]) -> int:
+    """Return those of backward. The gradient of the call's first tensor takes a GEMM with each weight, that of a weight takes one.
+    wanted: for the call's tensors; the weights follow the first one."""
+    forward = _of_each(gemms)
+    return sum(forward) * wanted[0] + sum(one * want for one, want in zip(forward, wanted[1:], strict=False))
+
+
+def _register(counter: ModuleType) -> None:
+    for target, formula in _formulas.items():
+        if target not in counter.flop_registry:
+            counter.register_flop_formula(target, get_raw=True)(formula)
+
+
+def _add(name: str, formula: Any) -> None:
+    _formulas[getattr(torch.ops.weft, name)] = formula
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+
+
+class _OnImport:
+    """A finder of torch's counter, as it is found otherwise, which registers formulas when it has been loaded."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register(module)
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _OnImport())
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_library.define("multiplied(SymInt count) -> ()")
+_library.impl("multiplied", lambda count: None, "CompositeExplicitAutograd")
+_add("multiplied", lambda count, **_: count)
