@@ -272,16 +272,22 @@ def copies(group: dist.ProcessGroup) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def one_row_and_one_scale(group: dist.ProcessGroup) -> None:
-    """[1, 1] on a rank with one row could be the row's: it is the scale of all of A, which here is the same on all ranks."""
-    rows, rank = [1, 4], group.rank()
-    made = Data(Case(shape=(4, 32)), group.size(), rank, 4)
-    shards = [made.shards[source][: rows[source]] for source in range(2)]
-    one = torch.full((1, 1), 0.5)
-    _, (y,) = weft.all_gather_scaled_matmul(
-        shards[rank], made.Bs, one, [torch.full((1,), 2.0)], 0, group, None, None, [torch.float32], rows=rows
-    )
-    torch.testing.assert_close(y, torch.cat(shards).float() @ made.Bs[0].float(), rtol=1e-5, atol=1e-5)
+def scales_of_one_row(group: dist.ProcessGroup, rows: list[int] | None, by: str, of_B: tuple[int, ...]) -> None:
+    """Scales of one element beside a B_scale of one. by: "row", of which each has another; "row of all", the same tensor on every
+    rank; "shard", each rank's own for its rows, as [1, 1]."""
+    rank, sizes = group.rank(), rows or [1, 1]
+    made = Data(Case(shape=(4, 32), rows=tuple(sizes)), group.size(), rank, 4)
+    scale = torch.arange(1.0, 1 + sum(sizes))[:, None]
+    if by == "shard":
+        scale = torch.full_like(scale, 3.0)
+    own = scale.split(sizes)[rank]
+    given = {"row": own, "row of all": scale, "shard": torch.full((1, 1), 3.0)}[by]
+    for _ in range(2):
+        _, (y,) = weft.all_gather_scaled_matmul(
+            made.shards[rank], made.Bs, given, [torch.full(of_B, 2.0)], 0, group, None, None, [torch.float32], rows=rows
+        )
+        exact = scale * (made.whole.float() @ made.Bs[0].float()) * 2
+        torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-5)
 
 
 def captured(group: dist.ProcessGroup, case: Case, replays: int) -> None:

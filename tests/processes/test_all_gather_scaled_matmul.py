@@ -75,8 +75,12 @@ def test_opcheck(pool: Pool) -> None:
     pool.run(ranks.checked_as_op, ranks=1, timeout_s=120)
 
 
-def test_one_element_is_the_scale_of_everything_where_the_weights_have_one_too(pool: Pool) -> None:
-    pool.run(ranks.one_row_and_one_scale, ranks=2, timeout_s=60)
+@pytest.mark.parametrize("of_B", [(), (1, 1), (1, 16)], ids=str)
+@pytest.mark.parametrize("rows", [None, [1, 3], [0, 1], [4, 1]], ids=str)
+def test_the_shape_says_that_a_scale_is_of_rows(pool: Pool, rows: list[int] | None, of_B: tuple[int, ...]) -> None:
+    """Also where a rank has one row, or none, as in torch's operator."""
+    for by in ("row", "row of all", "shard"):
+        pool.run(ranks.scales_of_one_row, rows, by, of_B, ranks=2, timeout_s=60)
 
 
 def test_weights_by_rows_are_copied_and_warned_about_once(pool: Pool) -> None:

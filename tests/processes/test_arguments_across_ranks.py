@@ -107,7 +107,8 @@ DIFFERENT: dict[str, dict[str, list[Change]]] = {
         "B": [mapped("B", more_columns)],
         "reduce_op": [set_to(reduce_op="avg")],
         "scatter_dim": [
-            several(as_3d("A"), set_to(scatter_dim=1)), several(mapped("B", more_columns), set_to(scatter_dim=-1)),
+            several(as_3d("A"), set_to(scatter_dim=1)),
+            several(mapped("B", more_columns), set_to(scatter_dim=-1)),
         ],
         "schedule": [set_to(schedule="scatter")],
     },

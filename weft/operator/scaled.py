@@ -24,11 +24,6 @@ def refuse_gradients(tensors: Iterable[torch.Tensor | None]) -> None:
         )
 
 
-def is_for_all(A_scale: torch.Tensor, B_scales: Iterable[torch.Tensor]) -> bool:
-    """Whether one element is the scale of everything, and not of a rank's only row: the weights' scales are of the same kind."""
-    return A_scale.numel() == 1 and all(scale.numel() == 1 for scale in B_scales)
-
-
 def scale_of(B: torch.Tensor, scale: torch.Tensor, by_row: bool) -> torch.Tensor:
     """In one form of all that mean the same."""
     if scale.numel() != 1:

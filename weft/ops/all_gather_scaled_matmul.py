@@ -23,8 +23,8 @@ from weft.operator.flattened import (
     restored,
     rows_of_ranks,
 )
-from weft.operator.prepared import contiguous, group_of
-from weft.operator.scaled import FP8, check_beside, check_on, column_major, is_for_all, refuse_gradients, scale_of
+from weft.operator.prepared import contiguous, rank_of, size_of
+from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
 from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, Scaled
@@ -63,10 +63,11 @@ def all_gather_scaled_matmul(
 
     A_shard: [..., K] in float8_e4m3fn, at least 2-D, K a multiple of 16.
     Bs: [K, N_i] in float8_e4m3fn, N_i a multiple of 16, column-major (`weight.t()`); others are copied, with a warning.
-    A_scale: fp32. A_shard's shape with a last dimension of 1: one scale for each row, gathered with the rows. One element:
-        the scale of all of A; each rank takes its own, as in torch's op, and nothing checks that ranks have the same. The
-        shape of all of A with a last dimension of 1: one scale for each row, the same tensor on every rank, which takes its
-        own rows' scales.
+    A_scale: fp32. Its shape decides, as in torch's op, in this order. A_shard's shape with a last dimension of 1: one scale for
+        each row, gathered with the rows, also where a rank has one row. The shape of all of A with a last dimension of 1: one
+        scale for each row, the same tensor on every rank, which takes its own rows' scales. One element of another shape, such
+        as none: the scale of all of A; each rank takes its own, and nothing checks that ranks have the same. With uneven `rows`,
+        one of which is 1, one element of a row's shape is the scale of each of this rank's rows.
     B_scales: fp32, one element each; with a scale for each row of A, [1, N_i] (or one element, for all columns).
     biases: for each B [N_i] or None, in the dtype of its result, which must be bf16 or fp16; for fp8 results in bf16. None:
         no bias.
@@ -143,21 +144,28 @@ def _scale_of_rows(
     A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
-    """(whether each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1])"""
-    own = (*A_shard.shape[:-1], 1)
-    if A_scale.shape == own and not is_for_all(A_scale, B_scales):
+    """Return (True if each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1]). Shapes alone decide, as
+    in torch's operator, since a rank does not know the others' scales."""
+    extent, shape = A_shard.shape[gather_dim], list(A_scale.shape)
+    sizes = [extent] * size_of(group) if rows is None else list(rows)
+
+    def of_rows(number: int) -> list[int]:
+        return [*A_shard.shape[:gather_dim], number, *A_shard.shape[gather_dim + 1 : -1], 1]
+
+    if shape == of_rows(extent):
         return True, flattened(A_scale, gather_dim).contiguous()
+    if shape == of_rows(sum(sizes)):
+        mine = A_scale.narrow(gather_dim, sum(sizes[: rank_of(group)]), extent)
+        return True, flattened(mine, gather_dim).contiguous()
+    if (
+        shape == of_rows(1) and 1 in sizes
+    ):  # that of a row on another rank: scales are of rows there, and so they are here
+        return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     if A_scale.numel() == 1:
         return False, A_scale.reshape(1, 1)
-    group, extent = group_of(group), A_shard.shape[gather_dim]
-    sizes = [extent] * group.size() if rows is None else list(rows)
-    whole = list(own)
-    whole[gather_dim] = sum(sizes)
-    if list(A_scale.shape) == whole:
-        mine = A_scale.narrow(gather_dim, sum(sizes[: group.rank()]), extent)
-        return True, flattened(mine, gather_dim).contiguous()
     raise ValueError(
-        f"A_scale has shape {tuple(A_scale.shape)}: pass one element, or, for each row a scale, {own} or {tuple(whole)}"
+        f"A_scale has shape {tuple(shape)}: pass one element, or, for each row a scale, {tuple(of_rows(extent))} or "
+        f"{tuple(of_rows(sum(sizes)))}"
     )
 
 
@@ -208,7 +216,8 @@ class _AllGatherScaledMatmul(Operator[_Call]):
             check_on(x.device, f"B_scales[{i}]", scale, torch.float32)
             if out == "fp8" and call.by_row:
                 raise ValueError(
-                    f"out_dtypes[{i}] is {FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16"
+                    f"out_dtypes[{i}] is {FP8} (or None): with scales of rows fp8 GEMMs have no fp8 results; use torch.bfloat16, "
+                    "or one scale for all of A, without dimensions"
                 )
             check_beside(B, scale, bias, out, call.by_row, (f"B_scales[{i}]", f"biases[{i}]"))
         scaled = Scaled(

@@ -17,7 +17,7 @@ from weft.arguments import check_flag, check_tensor, checked_dimension, checked_
 from weft.operator.calls import made, registered
 from weft.operator.flattened import check_even, check_weights, flattened, outer_of, outer_text, restored
 from weft.operator.prepared import contiguous, size_of
-from weft.operator.scaled import FP8, check_beside, check_on, column_major, is_for_all, refuse_gradients, scale_of
+from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
 from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import ScaledMatmulReduceScatter
@@ -150,7 +150,7 @@ def _leading(A: torch.Tensor, B: torch.Tensor, output_shape: Sequence[int]) -> t
 
 def _has_scale_of_rows(A: torch.Tensor, A_scale: torch.Tensor, B_scale: torch.Tensor) -> bool:
     own = (*A.shape[:-1], 1)
-    if A_scale.shape == own and not is_for_all(A_scale, [B_scale]):
+    if A_scale.shape == own and (A_scale.numel() != 1 or B_scale.numel() != 1):
         return True
     if A_scale.numel() == 1:
         return False
