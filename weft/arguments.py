@@ -21,6 +21,8 @@ from weft import env
 from weft.words import counted, kind
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+MOST_ROWS = 1 << 40
+"""Of a matrix: their bytes fit 64 bits, whatever the columns."""
 _FIX = {"DTensor": "pass .to_local()", "AsyncCollectiveTensor": "pass .wait()"}
 
 
@@ -104,12 +106,19 @@ def checked_rows(rows: Any, A_shard: torch.Tensor, gather_dim: int, group: dist.
         raise ValueError(f"rows={rows!r} is {kind(rows)}: pass a list with a number for each rank")
     sizes = tuple(_whole(f"rows[{i}]", size, "pass a whole number for each rank") for i, size in enumerate(rows))
     extent, world_size, rank = A_shard.shape[gather_dim], group.size(), group.rank()
-    if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0:
+    if len(sizes) != world_size or sizes[rank] != extent or min(sizes) < 0 or max(sizes) > MOST_ROWS:
         raise ValueError(
-            f"rows={sizes} must have one entry, 0 or more, for each of {counted(world_size, 'rank')}, and here, on rank {rank}, "
-            f"be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
+            f"rows={sizes} must have one entry, from 0 to 2**40, for each of {counted(world_size, 'rank')}, and here, on rank "
+            f"{rank}, be {extent}, the size of A_shard {tuple(A_shard.shape)} in dimension {gather_dim}"
         )
     return None if all(size == extent for size in sizes) else sizes
+
+
+def check_count(name: str, count: Any) -> None:
+    """Refuse anything but None and a number of rows."""
+    is_whole = isinstance(count, int | torch.SymInt) and not isinstance(count, bool)
+    if count is not None and not (is_whole and 0 <= count <= MOST_ROWS):
+        raise ValueError(f"{name}={_shown(count)} must be a whole number from 0 to 2**40: it is a number of rows")
 
 
 def checked_shape(name: str, given: Any) -> tuple[int, ...]:
@@ -131,8 +140,20 @@ def checked_deadline(deadline_s: Any) -> float | None:
 def _whole(name: str, given: Any, fix: str) -> Any:
     """A whole number: an int, or what stands for one (numpy's, and torch's while it traces)."""
     if type(given) is int or isinstance(given, torch.SymInt):
-        return given
-    with contextlib.suppress(TypeError):
-        if not isinstance(given, bool):
-            return operator.index(given)
-    raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")
+        number = given
+    else:
+        number = None
+        with contextlib.suppress(TypeError):
+            if not isinstance(given, bool):
+                number = operator.index(given)
+    if number is None:
+        raise ValueError(f"{name}={given!r} is {kind(given)}: {fix}")
+    if type(number) is int and number.bit_length() > 63:
+        raise ValueError(f"{name} is {_shown(number)}: {fix}, in 64 bits")
+    return number
+
+
+def _shown(number: Any) -> str:
+    """Return the digits, unless there are more than Python or a reader takes."""
+    is_long = type(number) is int and number.bit_length() > 64
+    return f"a number of {number.bit_length()} bits" if is_long else repr(number)

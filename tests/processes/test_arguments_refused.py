@@ -7,6 +7,7 @@ one rank alone passes them, at a shape that is known (where checks are few) and 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import pkgutil
 import re
@@ -194,9 +195,17 @@ GATHERS_REFUSE: list[tuple[str, Any, str]] = [
     ("rows", [4, 4.0], f"rows[1]=4.0 is a float: {NO_NUMBER}"),
     ("rows", [4, True], f"rows[1]=True is a bool: {NO_NUMBER}"),
     ("rows", [4, None], f"rows[1]=None is a NoneType: {NO_NUMBER}"),
-    ("rows", [4], "rows=(4,) must have one entry, 0 or more, for each of 2 ranks"),
-    ("rows", [3, 5], "rows=(3, 5) must have one entry, 0 or more, for each of 2 ranks, and here, on rank 1, be 4"),
-    ("rows", [-4, 4], "rows=(-4, 4) must have one entry, 0 or more"),
+    ("rows", [4], "rows=(4,) must have one entry, from 0 to 2**40, for each of 2 ranks"),
+    (
+        "rows",
+        [3, 5],
+        "rows=(3, 5) must have one entry, from 0 to 2**40, for each of 2 ranks, and here, on rank 1, be 4",
+    ),
+    ("rows", [-4, 4], "rows=(-4, 4) must have one entry, from 0 to 2**40"),
+    ("rows", [1 << 41, 4], "must have one entry, from 0 to 2**40, for each of 2 ranks"),
+    ("rows", [1 << 63, 4], f"rows[0] is 9223372036854775808: {NO_NUMBER}, in 64 bits"),
+    ("rows", [10**5000, 4], f"rows[0] is a number of 16610 bits: {NO_NUMBER}, in 64 bits"),
+    ("gather_dim", 10**5000, f"gather_dim is a number of 16610 bits: {NO_DIMENSION}, in 64 bits"),
     ("Bs", None, "Bs is a NoneType: pass a list"),
     ("Bs", torch.ones(8, 3), "Bs is one tensor of shape (8, 3): pass a list of tensors, [B]"),
     ("Bs", {"w": torch.ones(8, 3)}, "Bs is a dict: pass a list"),
@@ -350,6 +359,21 @@ def full_weights_of_other_kinds(group: dist.ProcessGroup) -> dict[str, tuple[str
             text = told(partial(ebc.load_full_weights, full))
             found[kind] = text, not torch.equal(ebc.embedding_bags["users"].weight, before)
     return found
+
+
+def without_group(group: dist.ProcessGroup, operator: str) -> tuple[bool, str]:
+    """Whether the signature has a default for `group`, and what is told of None."""
+    call = OPERATORS[operator](group)
+    default = inspect.signature(call.call).parameters["group"].default
+    return default is None, told(lambda: call(group=None))
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if "matmul" in name])
+def test_no_group_is_the_world_where_the_signature_says_so(pool: Pool, operator: str) -> None:
+    for is_default, text in pool.run(without_group, operator, ranks=2, timeout_s=60):
+        assert text == "nothing" if is_default else text.startswith("ValueError: group=None: pass dist.group.WORLD"), (
+            operator
+        )
 
 
 def test_a_name_of_no_group_is_told_where_it_is_given(pool: Pool) -> None:

@@ -152,7 +152,7 @@ def test_bad_arguments_name_the_values_and_the_fix(pool: Pool) -> None:
         "received of floats": "received is torch.float32: use torch.int64",
         "received of one": "received has shape (2,): it must be [2, 2], for 2 experts of each of 2 ranks",
         "received elsewhere": "received is on meta and h on cpu",
-        "rows": "rows=-1 must be a whole number from 0 on",
+        "rows": "rows=-1 must be a whole number from 0 to 2**40",
         "capacity": "capacity=3 must be at least 1, and at least the 8 tokens of splits",
         "schedule": "no schedule 'combin'",
         "cannot": "copy engines take sizes from the host",

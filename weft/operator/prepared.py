@@ -29,6 +29,7 @@ from weft.runtime.opaque import opaque
 from weft.runtime.unfused import Unfused
 from weft.schedule import NotApplicableError, named
 from weft.symm import Domain
+from weft.symm.groups import NO_GROUP
 from weft.timeline import Timeline
 
 KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
@@ -38,7 +39,7 @@ WHILE = 1000  # calls of the operator: a training step comes back to all of its 
 
 
 def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """What a caller names so; None is the world."""
+    """Return the process group that a caller passes, or names. None is refused: ranks of another group would wait."""
     if isinstance(group, str):
         if torch.compiler.is_dynamo_compiling():
             raise ValueError(
@@ -50,9 +51,8 @@ def group_of(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
             raise ValueError(
                 f"group={group!r} names no process group of this rank, or a destroyed one: pass the group, or its group_name"
             ) from error
-    group = dist.group.WORLD if group is None else group
     if group is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group, or pass group=")
+        raise ValueError(NO_GROUP)
     if not isinstance(group, dist.ProcessGroup):
         if hasattr(group, "get_group"):
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor
+from weft.arguments import check_count, check_tensor
 from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, registered, within
 from weft.operator.dtypes import name_of_dtype
@@ -100,6 +100,8 @@ def all_to_all_matmul(
     Collectives", 7.1 and 7.2, where the all-to-all is behind the GEMM.
     """
 
+    group = dist.group.WORLD if group is None else group
+
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         for name, tensor in (("tokens", tokens), ("w_experts", w_experts), ("splits", splits)):
             check_tensor(name, tensor)
@@ -109,11 +111,6 @@ def all_to_all_matmul(
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
     return (y, received) if return_received else y
-
-
-def check_count(name: str, count: Any) -> None:
-    if not (count is None or (isinstance(count, int | torch.SymInt) and not isinstance(count, bool) and count >= 0)):
-        raise ValueError(f"{name}={count!r} must be a whole number from 0 on: it is a number of rows")
 
 
 class _Call(NamedTuple):

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.arguments import check_tensor
+from weft.arguments import check_count, check_tensor
 from weft.operator.calls import made, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
-from weft.ops.all_to_all_matmul import check_count, expert_weights, rounded_up
+from weft.ops.all_to_all_matmul import expert_weights, rounded_up
 from weft.runtime.exchanged import (
     Sizes,
     begin_in_expert_order,
@@ -112,6 +112,8 @@ def matmul_all_to_all(
     Source: "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", 7.1 and 7.2 (all-to-all
     behind the GEMM that produces it, experts).
     """
+
+    group = dist.group.WORLD if group is None else group
 
     def form(group: dist.ProcessGroup | str | None) -> _Call:
         for name, tensor in (("h", h), ("w_experts", w_experts), ("received", received), ("splits", splits)):

@@ -9,6 +9,11 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from weft import forks
 
+NO_GROUP = (
+    "group=None: pass dist.group.WORLD or your own group. (dist.new_group with use_local_synchronization=True returns None on "
+    "ranks that are not in the new group: only its members may make this call)"
+)
+
 
 def require_member(group: Any) -> None:
     """`ValueError` if this rank cannot make calls on `group`."""
@@ -20,10 +25,7 @@ def store_of(group: Any) -> dist.Store:
     if not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: call dist.init_process_group first")
     if group is None:
-        raise ValueError(
-            "group=None: pass dist.group.WORLD or your own group. (dist.new_group with use_local_synchronization=True "
-            "returns None on ranks that are not in the new group: only its members may make this call)"
-        )
+        raise ValueError(NO_GROUP)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members may make this call")
     if not isinstance(group, dist.ProcessGroup):
