@@ -393,6 +393,7 @@ def one_rank_differs(group: dist.ProcessGroup) -> dict[str, str]:
         "schedule": lambda g: weft.all_gather_matmul(x, [B], 0, g, schedule="serial" if first else "gather[by=kernel]"),
         "rows": lambda g: weft.all_gather_matmul(x, [B], 0, g, rows=[4, 4] if first else [6, 4], schedule="serial"),
         "gradients": lambda g: weft.all_gather_matmul(x, [wide], 0, g),
+        "columns": lambda g: weft.all_gather_matmul(x, [wide.detach()], 0, g),
     }  # fmt: skip
     found = {name: told(lambda call=call: call(own_group(group))) for name, call in calls.items()}
     found["refuses"] = told(lambda: weft.all_gather_matmul(x, [B[:5] if first else B], 0, group))

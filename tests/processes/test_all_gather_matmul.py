@@ -176,8 +176,10 @@ def test_one_rank_that_differs_is_named_on_every_rank(pool: Pool) -> None:
             "rank 1: all_gather_matmul of a shape that is new here: [10, 8] gathered from 2 ranks (6, 4 rows)"
             in told["rows"]
         )
-        for name in ("dtype", "rows", "schedule", "gradients"):
+        for name in ("dtype", "rows", "schedule", "gradients", "columns"):
             assert told[name].startswith("DisagreementError: ranks make different calls"), name
+        assert "@ [8, 6] on each" in told["columns"]
+        assert "pad those of a vocabulary" in told["columns"]
         assert "@ [8, 3] on each, fp16" in told["dtype"]
         assert "schedule serial" in told["schedule"]
         assert "pass rows=" in told["schedule"]

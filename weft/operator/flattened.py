@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from weft.arguments import checked_rows
 from weft.operator.prepared import group_of, size_of
 
-UNEVEN = "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks"
+UNEVEN = (
+    "if ranks have shards of different sizes, in an uneven last batch say, pass rows=, the sizes of all ranks; weights have one "
+    "shape on all ranks: pad those of a vocabulary that ranks divide unevenly"
+)
 
 
 def check_weights(A: torch.Tensor, Bs: Sequence[torch.Tensor], *, what: str = "A_shard", each: str = "Bs[{}]") -> None:

@@ -58,7 +58,8 @@ def all_gather_matmul(
 
     A_shard: [..., K] in fp32, fp16 or bf16, on CPU also fp64 (for `gradcheck`), at least 2-D, an ordinary tensor (of a DTensor pass
         its to_local()). Copied if `A_shard.movedim(gather_dim, 0)` is not contiguous.
-    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied).
+    Bs: [K, N_i], same dtype, row- or column-major (`linear.weight.t()` is not copied). Of one shape on all ranks, unlike in
+        torch's op: pad a vocabulary that ranks divide unevenly, or the call is a `DisagreementError` before anything is sent.
     gather_dim: any dimension but the last.
     group: a process group, or its name.
     return_A: also return the gathered A (costs its memory, and a copy of what arrives).
