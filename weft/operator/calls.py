@@ -28,7 +28,7 @@ from weft.operator.derivatives import (
     require_plain,
     require_single,
 )
-from weft.operator.flops import backward_counted, register_formulas
+from weft.operator.flops import counted, flops_of, is_counter_there, register_formulas
 from weft.operator.prepared import Prepared, Table, check_options, group_of
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
@@ -210,7 +210,8 @@ class _Function(torch.autograd.Function):
         op = prepared.op
         prepared.require_room(call, deadline_s)  # the library's calls need none, but backward may go another way
         results = prepared(call, deadline_s, timeline)
-        ctx.prepared, ctx.deadline_s, ctx.gemms = prepared, deadline_s, op.gemms(call, results)
+        ctx.prepared, ctx.deadline_s = prepared, deadline_s
+        ctx.flops = flops_of(op, call, results) if is_counter_there() else None
         saved = op.saved(call, results, ctx.needs_input_grad[4:])
         ctx.beside = op.beside(saved)
         ctx.save_for_backward(*saved)
@@ -228,8 +229,12 @@ _backward_of: dict[str, Callable[..., tuple[Any, ...]]] = {}
 def _backward(ctx: Any, saved: Sequence[torch.Tensor], *grads: torch.Tensor) -> tuple[Any, ...]:
     prepared, wanted = ctx.prepared, ctx.needs_input_grad[4:]
     of_call = prepared.op, prepared.group, prepared.device, lambda: (prepared, ctx.beside)
-    with backward_counted(ctx.gemms, wanted):
-        return (None, None, None, None, *_gradients(*of_call, saved, list(grads), wanted, ctx.deadline_s))
+
+    def made() -> list[torch.Tensor | None]:
+        return _gradients(*of_call, saved, list(grads), wanted, ctx.deadline_s)
+
+    counts = ctx.flops is not None and is_in_torch_dispatch_mode()
+    return (None, None, None, None, *(counted(ctx.flops, wanted, made) if counts else made()))
 
 
 def _gradients(

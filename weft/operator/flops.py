@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.operator.spec import Operator
 
-Gemms: TypeAlias = tuple[int, Sequence[torch.Tensor]]
-"""As `Operator.gemms` returns them."""
+T = TypeVar("T")
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Any] = {}
@@ -34,38 +32,39 @@ def register_formulas(op: Operator[Any]) -> None:
     count = len(op.kinds)
 
     def forward(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-        return sum(_of_each(op.gemms(op.form(*arguments[:count]), out_val)))
+        return sum(flops_of(op, op.form(*arguments[:count]), out_val))
 
     def backward(saved: Any, grads: Any, *arguments: Any, **_: Any) -> int:
-        return _of_backward(op.gemms(op.form(*arguments[:count]), grads), arguments[-1])
+        return _of_backward(flops_of(op, op.form(*arguments[:count]), grads), arguments[-1])
 
     for name, formula in ((op.name, forward), (f"{op.name}_backward", backward)):
         if hasattr(torch.ops.weft, name):
             _add(name, formula)
 
 
-@contextmanager
-def backward_counted(gemms: Gemms, wanted: Sequence[bool]) -> Iterator[None]:
-    """Around a backward whose forward went past the dispatcher: a dispatch mode sees its operations as one number, whichever way it
-    takes. gemms: those of forward."""
-    if not is_in_torch_dispatch_mode():
-        yield
-        return
+def counted(forward: Sequence[int], wanted: Sequence[bool], backward: Callable[[], T]) -> T:
+    """Return the result of `backward`, of a call that went past the dispatcher. Dispatch modes see its operations as one number,
+    whichever way it takes. forward: `flops_of` the call."""
     with _disable_current_modes():
-        yield
-    torch.ops.weft.multiplied(_of_backward(gemms, wanted))
+        made = backward()
+    torch.ops.weft.multiplied(_of_backward(forward, wanted))
+    return made
 
 
-def _of_each(gemms: Gemms) -> list[int]:
-    """Return the floating-point operations of the GEMM with each weight."""
-    rows, weights = gemms
+def is_counter_there() -> bool:
+    """True if somebody may count."""
+    return _COUNTER in sys.modules
+
+
+def flops_of(op: Operator[Any], call: Any, results: Sequence[torch.Tensor]) -> list[int]:
+    """Return the floating-point operations of the GEMM with each weight. results: of the call, or their gradients."""
+    rows, weights = op.gemms(call, results)
     return [2 * rows * weight.shape[-2] * weight.shape[-1] for weight in weights]
 
 
-def _of_backward(gemms: Gemms, wanted: Sequence[bool]) -> int:
+def _of_backward(forward: Sequence[int], wanted: Sequence[bool]) -> int:
     """Return those of backward. The gradient of the call's first tensor takes a GEMM with each weight, that of a weight takes one.
     wanted: for the call's tensors; the weights follow the first one."""
-    forward = _of_each(gemms)
     return sum(forward) * wanted[0] + sum(one * want for one, want in zip(forward, wanted[1:], strict=False))
 
 
@@ -77,7 +76,7 @@ def _register(counter: ModuleType) -> None:
 
 def _add(name: str, formula: Any) -> None:
     _formulas[getattr(torch.ops.weft, name)] = formula
-    if _COUNTER in sys.modules:
+    if is_counter_there():
         _register(sys.modules[_COUNTER])
 
 
@@ -100,7 +99,7 @@ class _OnImport:
         return spec
 
 
-if _COUNTER not in sys.modules:
+if not is_counter_there():
     sys.meta_path.insert(0, _OnImport())
 
 _library = torch.library.Library("weft", "FRAGMENT")
