@@ -126,7 +126,7 @@ def counts(group: dist.ProcessGroup, case: str) -> dict[str, tuple[int, int]]:
         found[name] = counted(lambda: both(call)), exact
         if wanted:
             found[f"{name}, backward alone"] = alone(call), alone(by_torch)
-        if name in ("none", "all"):
+        if name == "all":
             torch._dynamo.reset()
             compiled = torch.compile(call, backend="aot_eager")
             both(compiled)
