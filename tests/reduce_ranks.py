@@ -290,7 +290,9 @@ def bad_following(group: dist.ProcessGroup) -> dict[str, str]:
     for name, bad in calls.items():
         found[name] = told(lambda bad=bad: weft.matmul_all_reduce(x, w, group, **bad))
     op = torch.ops.weft.matmul_all_reduce
-    found["no number, below"] = told(lambda: op(x, w, None, None, bias[None], None, group.group_name, "", 0.0))
+    found["no number, below"] = told(
+        lambda: op(x, w, None, None, bias[None], None, False, None, group.group_name, "", 0.0)
+    )
     assert weft.matmul_all_reduce(x, w, group, bias=bias, residual=residual).shape == (5, 3)
     return found
 

@@ -130,7 +130,7 @@ def _call(
             check_tensor(f"biases[{i}]", bias)
     dim = checked_dimension(A_shard, gather_dim)
     sizes = rows_of_ranks(rows, A_shard, dim, group)
-    by_row, scale = _scale_of_rows(A_scale, B_scales, A_shard, dim, rows, group)
+    by_row, scale = _scale_of_rows(A_scale, A_shard, dim, rows, group)
     dtypes = [torch.bfloat16] * len(Bs) if out_dtypes is None else listed("out_dtypes", out_dtypes)
     out = [_OUT.get(dtype or FP8, "") for dtype in dtypes]
     fast = [False] * len(Bs) if use_fast_accum is None else listed("use_fast_accum", use_fast_accum)
@@ -141,7 +141,7 @@ def _call(
 
 
 def _scale_of_rows(
-    A_scale: torch.Tensor, B_scales: Sequence[torch.Tensor], A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
+    A_scale: torch.Tensor, A_shard: torch.Tensor, gather_dim: int, rows: Sequence[int] | None,
     group: dist.ProcessGroup | str | None,
 ) -> tuple[bool, torch.Tensor]:  # fmt: skip
     """Return (True if each row has a scale, the scales of the shard's rows [rows, 1], or the one [1, 1]). Shapes alone decide, as
@@ -157,12 +157,11 @@ def _scale_of_rows(
     if shape == of_rows(sum(sizes)):
         mine = A_scale.narrow(gather_dim, sum(sizes[: rank_of(group)]), extent)
         return True, flattened(mine, gather_dim).contiguous()
-    if (
-        shape == of_rows(1) and 1 in sizes
-    ):  # that of a row on another rank: scales are of rows there, and so they are here
-        return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     if A_scale.numel() == 1:
-        return False, A_scale.reshape(1, 1)
+        if shape != of_rows(1) or 1 not in sizes:
+            return False, A_scale.reshape(1, 1)
+        # Another rank takes such a scale for its only row's, and so it is one of rows here too.
+        return True, A_scale.reshape(1, 1).expand(flattened(A_shard, gather_dim).shape[0], 1).contiguous()
     raise ValueError(
         f"A_scale has shape {tuple(shape)}: pass one element, or, for each row a scale, {tuple(of_rows(extent))} or "
         f"{tuple(of_rows(sum(sizes)))}"
