@@ -4,7 +4,8 @@
 
 After `--warm` calls of random M, `--calls` more, each followed by a synchronisation. A call whose M was not called before is a
 first call. Every result is compared with the product in float64 of a few of its rows and columns. Then M is called again, for what
-a steady call takes. One JSON object is appended to FILE.
+a steady call takes. At last `--sizes` different M follow each other, `--passes` times, beside the collective and the GEMM by hand.
+One JSON object is appended to FILE.
 """
 
 from __future__ import annotations
@@ -63,6 +64,38 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         assert error < 0.05, f"M={m}: off by {error}"
         return 1e3 * took, 1e3 * host
 
+    def by_hand(m: int) -> float:
+        """Milliseconds of an all-gather and a GEMM, with the synchronisation behind them."""
+        shard = x[: m // world]
+        synchronize()
+        dist.barrier(group)
+        synchronize()
+        start = time.perf_counter()
+        whole = shard.new_empty(m, given.k)
+        dist.all_gather_into_tensor(whole, shard, group=group)
+        torch.mm(whole, w)
+        synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    def passes() -> list[dict[str, float]]:
+        """For each pass over the sizes, the slowest rank's mean and median, and the mean by hand."""
+        sizes = random.Random(given.seed + 1).sample(range(1, given.most // world + 1), given.sizes)
+        found = []
+        for _ in range(given.passes):
+            mine = [(call(world * size)[0], by_hand(world * size)) for size in sizes]
+            of_ranks: list[Any] = [None] * world
+            dist.all_gather_object(of_ranks, mine)
+            ours, theirs = ([max(of[i][which] for of in of_ranks) for i in range(len(sizes))] for which in (0, 1))
+            ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+            found.append(
+                {
+                    "mean_ms": statistics.mean(ours), "median_ms": statistics.median(ours),
+                    "by_hand_mean_ms": statistics.mean(theirs), "by_hand_median_ms": statistics.median(theirs), "geomean_over_by_hand": statistics.geometric_mean(ratios),
+                    "worst_over_by_hand": max(ratios),
+                }
+            )  # fmt: skip
+        return found
+
     def draw() -> int:
         return world * choose.randrange(1, given.most // world + 1)
 
@@ -86,6 +119,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         profile.disable()
         pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
     steady = [call(m) for m in all_m[-32:] for _ in range(2)][1::2]
+    in_turn = passes()
     memory: dict[str, Any] = {}
     if device.type == "cuda":
         from weft.symm.cuda import slab_bytes
@@ -110,6 +144,7 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
         "warm_ms": [round(one, 2) for one in warm],
         "steady_ms_p50": statistics.median(took for took, _ in steady),
         "steady_host_ms_p50": statistics.median(h for _, h in steady),
+        "sizes_in_turn": given.sizes, "passes": in_turn,
         **memory, **environment(given.device),
     }  # fmt: skip
 
@@ -121,6 +156,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--warm", type=int, default=20)
     parser.add_argument("--most", type=int, default=32768)
+    parser.add_argument("--sizes", type=int, default=100, help="How many M follow each other in a pass.")
+    parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--n", type=int, default=4096)
     parser.add_argument("--k", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)

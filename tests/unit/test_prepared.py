@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.operator.prepared import KEPT, KEPT_BYTES, WHILE, Table
+from weft.operator.prepared import KEPT, KEPT_BYTES, KEPT_LIGHT, WHILE, Table
 
 
 class _Group:
@@ -12,8 +12,8 @@ class _Group:
 class _Made:
     stale = False
 
-    def __init__(self, nbytes: int = 0, captured: bool = False) -> None:
-        self.nbytes, self.captured, self.closed, self.called_at = nbytes, captured, False, 0
+    def __init__(self, nbytes: int = 0, captured: bool = False, light: bool = False) -> None:
+        self.nbytes, self.captured, self.closed, self.called_at, self.light = nbytes, captured, False, 0, light
 
     def close(self) -> None:
         self.closed = True
@@ -65,6 +65,20 @@ def test_of_many_shapes_those_go_that_were_called_longest_ago() -> None:
         table.keep(group, key, _Made())  # type: ignore[arg-type]
         table.find(group, key)  # type: ignore[arg-type]
     assert [key for key, one in enumerate(made) if one.closed] == [1, 2]
+
+
+def test_shapes_without_memory_or_threads_of_their_own_stay_in_larger_numbers() -> None:
+    table, group = Table(), _Group()
+    own = [table.keep(group, f"own {i}", _Made()) for i in range(2)]  # type: ignore[arg-type]
+    light = [table.keep(group, i, _Made(light=True)) for i in range(KEPT_LIGHT - 2)]  # type: ignore[arg-type]
+    assert not any(one.closed for one in [*own, *light])  # type: ignore[attr-defined]
+    for i in range(KEPT - 1):  # of the heavy ones at most KEPT stay, whatever there is beside them
+        table.find(group, 0)  # type: ignore[arg-type]
+        table.keep(group, f"more {i}", _Made())  # type: ignore[arg-type]
+        table.find(group, f"more {i}")  # type: ignore[arg-type]
+    assert [one.closed for one in own] == [True, True]  # type: ignore[attr-defined]
+    assert not light[0].closed, "it was called meanwhile"  # type: ignore[attr-defined]
+    assert len(table.known(group)) <= KEPT_LIGHT  # type: ignore[arg-type]
 
 
 def test_shapes_that_graphs_hold_leave_room_for_others() -> None:

@@ -7,6 +7,7 @@ calls of a known shape find what was prepared by a key.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -32,9 +33,12 @@ from weft.symm import Domain
 from weft.symm.groups import NO_GROUP
 from weft.timeline import Timeline
 
-KEPT = 64  # shapes per operator and group beside those that graphs have captured: each holds memory and threads
+KEPT = (
+    64  # shapes per operator and group that hold memory or threads of their own, beside those that graphs have captured
+)
+KEPT_LIGHT = 2048  # of all shapes: the others share memory with larger ones, or hold none
 KEPT_BYTES = 4 << 30  # of symmetric memory on a GPU, in shapes that were not called for WHILE
-_SIGNATURES = 1024  # of an operator's calls on a group
+_SIGNATURES = 8192  # of an operator's calls on a group
 WHILE = 1000  # calls of the operator: a training step comes back to all of its shapes in fewer
 
 
@@ -278,6 +282,11 @@ class Prepared:
         return self._chosen is not None and self._chosen.was_captured
 
     @property
+    def light(self) -> bool:
+        """True if it holds no memory and no threads of its own."""
+        return self._chosen is None or all(one.shared for one in self._chosen.executors())
+
+    @property
     def nbytes(self) -> int:
         """Of symmetric memory on a GPU."""
         return 0 if self._chosen is None else self._chosen.nbytes
@@ -363,16 +372,20 @@ class _OfGroup:
         self.calls = 0
 
     def drop(self) -> None:
-        """What leaves room for another one. All ranks make the same calls, so all drop the same: what was called longest ago."""
+        """Make room for another one. All ranks make the same calls, so all drop the same: what was called longest ago."""
         known = self.known
+        if len(known) < KEPT and sum(one.nbytes for one in known.values()) <= KEPT_BYTES:
+            return
+        # Captured ones do not count: many of them would leave no room for others.
         free = sorted((key for key, one in known.items() if not one.captured), key=lambda key: known[key].called_at)
-        idle = [key for key in free if known[key].called_at < self.calls - WHILE]
-        while len(free) >= KEPT:  # captured ones do not count: many of them would leave no room for others
-            idle = [key for key in idle if key != free[0]]
-            known.pop(free.pop(0)).close()
-            self.by_signature.clear()
+        own = [key for key in free if not known[key].light]
+        dropped = [*own[: max(0, len(own) + 1 - KEPT)], *free[: max(0, len(free) + 1 - KEPT_LIGHT)]]
+        idle = [key for key in free if known[key].called_at < self.calls - WHILE and key not in dropped]
         while sum(known[key].nbytes for key in idle) > KEPT_BYTES:
-            known.pop(idle.pop(0)).close()
+            dropped.append(idle.pop(0))
+        for key in dict.fromkeys(dropped):
+            known.pop(key).close()
+        if dropped:
             self.by_signature.clear()
 
 
@@ -412,8 +425,9 @@ class Table:
         ]
         places = [(name, *place) for name, place in found] if inputs and len(found) == len(inputs) else None
         here = self._of_group[id(group)]
-        if len(here.by_signature) >= _SIGNATURES:
-            here.by_signature.clear()
+        if len(here.by_signature) >= _SIGNATURES:  # the half that was met first goes
+            for old in list(itertools.islice(here.by_signature, _SIGNATURES // 2)):
+                del here.by_signature[old]
         here.by_signature[signature] = Known(prepared, places, inputs is None)
 
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:

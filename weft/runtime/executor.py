@@ -69,6 +69,11 @@ class Executor(ABC):
         return False
 
     @property
+    def shared(self) -> bool:
+        """True if its memory serves runs of other sizes too, and it has no threads: to keep it costs little."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Of symmetric memory on a GPU that it holds."""
         return 0

@@ -49,6 +49,7 @@ class CudaSchedule(Executor):
     def __init__(
         self, schedule: Schedule, domain: Domain, memory: Memory | None = None, mine: RankSchedule | None = None
     ) -> None:
+        self._shared = memory is not None
         if memory is None:
             agree_on_schedule(schedule, domain)
             require_runnable_on_gpus(schedule, domain.rank)
@@ -130,6 +131,10 @@ class CudaSchedule(Executor):
     @property
     def gone(self) -> bool:
         return self.memory.closed
+
+    @property
+    def shared(self) -> bool:
+        return self._shared
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,6 @@ class MatmulAllToAll(ExpertsProblem):
     """
 
     name: ClassVar[str] = "matmul_all_to_all"
-    tried_on_gpus: ClassVar[bool] = False
 
     @property
     def not_captured(self) -> str:
