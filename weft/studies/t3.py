@@ -108,13 +108,23 @@ def problems(network: Network, ranks: int) -> Iterator[tuple[str, MatmulReduceSc
         yield layer, MatmulReduceScatter(ranks, tokens, hidden, factor * hidden // ranks, "bf16")
 
 
-def simulated(hw: str, topology: str | None = None, networks: Sequence[Network] | None = None) -> list[Record]:
-    """Records of serial and of the planner's choice for each sub-layer. `ValueError` for an unknown machine or topology."""
+def simulated(
+    hw: str,
+    topology: str | None = None,
+    networks: Sequence[Network] | None = None,
+    *,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> list[Record]:
+    """Return records of serial and of the planner's choice for each sub-layer. `ValueError` for an unknown machine or topology.
+    progress: told which sub-layer is next, and the share of all that was done since."""
     machine, found = load_machine(hw), list[Record]()
-    for network in networks or NETWORKS:
+    chosen = networks or NETWORKS
+    share = 1 / (len(LAYERS) * sum(len(network.ranks) for network in chosen))
+    for network in chosen:
         for ranks in network.ranks:
             model, common = model_for(machine, ranks, topology), head(OP, machine, ranks, topology)
             for layer, p in problems(network, ranks):
+                progress(f"simulating {network.name} {layer}, {ranks} ranks", share if found else 0.0)
                 choice = decide(
                     p, model, mode="queued"
                 )  # of a machine that is not here: nothing to warn of, none pinned
