@@ -24,7 +24,7 @@ from weft.trace import draw_overlap, write_trace
 
 _TRACED = {
     BASELINE: "nn.EmbeddingBag per table, all_to_all, unpack",
-    "put": "weft, put: a slice leaves when it is pooled",
+    DEFAULT: "weft, direct: a vector is stored where it is needed",
 }
 _TRACES = 5
 
