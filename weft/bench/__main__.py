@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
   weft bench embedding_all_to_all --device cuda --ranks 2 --json results.jsonl
   weft bench embedding_all_to_all --preset pgas-weak --variants put-slice1,put-slice8,put-slice64 --mode queued
   weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
-  weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
+  weft bench all_gather_matmul --shape 8192,4096,8192 --variants all --seconds 0.1
   weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl

@@ -67,7 +67,7 @@ PAPER = (
 """What its text says; figures 15 to 20 are pictures, whose numbers are not in it."""
 
 
-_ABOVE = "weft may pass the ideal, which has NCCL's reduce-scatter: weft's schedules send each part straight to its owner, which takes less time."
+_ABOVE = "weft may pass the ideal, which has NCCL's reduce-scatter: weft sends each part straight to its owner, in less time."
 
 
 @dataclass(frozen=True)
