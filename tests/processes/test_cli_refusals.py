@@ -100,6 +100,19 @@ def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, cap
     )
 
 
+@pytest.mark.parametrize("wrong", [
+    {"m": "many"}, {"network": "GPT-9"}, {"p50_ms": "1"}, {"chosen": None}, {"chosen": "bogus"}, {"ranks": 0},
+    {"machine": 7}, {"date": None}, {"k": [1]},
+])  # fmt: skip
+def test_a_record_with_a_value_that_cannot_be_is_a_sentence(tmp_path: Path, wrong: dict, monkeypatch, capsys) -> None:
+    root = Path(__file__).parents[2] / "benchmarks" / "results" / "sim-t3.jsonl"
+    good = [json.loads(line) for line in root.read_text().splitlines()[:2]]
+    assert [record["variant"] for record in good] == ["serial", "weft"]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record | wrong) + "\n" for record in good))
+    assert _refused(["reproduce", "t3", "--records", str(file)], monkeypatch, capsys).count("\n") == 1
+
+
 def test_what_fails_while_it_runs_is_a_line_and_status_1(capsys) -> None:
     for error, status in (
         (PeerLostError("rank 1 is lost"), 1),

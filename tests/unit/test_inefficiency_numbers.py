@@ -41,6 +41,7 @@ from weft.studies.inefficiency_measure import (
     shard_bytes,
     together,
 )
+from weft.studies.pages import figure
 
 BF16 = 2
 PAPERS_RANKS = 8
@@ -262,6 +263,13 @@ def test_pictures_are_written(tmp_path) -> None:
         assert path.stat().st_size > 10_000
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(tmp_path, [], "")
+
+
+def test_the_label_of_a_logarithmic_axis_says_so(tmp_path) -> None:
+    with figure(tmp_path / "a.png", "a", (4, 3)) as (axis,):
+        axis.plot([1, 2], [1, 8], label="b")
+        axis.set(xlabel="x", ylabel="loss", yscale="log")
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "loss, logarithmic axis")
 
 
 def test_shares_of_what_is_lost() -> None:

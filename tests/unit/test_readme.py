@@ -2,6 +2,7 @@
 exist, and what was promised about the first screen stays."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -71,6 +72,17 @@ def test_the_picture_has_the_numbers_of_the_first_screen() -> None:
     drawn = PIL.Image.open(speedups.PICTURE).info["Description"]  # type: ignore[no-untyped-call]
     assert drawn == speedups.description(), "docs/speedups.png is out of date: python docs/speedups.py"
     assert "docs/speedups.png" in README
+
+
+def test_the_versions_are_those_of_records() -> None:
+    found: dict[str, set[str]] = {"torch": set(), "python": set(), "cuda": set(), "triton": set()}
+    for path in (ROOT / "benchmarks" / "results").glob("h200-*.jsonl"):
+        for line in path.read_text().splitlines():
+            versions = json.loads(line)["versions"]
+            for name, seen in found.items():
+                seen.add(".".join(versions[name].split(".")[:2]))
+    (row,) = re.findall(r"^\| NVIDIA GPUs \|(.*)\|", README, re.MULTILINE)
+    assert [{cell.strip()} for cell in row.split("|")][:4] == list(found.values())
 
 
 def test_no_page_promises_more_than_records_show() -> None:

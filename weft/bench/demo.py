@@ -18,6 +18,7 @@ from weft.bench.core.tables import Record
 from weft.bench.ops.embedding_all_to_all import DEFAULT, OPERATOR
 from weft.bench.ops.embedding_arms import BASELINE
 from weft.bench.ops.embedding_presets import PRESETS
+from weft.errors import WeftError
 from weft.launch import run_ranks
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace
@@ -67,7 +68,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         work = OPERATOR.workload(preset, ranks, options)
         measured = work.measured(options, ceilings, step)
     if measured.wrong:
-        raise RuntimeError("\n".join(measured.wrong))
+        raise WeftError("\n".join(measured.wrong))
     timelines = {}
     for name, label in _TRACED.items():
         traces = []

@@ -19,6 +19,6 @@ def main() -> None:
             run()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("typer", "rich", "matplotlib"):
+        if missing not in ("typer", "rich", "matplotlib", "torch", "numpy"):
             raise
         sys.exit(f"weft: the command needs {missing}: pip install 'weft[cli]'")

@@ -335,7 +335,7 @@ def _draw_ratio(axis: Any, rows: Sequence[Row]) -> None:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel("time of the GEMM over that of the communication (logarithmic axis)", fontsize=9)
+    axis.set_xlabel("time of the GEMM over that of the communication", fontsize=9)
 
 
 def _draw_schedules(axis: Any, rows: Sequence[Row]) -> None:

@@ -331,14 +331,13 @@ def _shares(axes: Any, rows: Sequence[Row]) -> None:
 
 def _bars(axis: Any, labels: Sequence[str], losses: Mapping[str, Sequence[float]]) -> None:
     """Bars begin at 1, which is no loss. The axis is logarithmic where losses differ much."""
-    logarithmic = max(map(max, losses.values())) > 4
-    if logarithmic:
+    if max(map(max, losses.values())) > 4:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
     for drawn, heights in zip(bars(axis, labels, losses, _COLOURS, base=1), losses.values(), strict=True):
         if len(labels) < 20 * len(losses):  # numbers between bars can be read
             axis.bar_label(drawn, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90, padding=2)
-    axis.set_ylabel("loss (1: none)" + ", logarithmic axis" * logarithmic, fontsize=9)
+    axis.set_ylabel("loss (1: none)", fontsize=9)
     axis.margins(x=0.01, y=0.18)
 
 
