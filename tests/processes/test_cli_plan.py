@@ -318,7 +318,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),
-        (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
+        (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of a100, b200, h100, h200"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
         (
             ["--shape", "512,8,8", "--topology", "rings"],

@@ -45,8 +45,8 @@ def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
         (["plan", "--hw", "h200"], "weft: --hw: the operator comes first, one of all_gather_matmul, "),
         (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
-        ([*GEMM, "8,8,8", "--hw", "h100"], "on GPUs without one, each shape is measured at its first call"),
-        ([*GEMM, "8,8,8", "--hw", "h100"], "copy weft/hw/h200.toml, change its numbers"),
+        ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives its numbers from what the driver says"),
+        ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),
         ([*GEMM, "8,8"], "--shape '8,8' must be three whole numbers M,N,K above 0"),
         (["bench", "all_gather_matmul", "--shape", "8,8"], "--shape '8,8' must be three whole numbers M,N,K above 0"),
         ([*GEMM, "8,8,8-e8"], "leave out '-e8'"),
@@ -88,14 +88,14 @@ def test_folders_of_pictures_are_tried_before_work_starts(command: str, folder: 
 def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
     broken = tmp_path / "records.jsonl"
     for text, said in (
-        ("{", "line 1: no JSON"),
+        ("{", "line 1 cannot be read"),
         ("[]", "line 1: list where a record is wanted"),
         ('{"op": "t4"}', "op 't4' is no"),
     ):
         broken.write_text(text)
         assert said in _refused(["reproduce", "t3", "--records", str(broken)], monkeypatch, capsys)
     broken.write_text("name = [")
-    assert "is no TOML file" in _refused(
+    assert "a.toml cannot be read" in _refused(
         [*GEMM, "8,8,8", "--hw", str(broken.rename(tmp_path / "a.toml"))], monkeypatch, capsys
     )
 

@@ -76,7 +76,7 @@ def test_the_picture_has_the_numbers_of_the_first_screen() -> None:
 
 def test_the_versions_are_those_of_records() -> None:
     found: dict[str, set[str]] = {"torch": set(), "python": set(), "cuda": set(), "triton": set()}
-    for path in (ROOT / "benchmarks" / "results").glob("h200-*.jsonl"):
+    for path in (ROOT / "benchmarks" / "results").glob("h[12]00-*.jsonl"):
         for line in path.read_text().splitlines():
             versions = json.loads(line)["versions"]
             for name, seen in found.items():

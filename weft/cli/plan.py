@@ -159,7 +159,8 @@ def _run(
     hw: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
+            metavar="NAME|FILE",
+            help="A file of weft/hw, as h100 or mi300x, or a TOML file like those. Default: this machine, or h200.",
         ),
     ] = None,
     topology: Annotated[

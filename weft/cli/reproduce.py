@@ -33,7 +33,7 @@ def _root() -> None:
 @reproduce.command()
 def ficco(
     hw: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Machine: mi300x, the paper's, h200, or a TOML file like those.")
+        str, typer.Option(metavar="NAME|FILE", help="Machine: a file of weft/hw, as the paper's mi300x, or another TOML file.")
     ] = "mi300x",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="GPUs; the paper has 8.")] = 8,
     topology: Annotated[
@@ -68,7 +68,7 @@ def ficco(
 @reproduce.command()
 def t3(
     hw: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Machine: h200, mi300x, or a TOML file like those.")
+        str, typer.Option(metavar="NAME|FILE", help="Machine: a file of weft/hw, as h200 or mi300x, or a TOML file like those.")
     ] = "h200",
     topology: Annotated[
         str | None,

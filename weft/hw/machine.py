@@ -124,8 +124,8 @@ def known_files(what: str) -> tuple[str, ...]:
 
 
 _WITHOUT_FILE = (
-    ". Calls need no machine file: on GPUs without one, each shape is measured at its first call. To plan for such a GPU, copy "
-    "weft/hw/h200.toml, change its numbers, and pass the path of the copy"
+    ". Calls need no machine file: for NVIDIA GPUs without one, weft derives its numbers from what the driver says. To plan for "
+    "such a GPU elsewhere, copy weft/hw/a100.toml, change its datasheet numbers, and pass the path of the copy"
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import platform
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -106,7 +105,7 @@ def understood() -> Iterator[None]:
     """Raise `ValueError` where the code inside cannot compute with what records hold: a text for a number, a time of 0."""
     try:
         yield
-    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+    except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:
         raise ValueError(
             f"a record has a value of a wrong type or size ({error}): measure it anew, or take it out"
         ) from error
