@@ -237,8 +237,7 @@ def calibrate(
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs beside copies.
 
     The numbers are kept in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from
-    then on. Without them the planner goes by the machine's file; machines without one are measured at the first call of
-    each shape.
+    then on. Without them the planner goes by the machine's file, or by numbers derived from what the driver says.
 
         weft plan calibrate
 
