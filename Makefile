@@ -86,9 +86,10 @@ commit-note: setup  ## Write benchmarks/.commit, by which a copy of this tree wi
 wheel: | $(BIN)/python  ## Build dist/weft-*.whl
 	$(PIP) wheel -q --disable-pip-version-check --no-deps -w dist .
 
-docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables and factors from the records
+docs: setup  ## Write docs/api.md and docs/environment.md from the code, tables, factors and the README's picture from the records
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m weft.bench.report README.md docs/*.md docs/studies/*.md benchmarks/results/*.jsonl
+	$(BIN)/python docs/speedups.py
 
 release: setup  ## manylinux wheels and the source package into dist/: needs docker, and the repository's address in pyproject.toml
 	$(INSTALL) cibuildwheel build

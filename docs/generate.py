@@ -26,7 +26,8 @@ def api() -> str:
     parts = [
         _GENERATED.format(source="the docstrings"),
         "# API\n\nFor whoever calls weft: every public name, with its arguments, results and errors. "
-        "Words are those of the [glossary](glossary.md).\n\n## weft\n",
+        "Words are those of the [glossary](glossary.md).\n",
+        "## weft\n",
     ]
     for name in sorted(weft.__all__, key=str.lower):
         value = getattr(weft, name)
@@ -43,7 +44,24 @@ def api() -> str:
         names = {n: getattr(module, n) for n in named} if named else _defined(module)
         parts.append(f"## weft.{name}\n\n{_sentence(module)}\n")
         parts.append(_table({n: value for n, value in names.items() if callable(value) and _doc(value)}))
-    return "\n".join(parts)
+    return "\n".join([*parts[:2], _contents(parts), *parts[2:]])
+
+
+def _contents(parts: list[str]) -> str:
+    """Return a list of a page's sections, each with links to what it describes in full."""
+    sections: dict[str, list[str]] = {}
+    links: dict[str, str] = {}
+    for mark, title in re.findall(r"^(##|###) (\S+)$", "\n".join(parts), re.MULTILINE):
+        anchor = title.lower().replace(".", "")  # as Markdown renderers make it; a number tells equal ones apart
+        same = [of.partition("-")[0] for of in links.values()].count(anchor)
+        links[title] = f"{anchor}-{same}" if same else anchor
+        module, _, name = title.rpartition(".")
+        if mark == "##":
+            sections.setdefault(title, [])
+        else:
+            sections.setdefault(module, []).append(f"[{name}](#{links[title]})")
+    lines = [f"- [{title}](#{links[title]})" + f": {', '.join(of)}" * bool(of) for title, of in sections.items()]
+    return "\n".join(lines) + "\n"
 
 
 def environment() -> str:

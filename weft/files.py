@@ -1,12 +1,15 @@
-"""Files that are there whole or as they were before, also where a process is ended while it writes."""
+"""Files that are there whole or as they were before, also where a process is ended while it writes; and files of JSON lines."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -24,3 +27,19 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def append_json(path: Path, objects: Iterable[Any]) -> None:
+    """Append one line of JSON per object, all at once or none. A last line that lacks its end gets it first."""
+    lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in objects)
+    with path.open("ab") as file:
+        file.write(("\n" * _cut_off(path) + lines).encode())
+
+
+def _cut_off(path: Path) -> bool:
+    """True if the last line lacks its end."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

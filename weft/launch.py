@@ -28,14 +28,16 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from multiprocessing import connection, process
+from multiprocessing import connection, forkserver, process, resource_tracker
 from pathlib import Path
 from typing import Any
+
+from weft.errors import WeftError
 
 PRELOADED = ["torch", "torch.distributed", "numpy", "weft._core"]
 
 
-class RankDiedError(RuntimeError):
+class RankDiedError(WeftError):
     """A worker process ended (killed, crashed, `os._exit`) instead of returning a result."""
 
 
@@ -130,6 +132,7 @@ class Pool:
         # Without effect if the program has started a fork server before.
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         context.set_forkserver_preload([*PRELOADED, *([spec.parent] if spec and spec.parent else [])])
+        _start_fork_server()
         self._directory = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         # Runs at close, when the pool is collected, and at interpreter exit, whichever is first.
         self._finalizer = weakref.finalize(self, _kill, self._workers, self._directory)
@@ -261,6 +264,16 @@ def _kill(workers: list[tuple[process.BaseProcess, connection.Connection]], dire
     directory.cleanup()
 
 
+def _start_fork_server() -> None:
+    """Start the fork server, unless it runs, with Ctrl-C blocked: one that struck while it imports would print a traceback."""
+    resource_tracker.ensure_running()  # first: it unblocks Ctrl-C when it has started its own process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _with_rank(group: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(group.rank(), group.size(), *args)
 
@@ -278,7 +291,11 @@ def _work(
     # All that the fork server has imported stays: looking through it for garbage takes 0.2 s and makes a copy of its memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stack = os.open(Path(directory, f"stack-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        stack = os.open(Path(directory, f"stack-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
+    except FileNotFoundError:  # the pool was closed before this worker had begun
+        return
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     parent = mp.parent_process()
     assert parent is not None

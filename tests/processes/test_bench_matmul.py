@@ -24,7 +24,7 @@ from weft.bench.core import measure
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import Ranks
 from weft.bench.core.measure import check, measure_arms
-from weft.bench.core.operators import names, operator
+from weft.bench.core.operators import SCALED, measured, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.run import ceilings_for, run_rank
 from weft.bench.ops.all_gather_matmul import OPERATOR, GatherVariants
@@ -52,9 +52,9 @@ def _options(**given) -> BenchOptions:
 
 def test_every_operator_that_users_call_is_measured() -> None:
     called = {name for name in weft.__all__ if name in PROBLEMS}
-    assert {"matmul_all_gather", "embedding_all_to_all"} < called < set(names())
-    for name in names():
-        assert operator(name).name == name
+    assert {"matmul_all_gather", "embedding_all_to_all"} < called < set(measured())
+    for name in measured():
+        assert operator(name).name == SCALED.get(name, name)
 
 
 def _typed(variants: str) -> tuple[str, ...]:

@@ -78,8 +78,8 @@ def test_embeddings(tmp_path: Path) -> None:
         "embedding_all_to_all",
         "--shape",
         "4096,64,20",
-        "--tables",
-        "26",
+        "--option",
+        "tables=26",
         "--hw",
         "h200",
         "--ranks",
@@ -97,7 +97,7 @@ def test_embeddings(tmp_path: Path) -> None:
     ):
         assert words in done.output
     assert "DIL" not in done.output
-    assert "--tables 128" in runner.invoke(app, ["plan", "embedding_all_to_all", "--help"]).output
+    assert "--option tables=128" in runner.invoke(app, ["plan", "embedding_all_to_all", "--help"]).output
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +126,15 @@ def test_a_new_problem_is_a_command_with_its_own_words_and_options(
     try:
         assert "y = the sum of all ranks' x @ w, on one rank." in runner.invoke(app, ["plan", "--help"]).output
         text = runner.invoke(app, ["plan", "sum_on_one", "--help"]).output
-        for words in ("M rows of K columns on each rank.", "--dst", "The rank that gets it.", "[default: 1]"):
+        for words in ("M rows of K columns on each rank.", "--option", "dst: The rank that gets it. [default: 1]"):
             assert words in text
-        for given, dst in (([], 1), (["--dst", "0"], 0)):
+        for given, dst in (([], 1), (["--option", "dst=0"], 0)):
             file = tmp_path / "plan.json"
             done = runner.invoke(
                 app, ["plan", "sum_on_one", "--shape", "64,64,64", "--hw", "h200", "--json", str(file), *given]
             )
             assert done.exit_code == 0, done.output
-            assert json.loads(file.read_text())["problem"]["dst"] == dst
+            assert json.loads(file.read_text().splitlines()[-1])["problem"]["dst"] == dst, "lines are appended"
     finally:
         unregister(SumOnOne, "serial")
 
@@ -225,16 +225,17 @@ def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(width: int, mon
 
 
 EXPERTS = ["plan", "all_to_all_matmul", "--shape", "8192,14336,4096", "--hw", "h200"]
+EIGHT = ["--option", "experts=8"]
 
 
 def test_experts_have_a_table_too(tmp_path: Path) -> None:
-    text = runner.invoke(app, [*EXPERTS, "--experts", "8"]).output
+    text = runner.invoke(app, [*EXPERTS, *EIGHT]).output
     assert "8192 tokens [4096] of each of 2 ranks @ [4, 4096, 14336]" in text
     assert "heuristic" in text
     for words in ("GEMM DIL", "exposed us", "dispatch[by=kernel,rest=each]", "rounds at every step", "serial", "taken"):
         assert words in text
     file = tmp_path / "graph.json"
-    runner.invoke(app, [*EXPERTS, "--experts", "8", "--bounded", "--mode", "graph", "--json", str(file)])
+    runner.invoke(app, [*EXPERTS, *EIGHT, "--option", "bounded=true", "--mode", "graph", "--json", str(file)])
     data = json.loads(file.read_text())
     assert data["choice"].startswith("dispatch")
     assert "serial" in data["reason"]
@@ -246,17 +247,20 @@ def test_experts_have_a_table_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "all_to_all_matmul needs the number of experts of all ranks together, a multiple of 2 (--experts)"),
-        (["--experts", "9"], "experts=9 must be a positive multiple of ranks=2"),
         (
-            ["--experts", "960", "--ranks", "96"],
+            [],
+            "all_to_all_matmul needs the number of experts of all ranks together, a multiple of 2 (--option experts=NUMBER)",
+        ),
+        (["--option", "experts=9"], "experts=9 must be a positive multiple of ranks=2"),
+        (
+            ["--option", "experts=960", "--ranks", "96"],
             "M=8192 tokens are not as many for each of 960 experts (M=8640 is), and more than 72 ranks that differ "
             "take too long to simulate",
         ),
-        (["--experts", "8", "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
+        ([*EIGHT, "--shape", "0,14336,4096"], "M=0, N=14336, K=4096: there is nothing to compute"),
         (
-            ["--experts", "8", "--mode", "graph"],
-            "plan it with --bounded (in Python bounded=True), and call it with max_rows",
+            [*EIGHT, "--mode", "graph"],
+            "plan it with --option bounded=true (in Python bounded=True), and call it with max_rows",
         ),
     ],
 )
@@ -284,7 +288,7 @@ def test_a_shape_may_be_written_as_the_benchmark_has_it() -> None:
         (["--json", "."], "--json .: is a folder, and a file is wanted"),
         (["--json", "/nowhere/results.jsonl"], "--json /nowhere/results.jsonl: there is no folder /nowhere"),
         (["--json", "/proc/results.jsonl"], "--json /proc/results.jsonl: cannot be written"),
-        (["--pictures", __file__], "is a file"),
+        (["--pictures", __file__], "is a file, and a folder is wanted"),
         (["--seconds", "inf"], "seconds=inf must be above 0 and at most 3600"),
     ],
 )
@@ -314,7 +318,7 @@ def test_a_benchmark_says_what_it_cannot_write_before_it_measures(
         (["--shape", "512,8,8", "--json", "/proc/plan.json"], "--json /proc/plan.json: cannot be written"),
         (["--shape", "511,8,8"], "m=511 must be divisible by world_size=2: use 510 or 512"),
         (["--shape", "1,1,1"], "m=1 must be divisible by world_size=2: use 2"),
-        (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of h200, mi300x"),
+        (["--shape", "512,8,8", "--hw", "h900"], "no machine 'h900': give one of a100, b200, h100, h200"),
         (["--shape", "512,8,8", "--hw", "nowhere.toml"], "nowhere.toml"),
         (
             ["--shape", "512,8,8", "--topology", "rings"],

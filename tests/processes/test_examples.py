@@ -1,5 +1,6 @@
 """The examples run as their headers say, on CPU processes, and docs/schedules.md shows what its code does."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -195,9 +196,22 @@ def test_the_pages_script_runs_and_prints_what_the_page_says(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_sizes_that_only_the_run_knows(tmp_path: Path) -> None:
-    (tmp_path / "page.py").write_text(SCRIPT + LATE)
-    assert run("page.py", cwd=tmp_path) == TABLE
+def test_the_whole_page_is_one_program(tmp_path: Path) -> None:
+    """Ranks import it again: what a block does, and does not define, it guards."""
+    (tmp_path / "page.py").write_text("\n\n".join((SCRIPT, NORM, LATE, SEEING, MAP)))
+    printed = run("page.py", cwd=tmp_path)
+    assert printed.startswith(TABLE)
+    assert printed.removeprefix(TABLE).count("a rank has nothing to compute\n") == 1
+    assert {"from_the_left.json", "from_the_left.png"} < {path.name for path in tmp_path.iterdir()}
+    assert re.sub(r"\s+", " ", PAGE[: PAGE.index("## Words")]).count("are one program") == 1
+
+
+def test_every_block_of_the_page_is_guarded() -> None:
+    for block in (SCRIPT, NORM, LATE, SEEING, MAP):
+        *_, last = ast.parse(block).body
+        assert isinstance(last, ast.If)
+        assert ast.unparse(last.test) == "__name__ == '__main__'"
+        assert not any(isinstance(one, (ast.Expr, ast.Assign)) for one in ast.parse(block).body)
 
 
 def test_the_pages_norm() -> None:
@@ -221,7 +235,7 @@ def test_the_page_sees_its_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(SEEING, functions_of(SCRIPT))
+    exec(SEEING, functions_of(SCRIPT) | {"__name__": "__main__"})
     assert re.fullmatch(r"\d+ us, and for \d+ us of it a rank has nothing to compute\n", capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == {"from_the_left.json", "from_the_left.png"}
 

@@ -139,7 +139,13 @@ OPERATORS = {
         },
         spans=[(("serial",), {"matmul", "all_reduce"}), (("two_shot[chunks=2,by=dma,add=gemm]",), {"matmul", "copy"})],
         measured="one_shot[by=load]",
-        planned=[((), ""), (("--residual", "--norm"), "added up + residual and normed (eps 1e-06), all of it to each")],
+        planned=[
+            ((), ""),
+            (
+                ("--option", "residual=true", "--option", "norm=true"),
+                "added up + residual and normed (eps 1e-06), all of it to each",
+            ),
+        ],
         shape="8191,8192,4096",
         in_plan="one_shot[by=load]",
     ),
@@ -188,7 +194,10 @@ OPERATORS = {
             ((-1, "direct[chunks=2,by=dma]"), {"matmul", "copy"}),
         ],
         measured="direct[chunks=2,by=dma]",
-        planned=[(("--gather-dim", "0"), "the rows of all"), (("--gather-dim", "-1"), "the columns of all")],
+        planned=[
+            (("--option", "gather_dim=0"), "the rows of all"),
+            (("--option", "gather_dim=-1"), "the columns of all"),
+        ],
         shape="8191,8192,4096",
         in_plan="tracked[chunks=8]",
     ),

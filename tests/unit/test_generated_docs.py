@@ -43,6 +43,16 @@ def test_every_public_name_and_argument_is_on_the_page() -> None:
     assert "| `DeadlineError` | A wait outlasted its deadline. |" in text
 
 
+def test_the_api_page_begins_with_its_contents() -> None:
+    text = generate.api()
+    contents, page = text[: text.index("\n## ")], text[text.index("\n## ") :]
+    headings = re.findall(r"^#{2,3} (\S+)$", page, re.MULTILINE)
+    anchors = re.findall(r"\]\(#([\w-]+)\)", contents)
+    assert len(anchors) == len(set(anchors)) == len(headings)
+    made = [heading.lower().replace(".", "") for heading in headings]
+    assert {anchor.removesuffix("-1") for anchor in anchors} == set(made)
+
+
 def test_every_variable_that_is_read_is_in_the_table() -> None:
     source = Path(env.__file__ or "").read_text()
     strings = {n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}

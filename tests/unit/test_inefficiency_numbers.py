@@ -41,6 +41,7 @@ from weft.studies.inefficiency_measure import (
     shard_bytes,
     together,
 )
+from weft.studies.pages import figure
 
 BF16 = 2
 PAPERS_RANKS = 8
@@ -177,7 +178,7 @@ def test_every_claim_holds_where_it_does() -> None:
     tall = [_as_in_the_paper(gemm) for gemm in TABLE_1 if gemm.m > gemm.k]
     found = claims(tall)
     assert [(c.text, c.numbers) for c in found if c.held is not True] == []
-    assert {c.where for c in found} == {"IV-C1", "IV-C2", "IV-D1", "IV-D2"}
+    assert {c.where for c in found} == {"IV-C1", "IV-C2", "IV-D1", "IV-D2", "not in the paper"}
     shaped = [c for c in claims([_as_in_the_paper(gemm) for gemm in TABLE_1]) if "M < K" in c.text]
     assert [(c.held, c.numbers) for c in shaped] == [(True, "16 of 16")] * 2
 
@@ -262,6 +263,13 @@ def test_pictures_are_written(tmp_path) -> None:
         assert path.stat().st_size > 10_000
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(tmp_path, [], "")
+
+
+def test_the_label_of_a_logarithmic_axis_says_so(tmp_path) -> None:
+    with figure(tmp_path / "a.png", "a", (4, 3)) as (axis,):
+        axis.plot([1, 2], [1, 8], label="b")
+        axis.set(xlabel="x", ylabel="loss", yscale="log")
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "loss, logarithmic axis")
 
 
 def test_shares_of_what_is_lost() -> None:

@@ -12,7 +12,7 @@ from weft.plan.predict import HOPELESS
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 BLOCK = re.compile(
-    r"(?<=^```\n)(\$ weft plan (\w+) --shape (\d+),(\d+),(\d+)(?: --(experts|tables) (\d+))? --hw (\w+)\n)(.*?)(?=^```$)",
+    r"(?<=^```\n)(\$ weft plan (\w+) --shape (\d+),(\d+),(\d+)(?: --option (\w+)=(\d+))? --hw (\w+)\n)(.*?)(?=^```$)",
     re.DOTALL | re.MULTILINE,
 )
 

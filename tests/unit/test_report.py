@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from weft.bench.core import records
 from weft.bench.core.harness import HARNESS
 from weft.bench.ops.all_gather_matmul import OPERATOR
-from weft.bench.report import main, markdown, rewrite
+from weft.bench.report import main, markdown, marks, rewrite
 from weft.files import write_whole
 from weft.studies import ficco, t3
 
@@ -38,6 +39,14 @@ def _records(config: str, run: str = "a", factor: float = 1.0, scale: float = 1.
         } | CODE | _spread(ms * factor)
         for variant, ms in VARIANTS.items()
     ]  # fmt: skip
+
+
+def test_a_gain_may_be_of_the_worst_configuration() -> None:
+    slower = [r | {"p50_ms": r["p50_ms"] * (4 if r["variant"] == "put" else 1)} for r in _records("two")]
+    mark = "<!-- gain:a queued fp32 put/embedding_bag{} --><!-- /gain -->"
+    said = rewrite(mark.format("") + mark.format(" worst"), {"a": [*_records("one"), *slower]})
+    assert re.findall(r"\d\.\d\dx", said) == ["1.00x", "0.50x"]
+    assert marks(said) == [("a", "queued", "fp32", "put", "embedding_bag")]
 
 
 def test_speedups_and_their_geometric_mean() -> None:

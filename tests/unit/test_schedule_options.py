@@ -99,11 +99,11 @@ def test_an_operator_without_options_says_so() -> None:
     with pytest.raises(
         ValueError, match="norm=true: matmul_reduce_scatter has none of it, matmul_all_reduce has; it has no "
     ):
-        option_from_text("matmul_reduce_scatter", "norm", "true")
+        option_from_text("matmul_reduce_scatter", "norm=true")
 
 
 def test_a_problem_takes_what_texts_say() -> None:
     sizes: dict[str, Any] = {"m": 16, "n": 16, "k": 16, "ranks": 2}
     for text, eps in (("no", None), ("yes", 1e-6)):
-        p: Any = described("matmul_all_reduce", **sizes, norm=option_from_text("matmul_all_reduce", "norm", text))
+        p: Any = described("matmul_all_reduce", **sizes, norm=option_from_text("matmul_all_reduce", f"norm={text}")[1])
         assert (p.eps, p.residual) == (eps, False)

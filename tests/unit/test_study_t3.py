@@ -113,6 +113,14 @@ def test_the_command_shows_draws_and_writes(tmp_path: Path, monkeypatch: pytest.
     assert refused.exit_code != 0
 
 
+def test_the_picture_says_why_bars_pass_the_ideal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, real = [], t3.figure
+    monkeypatch.setattr(t3, "figure", lambda path, title, size: drawn.append(title) or real(path, title, size))
+    for weft in (2.5, 4.0):  # the ideal is 3
+        t3.draw(tmp_path, t3.rows_of(measured(16384, 3072, 1536, serial=5.0, weft=weft)), "Measured")
+    assert ["straight to its owner" in title for title in drawn] == [True, False]
+
+
 def test_the_page_is_made_from_its_records() -> None:
     page = Path(__file__).parents[2] / "docs" / "studies" / "t3.md"
     results = {name: files.read([RESULTS / f"{name}.jsonl"]) for name in ("sim-t3", "h200-matmul_reduce_scatter")}

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.bench.core.operators import names, operator
+from weft.bench.core.arguments import check_file, check_pictures, one_line, sizes
+from weft.bench.core.operators import measured, operator, plain
 
 if TYPE_CHECKING:
     from weft.bench.core.options import BenchOptions
@@ -29,7 +30,7 @@ _EXAMPLES = """examples:
   weft bench embedding_all_to_all --device cuda --ranks 2 --json results.jsonl
   weft bench embedding_all_to_all --preset pgas-weak --variants put-slice1,put-slice8,put-slice64 --mode queued
   weft bench all_gather_matmul --preset llama-3-8b --mode queued --mode graph
-  weft bench all_gather_matmul --preset 8192x4096x8192 --variants all --seconds 0.1
+  weft bench all_gather_matmul --shape 8192,4096,8192 --variants all --seconds 0.1
   weft bench all_to_all_matmul --preset mixtral-8x7b,4096x28672x4096-e8-top2-zipf1 --variants weft,dispatch
   weft bench matmul_all_to_all --preset deepseek-v3 --variants weft-bounded,combine --mode queued
   weft bench all_gather_matmul --preset table-1,synthetic --variants all --mode queued --json ficco.jsonl
@@ -63,8 +64,15 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         prog=program, description=_ABOUT, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("op", metavar="OP", help=f"what to measure: {', '.join(names())}")
+    add("op", metavar="OP", help=f"what to measure: {', '.join(measured())}")
     add("--preset", help=_PRESET)
+    add(
+        "--shape",
+        action="append",
+        metavar="M,N,K",
+        default=[],
+        help="or MxNxK: the same as --preset MxNxK. May be repeated",
+    )
     add("--ranks", type=int, help="processes to start. Default: 2 on CPU, every GPU on cuda. Not under torchrun")
     add("--device", help="cpu or cuda. Default: cuda if there is a GPU")
     add("--variants", default="", help=_VARIANTS)
@@ -73,10 +81,10 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
         "has here")  # fmt: skip
     add("--scale", help=_SCALE)
     add("--option", action="append", metavar="NAME=VALUE", default=[],
-        help="of the operator's own, as `weft plan OP --help` lists them: gather_dim=-1. May be repeated")  # fmt: skip
+        help="an option of the operator's own, as `weft plan OP --help` lists them: gather_dim=-1. May be repeated")  # fmt: skip
     add("--dtype", help="of inputs and outputs: fp32, fp16, bf16; fp8: all_gather_matmul's scaled sibling, and what "
         "scaled_matmul_reduce_scatter has. Default: fp32; bf16 for GEMMs on GPUs")  # fmt: skip
-    add("--json", type=Path, help="append one JSON object per variant and mode to this file")
+    add("--json", type=Path, help="append one line of JSON per variant and mode to this file; what is in it stays")
     add("--quick", action="store_true", help="small inputs, few repetitions: to try it out")
     add("--seconds", type=float, help="for the slowest variant in each mode. Default: 1, with --quick 0.1")
     add("--pictures", type=Path, help="inefficiency: draw the paper's figures 7 to 10 into this folder")
@@ -87,7 +95,16 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
     from weft import env
     from weft.bench.core.options import BenchOptions, parse_option, parse_scale
 
+    given.op, given.dtype = plain(given.op, given.dtype)
     op = operator(given.op)
+    if given.json is not None:
+        check_file("--json", given.json)
+    if given.pictures is not None:
+        check_pictures(given.pictures)
+    if given.shape:
+        shapes = ["x".join(map(str, mnk)) + suffix for *mnk, suffix in map(sizes, given.shape)]
+        given.preset = ",".join([*([given.preset] if given.preset else []), *shapes])
+    del given.shape
     given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given.modes = tuple(mode for mode in _MODES if mode in (given.modes or op.modes(given.device)))
     given.dtype = given.dtype or op.default_dtype(given.device)
@@ -110,18 +127,11 @@ def options_of(arguments: Sequence[str], program: str = "python -m weft.bench") 
 
 
 def main() -> None:
-    try:
+    with one_line("weft bench"):
         options = options_of(sys.argv[1:])
-    except ValueError as error:
-        print(f"weft bench: {error}", file=sys.stderr)
-        sys.exit(2)
-    from weft.bench.core.console import end_quietly
-    from weft.bench.core.run import bench
+        from weft.bench.core.run import bench
 
-    try:
         bench(options)
-    except BrokenPipeError:
-        end_quietly()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ from weft.bench.core.tables import Record
 from weft.bench.ops.embedding_all_to_all import DEFAULT, OPERATOR
 from weft.bench.ops.embedding_arms import BASELINE
 from weft.bench.ops.embedding_presets import PRESETS
+from weft.errors import WeftError
 from weft.launch import run_ranks
 from weft.timeline import Timeline
 from weft.trace import draw_overlap, write_trace
 
 _TRACED = {
     BASELINE: "nn.EmbeddingBag per table, all_to_all, unpack",
-    "put": "weft, put: a slice leaves when it is pooled",
+    DEFAULT: "weft, direct: a vector is stored where it is needed",
 }
 _TRACES = 5
 
@@ -67,7 +68,7 @@ def _rank(rank: int, world_size: int, options: BenchOptions) -> tuple[dict[str, 
         work = OPERATOR.workload(preset, ranks, options)
         measured = work.measured(options, ceilings, step)
     if measured.wrong:
-        raise RuntimeError("\n".join(measured.wrong))
+        raise WeftError("\n".join(measured.wrong))
     timelines = {}
     for name, label in _TRACED.items():
         traces = []

@@ -11,7 +11,7 @@ rewrites documents in place. NAME is a results file's name without ".jsonl". Wit
   empty until its results are recorded.
 - `<!-- study:STUDY NAME -->` to `<!-- /study -->`: what the study (`weft.studies`) makes of them. It stays empty likewise.
 - `<!-- gain:NAME MODE DTYPE VARIANT/BASELINE -->` to `<!-- /gain -->`: how many times as fast a variant is, in the geometric mean
-  over configurations.
+  over configurations; with ` worst` behind the baseline, on the configuration where it gains least.
 
 A later run of a configuration in a mode replaces an earlier one; its arms are never mixed with another run's.
 """
@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.bench.core import records
 from weft.bench.core.console import end_quietly
@@ -35,9 +35,9 @@ from weft.bench.core.tables import Record, by_config, geomean, times
 from weft.files import write_whole
 from weft.words import counted
 
-_GAIN = re.compile(
-    r"(?P<open><!-- gain:(?P<name>[\w.-]+) (?P<mode>\w+) (?P<dtype>\w+) (?P<variant>[^/ ]+)/(?P<baseline>\S+) -->)"
-    r"[^<]*<!-- /gain -->"
+GAIN = re.compile(
+    r"(?P<open><!-- gain:(?P<name>[\w.-]+) (?P<mode>\w+) (?P<dtype>\w+) (?P<variant>[^/ ]+)/(?P<baseline>\S+)"
+    r"(?: (?P<worst>worst))? -->)[^<]*<!-- /gain -->"
 )
 _MARKED = re.compile(
     r"(<!-- (?:results:|study:(?P<study>\w+) )(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- /(?:results|study) -->)",
@@ -47,6 +47,17 @@ _MARKED = re.compile(
 _SIMULATED_BY = {"all_gather_matmul": "ficco", "matmul_reduce_scatter": "t3"}
 """Which study simulates an operator (`weft reproduce`). Its records say nothing of a run on a machine, so the operator's own tables
 cannot show them."""
+
+
+class Mark(NamedTuple):
+    """A gain that a document shows."""
+
+    name: str
+    mode: str
+    dtype: str
+    variant: str
+    baseline: str
+
 
 TOO_SHORT_MS = 1.0
 """On CPU a row of a table with a shorter time is left out: that is how long the system may keep a process waiting."""
@@ -141,19 +152,25 @@ def rewrite(document: str, results: Mapping[str, Sequence[Record]]) -> str:
 
     def factor(found: re.Match[str]) -> str:
         which = (found["mode"], found["dtype"], found["variant"], found["baseline"])
-        return f"{found['open']}{gain(given(found['name']), *which)}<!-- /gain -->"
+        gains = speedups(given(found["name"]), *which).values()
+        return f"{found['open']}{times(min(gains) if found['worst'] else geomean(list(gains)))}<!-- /gain -->"
 
-    return _GAIN.sub(factor, _MARKED.sub(block, document))
+    return GAIN.sub(factor, _MARKED.sub(block, document))
 
 
-def gain(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> str:
-    """How many times as fast `variant` is: the geometric mean over the configurations in which both were timed."""
+def marks(document: str) -> list[Mark]:
+    """Return the gains that a document shows, in its order, each once and without those of one configuration."""
+    found = (of for of in GAIN.finditer(document) if not of["worst"])
+    return list(dict.fromkeys(Mark(of["name"], of["mode"], of["dtype"], of["variant"], of["baseline"]) for of in found))
+
+
+def speedups(found: Sequence[Record], mode: str, dtype: str, variant: str, baseline: str) -> dict[str, float]:
+    """Return how many times as fast `variant` is, by configuration in which both were timed. `ValueError` if there are none."""
     cases = by_config([r for r in _long_enough(_latest_runs(found)) if (r["mode"], r["dtype"]) == (mode, dtype)])
-    both = [(of[baseline], of[variant]) for of in cases.values() if {variant, baseline} <= of.keys()]
-    gains = [base["p50_ms"] / mine["p50_ms"] for base, mine in both]
-    if not gains:
+    both = {name: (of[baseline], of[variant]) for name, of in cases.items() if {variant, baseline} <= of.keys()}
+    if not both:
         raise ValueError(f"no configuration has {mode} {dtype} times of both {variant!r} and {baseline!r}")
-    return times(geomean(gains))
+    return {name: base["p50_ms"] / mine["p50_ms"] for name, (base, mine) in both.items()}
 
 
 def _printed(name: str, found: Sequence[Record]) -> str:

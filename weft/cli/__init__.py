@@ -9,13 +9,16 @@ import sys
 
 
 def main() -> None:
-    """The `weft` command; without the extra, one line that says what to install, and exit code 1."""
-    try:
-        from weft.cli.app import main as run
+    """Run the `weft` command; without the extra say in one line what to install, with exit status 1."""
+    from weft.bench.core.arguments import one_line
 
-        run()
+    try:
+        with one_line("weft"):  # Ctrl-C while it imports, too
+            from weft.cli.app import main as run
+
+            run()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("typer", "rich", "matplotlib"):
+        if missing not in ("typer", "rich", "matplotlib", "torch", "numpy"):
             raise
         sys.exit(f"weft: the command needs {missing}: pip install 'weft[cli]'")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 import weft
-from weft.cli.paths import check_writable
+from weft.bench.core.arguments import check_folder, one_line
+from weft.cli.names import Named
 from weft.cli.plan import plan
 from weft.cli.reproduce import reproduce
 
 app = typer.Typer(
+    cls=Named,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -30,30 +31,11 @@ app.add_typer(reproduce, name="reproduce")
 
 
 def main() -> None:
-    """The `weft` command. An argument, path or disk that cannot be used is a sentence and exit code 2, not a traceback."""
+    """Run the `weft` command. What cannot be used or done is one line and an exit status, not a traceback (`one_line`)."""
     if sys.stdout is None:  # it was closed before the command began
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    try:
+    with one_line("weft"):
         app()
-    except (
-        ValueError,
-        FileNotFoundError,
-        FileExistsError,
-        IsADirectoryError,
-        NotADirectoryError,
-        PermissionError,
-    ) as error:
-        _refuse(error)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-            raise
-        sys.stdout = None  # type: ignore[assignment]  # what could not be written cannot be at the end either
-        _refuse(error)
-
-
-def _refuse(error: Exception) -> NoReturn:
-    typer.secho(f"weft: {error}", fg="red", err=True)
-    sys.exit(2)
 
 
 def _version(wanted: bool) -> None:
@@ -80,8 +62,6 @@ def bench(context: typer.Context) -> None:
     from weft.bench.__main__ import options_of
 
     options = options_of(context.args, "weft bench")
-    if options.json is not None:
-        check_writable("--json", options.json)
     from weft.bench.core.run import bench as run
 
     run(options)
@@ -101,6 +81,7 @@ def demo(
 
     The tables are MLPerf's DLRM-DCNv2, scaled to this machine. Takes under a minute and no GPU.
     """
+    check_folder("--out", out)
     from weft.bench.core.options import parse_scale
     from weft.bench.demo import demo as run
 

@@ -6,7 +6,6 @@ import contextlib
 import enum
 import gc
 import inspect
-import json as json_text
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
+from weft.bench.core.arguments import appended, check_file, sizes
 from weft.bench.table_1 import SYNTHETIC, TABLE_1
-from weft.cli.paths import check_writable
-from weft.files import write_whole
+from weft.cli.names import Named
+from weft.files import append_json
 
 if TYPE_CHECKING:
     from weft.plan import Explanation
@@ -44,18 +43,25 @@ _LOSSES = """Where there are GEMMs, DIL and CIL are factors: what decomposition 
 exposed is time in which a rank has nothing to compute."""
 
 
-class _Operators(TyperGroup):
-    """With a command for each problem. They are imported when a plan is asked for: other commands need no numpy."""
+class _Operators(Named):
+    """With a command for each operator. They are imported when a plan is asked for: other commands need no numpy."""
+
+    noun = "operator"
 
     def list_commands(self, ctx: Any) -> list[str]:
-        from weft.schedule.problem import PROBLEMS
+        from weft.bench.core.operators import names
 
-        return [*sorted(PROBLEMS), *super().list_commands(ctx)]
+        return [*names(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        from weft.bench.core.operators import LAYERS, SCALED
         from weft.schedule.problem import PROBLEMS
 
-        return _command(PROBLEMS[cmd_name]) if cmd_name in PROBLEMS else super().get_command(ctx, cmd_name)
+        if cmd_name == LAYERS:
+            return _layers()
+        if (of := SCALED.get(cmd_name, cmd_name)) in PROBLEMS:
+            return _command(cmd_name, PROBLEMS[of])
+        return super().get_command(ctx, cmd_name)
 
 
 plan = typer.Typer(
@@ -65,42 +71,68 @@ plan = typer.Typer(
 )
 
 
-def _command(problem: type[Problem]) -> Any:
-    """Its help is the problem's first paragraph and what `sized` says of M, N, K and examples, where it has words of its own;
-    its options are those of all, and the keywords of `sized` behind the dtype, with their types, texts and defaults."""
-    from weft.schedule.options import keywords
+def _layers() -> Any:
+    """Return the command of what is no operator of its own."""
+    told = "Layers call several operators: plan each of them, as all_gather_matmul and matmul_reduce_scatter."
+    alone = typer.Typer(add_completion=False)
+
+    @alone.command(
+        "tensor_parallel",
+        help=told,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def command() -> None:
+        raise ValueError(
+            f"tensor_parallel: {told[0].lower()}{told[1:-1]}; weft bench tensor_parallel measures whole layers"
+        )
+
+    return get_command(alone)
+
+
+def _command(name: str, problem: type[Problem]) -> Any:
+    """Return the command of an operator. Its help is the first paragraph of its problem, and what `sized` says of M, N, K, with
+    examples, where it has words of its own. `--option` lists the keywords of `sized` behind the dtype."""
+    from weft.bench.core.operators import plain
     from weft.schedule.problem import Problem
 
     def command(**given: Any) -> None:
-        _run(problem.name, **given)
+        op, given["dtype"] = plain(name, given["dtype"])
+        _run(op, **given)
 
     sized = inspect.signature(problem.sized, eval_str=True).parameters
-    own = [_option(one) for one in keywords(problem.sized)]
-    common = [
-        one for one in inspect.signature(_run, eval_str=True).parameters.values() if one.name not in ("op", "options")
-    ]
+    dtype = sized["dtype"].default if name == problem.name else "fp8"
+    replaced: dict[str, dict[str, Any]] = {"option": {"annotation": Annotated[list[str] | None, _own_options(problem)]}}
     if problem.name != _GEMMS_OF:
-        common = [
-            one.replace(annotation=Annotated[str, _shape_option("")]) if one.name == "shape" else one for one in common
-        ]
-    if (dtype := sized["dtype"].default) is not inspect.Parameter.empty:
-        common = [one.replace(default=dtype) if one.name == "dtype" else one for one in common]
-    taken = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*common[:2], *own, *common[2:])]
+        replaced["shape"] = {"annotation": Annotated[str, _shape_option("")]}
+    if dtype is not inspect.Parameter.empty:
+        replaced["dtype"] = {"default": dtype}
+    taken = [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, **replaced.get(one.name, {}))
+        for one in inspect.signature(_run, eval_str=True).parameters.values()
+        if one.name != "op"
+    ]
     command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
     first, _, rest = (inspect.getdoc(problem) or "").partition("\n\n")
     sizes = inspect.getdoc(problem.sized)
     if not sizes or sizes == inspect.getdoc(Problem.sized):  # M, N and K are what its docstring calls so
         sizes = f"{rest}\n\n    weft plan {problem.name} --shape 8192,8192,4096 --ranks 8 --all"
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    alone.command(problem.name, help=f"{first}\n\n{sizes}", epilog=_LOSSES)(command)
+    alone.command(name, help=f"{first}\n\n{sizes}", epilog=_LOSSES)(command)
     return get_command(alone)
 
 
-def _option(keyword: inspect.Parameter) -> inspect.Parameter:
-    """Of `sized`. Its text is what the keyword is annotated with."""
-    kind, *text = get_args(keyword.annotation) if get_origin(keyword.annotation) is Annotated else [keyword.annotation]
-    return keyword.replace(
-        annotation=Annotated[kind, typer.Option(f"--{keyword.name.replace('_', '-')}", help="".join(text))]
+def _own_options(problem: type[Problem]) -> Any:
+    """Return the option for an operator's own options, whose help lists them; hidden if there are none."""
+    from weft.schedule.options import keywords
+
+    listed = []
+    for keyword in keywords(problem.sized):
+        of = keyword.annotation
+        text = "".join(get_args(of)[1:]) if get_origin(of) is Annotated else ""
+        default = "" if keyword.default is None else f" [default: {keyword.default}]"
+        listed.append(f"**{keyword.name}**: {text}{default}")
+    return typer.Option(
+        metavar="NAME=VALUE", hidden=not listed, help=" ".join(["Of this operator alone; may be repeated.", *listed])
     )
 
 
@@ -127,7 +159,8 @@ def _run(
     hw: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those. Default: this machine, or h200."
+            metavar="NAME|FILE",
+            help="A file of weft/hw, as h100 or mi300x, or a TOML file like those. Default: this machine, or h200.",
         ),
     ] = None,
     topology: Annotated[
@@ -147,23 +180,25 @@ def _run(
             help="queued: the host is ahead. graph: captured, replayed. single: a synchronisation around each call."
         ),
     ] = PlanMode.queued,
+    option: list[str] | None = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all candidates, not the fastest only.")] = False,
     json: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, writable=True, help="Write everything to this file, as one JSON object."),
+        typer.Option(dir_okay=False, help="Append everything to this file, as one line of JSON; what is in it stays."),
     ] = None,
-    **options: Any,
 ) -> None:
     from weft.bench.core.console import progress
     from weft.plan import explanation
     from weft.schedule import described
+    from weft.schedule.problem import option_from_text
 
     m, n, k = _shape(shape, ranks if op == _GEMMS_OF else None)
+    options = dict(option_from_text(op, one) for one in option or ())
     p = described(op, m=m, n=n, k=k, ranks=ranks, dtype=dtype, **options) if ranks > _MOST_UNEVEN_RANKS else None
     if p is not None and p.uneven:
         raise ValueError(f"{p.uneven}, and more than {_MOST_UNEVEN_RANKS} ranks that differ take too long to simulate")
     if json is not None:
-        check_writable("--json", json)
+        check_file("--json", json)
     shown = None if everything else 10
     # Hundreds of ranks take minutes.
     with progress(1.0, True, "weft plan: ", every_s=_SAYS_EVERY_S) as step, _without_collection():
@@ -174,7 +209,8 @@ def _run(
         found.cells(shown)
     print_explanation(found, shown)
     if json is not None:
-        write_whole(json, json_text.dumps(found.as_json(), indent=1) + "\n")
+        append_json(json, [found.as_json()])
+        print(appended(json, 1))
 
 
 @contextlib.contextmanager
@@ -201,8 +237,7 @@ def calibrate(
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs beside copies.
 
     The numbers are kept in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from
-    then on. Without them the planner goes by the machine's file; machines without one are measured at the first call of
-    each shape.
+    then on. Without them the planner goes by the machine's file, or by numbers derived from what the driver says.
 
         weft plan calibrate
 
@@ -313,11 +348,10 @@ def _shape(text: str, ranks: int | None) -> tuple[int, int, int]:
     for gemm in (*TABLE_1, *SYNTHETIC) if ranks else ():
         if gemm.name == text:
             return gemm.m, gemm.sharded(ranks or 1).n, gemm.k
-    sizes = re.fullmatch(r"(\d+)[,x](\d+)[,x](\d+)", text.replace(" ", ""))
-    if sizes is None:
-        named = ", or one of g1 to g16 and s1 to s16" if ranks else ""
+    named = ", or one of g1 to g16 and s1 to s16" if ranks else ""
+    m, n, k, suffix = sizes(text, named)
+    if suffix:
         raise ValueError(
-            f"--shape {text!r} must be three whole numbers M,N,K above 0, as 16384,8192,4096 or 16384x8192x4096{named}"
+            f"--shape {text!r}: leave out {suffix!r}, plans have no such suffix; options are --option NAME=VALUE"
         )
-    m, n, k = map(int, sizes.groups())
     return m, n, k

@@ -8,9 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli.paths import check_writable
+from weft.bench.core.arguments import appended, check_file, check_pictures
+from weft.cli.names import Named
+
+SAYS_EVERY_S = 2.0  # where there is no terminal for a bar
+
+
+class _Papers(Named):
+    noun = "paper"
+
 
 reproduce = typer.Typer(
+    cls=_Papers,
     no_args_is_help=True,
     help="A paper's tables and figures: simulated on a machine's model, or from recorded measurements.",
 )
@@ -23,8 +32,8 @@ def _root() -> None:
 
 @reproduce.command()
 def ficco(
-    machine: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="mi300x, the paper's, h200, or a TOML file like those.")
+    hw: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Machine: a file of weft/hw, as the paper's mi300x, or another TOML file.")
     ] = "mi300x",
     ranks: Annotated[int, typer.Option(min=2, max=64, help="GPUs; the paper has 8.")] = 8,
     topology: Annotated[
@@ -38,7 +47,9 @@ def ficco(
             help="Show these records, of `weft bench` or of --json, and simulate nothing.",
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Append a JSON object for each GEMM and schedule.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Append one line of JSON per GEMM and schedule to this file; what is in it stays.")
+    ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures 12(b), 13 and 14 here.")] = None,
 ) -> None:  # fmt: skip
     """FiCCO's evaluation (figures 12b, 13, 14, accuracy of its heuristic) on its sixteen GEMMs and sixteen synthetic ones.
@@ -51,12 +62,14 @@ def ficco(
     """
     from weft.studies import ficco as study
 
-    _reproduce(study, lambda: study.simulated(machine, ranks, topology), records, json, pictures)
+    _reproduce(study, lambda step: study.simulated(hw, ranks, topology, progress=step), records, json, pictures)
 
 
 @reproduce.command()
 def t3(
-    machine: Annotated[str, typer.Option(metavar="NAME|FILE", help="h200, mi300x, or a TOML file like those.")] = "h200",
+    hw: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Machine: a file of weft/hw, as h200 or mi300x, or a TOML file like those.")
+    ] = "h200",
     topology: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="How they are linked. Default: as the machine file says."),
@@ -68,7 +81,9 @@ def t3(
             help="Show these records, of `weft bench` or of --json, and simulate nothing.",
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Append a JSON object for each sub-layer and variant.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Append one line of JSON per sub-layer and variant to this file; what is in it stays.")
+    ] = None,
     pictures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figure 16 here.")] = None,
 ) -> None:  # fmt: skip
     """T3's sub-layers (figures 15, 16 and 18): GEMM, reduce-scatter and all-gather of its Transformers, as software overlaps them.
@@ -81,26 +96,32 @@ def t3(
     """
     from weft.studies import t3 as study
 
-    _reproduce(study, lambda: study.simulated(machine, topology), records, json, pictures)
+    _reproduce(study, lambda step: study.simulated(hw, topology, progress=step), records, json, pictures)
 
 
 def _reproduce(
     study: Any,
-    simulated: Callable[[], list[dict[str, Any]]],
+    simulated: Callable[[Callable[[str, float], None]], list[dict[str, Any]]],
     records: Path | None,
     json: Path | None,
     pictures: Path | None,
 ) -> None:
     from weft.bench.core import records as files
-    from weft.bench.core.console import print_table
+    from weft.bench.core.console import print_table, progress
 
     if json is not None:
         if records is not None:
             raise ValueError(
                 "--json with --records: nothing is simulated, so there is nothing new to write; leave one out"
             )
-        check_writable("--json", json)
-    found = simulated() if records is None else files.read([records])
+        check_file("--json", json)
+    if pictures is not None:
+        check_pictures(pictures)
+    if records is None:
+        with progress(1.0, True, "weft reproduce: ", every_s=SAYS_EVERY_S) as step:
+            found = simulated(step)
+    else:
+        found = files.read([records])
     with files.understood():
         rows, said = study.rows_of(found), study.notes(found)
         tables, conclusions = study.tables(rows), study.conclusions(rows)
@@ -109,6 +130,7 @@ def _reproduce(
     print("\n".join(["", *conclusions, *said]))
     if json is not None:
         files.append(json, found)
+        print(appended(json, len(found)))
     if pictures is not None:
         for path in study.draw(pictures, rows, said[0].partition(";")[0]):
             print(f"drawn: {path}")

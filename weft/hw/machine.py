@@ -123,6 +123,12 @@ def known_files(what: str) -> tuple[str, ...]:
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
+_WITHOUT_FILE = (
+    ". Calls need no machine file: for NVIDIA GPUs without one, weft derives its numbers from what the driver says. To plan for "
+    "such a GPU elsewhere, copy weft/hw/a100.toml, change its datasheet numbers, and pass the path of the copy"
+)
+
+
 def read_file(what: str, name: str | Path) -> dict[str, Any]:
     """Read the file of a known machine or topology, or at that path. `ValueError` says what there is, or what is wrong."""
     path, known = Path(name), known_files(what)
@@ -137,7 +143,9 @@ def read_file(what: str, name: str | Path) -> dict[str, Any]:
         text = resources.files(_FOLDERS[what]).joinpath(f"{name}.toml").read_text()
         data = reading.parse_toml(text, str(name))
     else:
-        raise ValueError(f"no {what} {str(name)!r}: {either} a path ending in .toml")
+        raise ValueError(
+            f"no {what} {str(name)!r}: {either} a path ending in .toml{_WITHOUT_FILE if what == 'machine' else ''}"
+        )
     if not isinstance(data.get("name"), str):
         raise ValueError(f'{name}: a {what} file starts with name = "..."')
     return data

@@ -1,9 +1,10 @@
 """Matrix multiplication whose progress is tracked: tiles in a stated order, stored where a table says, and signals that are set as
 soon as their tiles are stored.
 
-What T3's tracker does beside the memory controller, a program does at the end of a tile: it adds one to a counter in this device's
-memory, and whoever adds the last one of a counter sets its signals. A stream that waits for a signal then copies what is there
-while the kernel goes on with other tiles: the GEMM is one launch, and no compute unit is spent on communication.
+After T3's tracker, which counts beside the memory controller: at the end of a tile a program adds one to a counter in this
+device's memory, and whoever adds the last one of a counter sets its signals. (T3's also counts updates by peers and DMA.) A stream
+that waits for a signal copies what is there while the kernel goes on: the GEMM is one launch, and copies by engine take no compute
+unit from it.
 
     table [tiles, columns]      of a tile: its first row of a, how many rows, its first column, how many columns, where its first
                                 element is stored, the distance of rows there; then the numbers of its counters, and if something

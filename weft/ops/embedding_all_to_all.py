@@ -98,7 +98,9 @@ def embedding_all_to_all(
     Raises `ValueError` for bad arguments, and on every rank: `RefusedError` when a rank refuses its input, `DisagreementError`
     when ranks describe different calls, `DeadlineError`, `PeerLostError`, `PoisonedGroupError`.
 
-    Source: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems".
+    Sources: "Accelerating Multi-GPU Embedding Retrieval with PGAS-Style Communication for Deep Learning Recommendation Systems"
+        (`direct`); "GPU-initiated Fine-grained Overlap of Collective Communication with Computation", 3.2 (`put`: slices, flags,
+        remote work first).
     """
     with together(OPERATOR, group, lambda: device_of(weights, features, group), deadline_s):
         device = device_of(weights, features, group)

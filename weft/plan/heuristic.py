@@ -1,4 +1,4 @@
-"""Which schedule FiCCO's static heuristic picks: from the shape alone, without a model of what anything costs.
+"""Which schedule FiCCO's static heuristic picks: from the shape and the machine's peak rate, with no model of what anything costs.
 
     M <= K                  uniform-fused-2D
     2MNK < threshold        uniform-fused-1D

@@ -1,8 +1,8 @@
 """Options of an operator's own: the keywords behind the dtype of its problem's `sized`.
 
-They are given as values (`weft.plan.explain`) or as texts (`weft bench --option`). Both are held against the keyword's annotation:
-bool, int, float, str, Literal, or several of these and None. What is none of it is refused, so that no text is taken for true. With
-other annotations a keyword takes values alone, and its problem checks them.
+They are given as values (`weft.plan.explain`) or as texts (`--option` of `weft plan` and `weft bench`). Both are checked against
+the keyword's annotation: bool, int, float, str, Literal, or several of these and None. Anything else is refused, so that no text is
+taken for true. With other annotations a keyword takes values alone, and its problem checks them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ _NOTHING = "none"
 def keywords(sized: Callable[..., Any]) -> list[inspect.Parameter]:
     """A problem's own, with their annotations."""
     return [one for name, one in inspect.signature(sized, eval_str=True).parameters.items() if name not in ALL_HAVE]
+
+
+def split(text: str) -> tuple[str, str]:
+    """Return name and value of "NAME=VALUE"; `ValueError` if either is missing."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier():
+        raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
+    if not equals or not value:
+        raise ValueError(f"option {text!r} has no value: write it as {name}=VALUE")
+    return name, value
 
 
 def from_text(name: str, text: str, annotation: Any) -> Any:

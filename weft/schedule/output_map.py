@@ -9,7 +9,7 @@ nothing else; who waits, copies and adds follows from that (`weft.schedule.outpu
 
 op="update" adds to what the peer computes of the same chunk, and op="store" is all that the peer has of it. Chunks are numbered as
 their rank computes them, and ranks are staggered: rank r computes the rows of rank r + 1 first, those of r + 2 next, its own last.
-So figure 12's configuration of a ring reduce-scatter on four ranks is
+So the configuration that 4.4 describes, of a ring reduce-scatter on four ranks, is
 
     left = (RANK + 3) % 4
     ring = OutputMap(rows=M, chunks=4).remote_map(0, to=left, op="update")

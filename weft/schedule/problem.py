@@ -122,8 +122,10 @@ def described(op: str, *, m: int, n: int, k: int, ranks: int, dtype: str = "bf16
     return PROBLEMS[op].sized(m, n, k, ranks, dtype, **options)
 
 
-def option_from_text(op: str, name: str, text: str) -> Any:
-    """What a text says for an option of that operator. `ValueError` for one that it does not have, or if the text says nothing."""
+def option_from_text(op: str, given: str) -> tuple[str, Any]:
+    """Return name and value of an option of that operator from "NAME=VALUE". `ValueError` for an option that it does not have, or a
+    text that is no value of it."""
+    name, text = own.split(given)
     own.check_names(op, {name: text}, PROBLEMS)
     (annotation,) = (one.annotation for one in own.keywords(PROBLEMS[op].sized) if one.name == name)
-    return own.from_text(name, text, annotation)
+    return name, own.from_text(name, text, annotation)

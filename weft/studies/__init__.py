@@ -1,1 +1,1 @@
-"""Measurements that answer a question of a paper, rather than compare an operator with its baselines."""
+"""Evaluations of papers, simulated or from recorded measurements, and a measurement that answers a question of a paper."""

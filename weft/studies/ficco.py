@@ -112,14 +112,24 @@ class Row:
         return None if best is None or mine is None else max(0.0, 1 - mine / best)
 
 
-def simulated(hw: str, ranks: int, topology: str | None = None, gemms: Sequence[Gemm] | None = None) -> list[Record]:
-    """Records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file alone.
-    `ValueError` for a machine or topology that is not known, or a number of ranks that does not divide a GEMM."""
+def simulated(
+    hw: str,
+    ranks: int,
+    topology: str | None = None,
+    gemms: Sequence[Gemm] | None = None,
+    *,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> list[Record]:
+    """Return records of all variants of each GEMM, as the model of `ranks` such machines predicts them by the machine's file alone.
+    `ValueError` for a machine or topology that is not known, or a number of ranks that does not divide a GEMM. progress: told
+    which GEMM is next, and the share of all that was done since."""
     machine = load_machine(hw)
     model, found = model_for(machine, ranks, topology), list[Record]()
     wanted = {SERIAL, *(name for names in KINDS.values() for name in names)}
     common = head("all_gather_matmul", machine, ranks, topology)
-    for gemm in gemms or (*TABLE_1, *SYNTHETIC):
+    chosen = gemms or (*TABLE_1, *SYNTHETIC)
+    for gemm in chosen:
+        progress(f"simulating {gemm.name}", bool(found) / len(chosen))
         if gemm.m % (ranks * ranks):
             raise ValueError(
                 f"ranks={ranks}: M={gemm.m} of {gemm.name} is not divided into as many shards of as many pieces; take 2, 4 or 8"

@@ -25,12 +25,16 @@ from weft.trace.pyplot import pyplot
 
 @contextmanager
 def figure(path: Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[Any]:
-    """Yields the axes of panels, one below the other, and writes a PNG file into its folder, made if need be."""
+    """Yield the axes of panels, one below the other, and write a PNG file into its folder, made if need be. Labels of logarithmic
+    axes say that they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plt = pyplot()
     drawn, axes = plt.subplots(panels, 1, figsize=size, layout="constrained", squeeze=False)
     yield axes[:, 0]
     for axis in axes[:, 0]:
+        for of in (axis.xaxis, axis.yaxis):
+            if of.get_scale() == "log":
+                of.set_label_text(f"{of.get_label_text()}, logarithmic axis")
         axis.legend(fontsize=8, ncol=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderaxespad=0.1)
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)

@@ -11,6 +11,7 @@ import torch
 
 from weft.bench.core.harness import Mode
 from weft.bench.core.operators import operator
+from weft.schedule.options import split
 from weft.schedule.problem import option_from_text
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -59,8 +60,6 @@ class BenchOptions:
             raise ValueError(
                 f"seconds={self.seconds} must be above 0 and at most 3600, for the slowest variant of a mode"
             )
-        if self.pictures is not None and self.pictures.is_file():
-            raise ValueError(f"pictures={self.pictures} is a file: give a folder")
         for field, why in op.refuses.items():
             if (value := getattr(self, field)) not in (None, ()):
                 raise ValueError(f"{field}={value}: {self.op} {why}")
@@ -85,14 +84,9 @@ class BenchOptions:
 
 
 def parse_option(op: str, text: str) -> tuple[str, Any]:
-    """ "dst=2" as a name and what its text says for an option of `op` (`weft.schedule.options`); the text where benchmarks of `op`
-    take none, which `BenchOptions` refuses. Raises ValueError if there is no name, no value, or one that the option cannot have."""
-    name, equals, value = text.partition("=")
-    if not name.isidentifier():
-        raise ValueError(f"option {text!r} has no name: write it as gather_dim=-1")
-    if not equals or not value:
-        raise ValueError(f"option {text!r} has no value: write it as {name}=VALUE")
-    return name, value if "option" in operator(op).refuses else option_from_text(op, name, value)
+    """Return name and value of "dst=2", an option of `op` (`weft.schedule.options`). Where a benchmark
+    refuses `option`, the value is the text. `ValueError` without a name, or for a value that the option cannot have."""
+    return split(text) if "option" in operator(op).refuses else option_from_text(op, text)
 
 
 def parse_scale(text: str) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -19,10 +17,11 @@ import weft
 from weft import env, reading
 from weft.bench.core.ceilings import Ceilings
 from weft.bench.core.harness import HARNESS
-from weft.bench.core.operators import names, operator
+from weft.bench.core.operators import measured, operator
 from weft.bench.core.options import BenchOptions
 from weft.bench.core.tables import Record
 from weft.bench.provenance import provenance
+from weft.files import append_json
 from weft.words import counted
 
 _MOST_BYTES = 256 << 20
@@ -62,20 +61,7 @@ def environment(device_type: str) -> Record:
     }  # fmt: skip
 
 
-def append(path: Path, records: Iterable[Record]) -> None:
-    """Append one line per record, behind a last line that was not ended too. All are written at once, or none."""
-    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    with path.open("ab") as file:
-        file.write(("\n" * _cut_off(path) + lines).encode())
-
-
-def _cut_off(path: Path) -> bool:
-    """Whether its last line lacks its end."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+append = append_json
 
 
 class _Line(Record):
@@ -108,7 +94,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
             try:
                 operator(str(record["op"]))
             except ValueError:
-                known = f"remove the line, or correct it to one of {', '.join(names())}"
+                known = f"remove the line, or correct it to one of {', '.join(measured())}"
                 raise ValueError(f"{where}: op {record['op']!r} is no operator: {known}") from None
             found.append(record)
     return found
@@ -119,7 +105,7 @@ def understood() -> Iterator[None]:
     """Raise `ValueError` where the code inside cannot compute with what records hold: a text for a number, a time of 0."""
     try:
         yield
-    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+    except (TypeError, AttributeError, ArithmeticError, LookupError, StopIteration) as error:
         raise ValueError(
             f"a record has a value of a wrong type or size ({error}): measure it anew, or take it out"
         ) from error

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.bench.core import records
+from weft.bench.core.arguments import appended
 from weft.bench.core.ceilings import Ceilings, measure_ceilings
 from weft.bench.core.console import progress
 from weft.bench.core.harness import Ranks
@@ -25,6 +26,7 @@ from weft.bench.core.operator import Operator
 from weft.bench.core.operators import operator
 from weft.bench.core.options import DTYPES, BenchOptions
 from weft.bench.core.tables import Record
+from weft.errors import WeftError
 from weft.hw import available_memory_bytes
 from weft.launch import run_ranks
 from weft.symm import domain
@@ -34,7 +36,7 @@ def bench(options: BenchOptions) -> list[Record]:
     """Run on `options.ranks` processes of this machine, or, under torchrun, as one of its ranks.
 
     Rank 0 prints the tables and appends the records to `options.json`. Returns the records (under torchrun: on rank 0,
-    elsewhere none). RuntimeError at the end if a variant computed something wrong.
+    elsewhere none). WeftError at the end if a variant computed something wrong.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' but torch sees no GPU here: run `weft doctor`, or use device='cpu'")
@@ -75,8 +77,10 @@ def run_rank(rank: int, world_size: int, options: BenchOptions) -> list[Record]:
         release(ranks)
     if rank == 0 and len(presets) > 1:
         op.show_summary(written, options)
+    if rank == 0 and options.json is not None:
+        print(appended(options.json, len(written)), flush=True)
     if wrong:
-        raise RuntimeError("\n".join(wrong))
+        raise WeftError("\n".join(wrong))
     return written
 
 

@@ -35,7 +35,7 @@ class AllToAllMatmul(ExpertsProblem):
             return ""
         return (
             f"no graph can capture {self.name} that returns exactly the rows that arrive, since the host reads how many; plan it "
-            "with --bounded (in Python bounded=True), and call it with max_rows"
+            "with --option bounded=true (in Python bounded=True), and call it with max_rows"
         )
 
     @property

@@ -72,13 +72,13 @@ class EmbeddingAllToAll(Problem):
 
         serial pools, calls the library's all-to-all, and puts the columns in order.
 
-            weft plan embedding_all_to_all --shape 16384,64,64 --tables 128
+            weft plan embedding_all_to_all --shape 16384,64,64 --option tables=128
 
-            weft plan embedding_all_to_all --shape 65536,128,20 --tables 856 --ranks 8 --dtype fp16
+            weft plan embedding_all_to_all --shape 65536,128,20 --option tables=856 --ranks 8 --dtype fp16
         """
         if tables is None or tables < 1:
             raise ValueError(
-                f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--tables)"
+                f"tables={tables}: {cls.name} needs the number of tables of all ranks together, at least 1 (--option tables=NUMBER)"
             )
         each = [tables // ranks + (rank < tables % ranks) for rank in range(ranks)]
         first = [sum(each[:rank]) for rank in range(ranks)]

@@ -79,15 +79,16 @@ class ExpertsProblem(Problem):
     ) -> Self:  # fmt: skip
         """M: tokens of a rank, each once for each of its experts; as many are taken to be for each. [K, N]: an expert's weights.
 
-        weft plan all_to_all_matmul --shape 8192,14336,4096 --experts 8
+        weft plan all_to_all_matmul --shape 8192,14336,4096 --option experts=8
 
-        weft plan all_to_all_matmul --shape 32768,4096,7168 --experts 256 --ranks 8 --bounded --mode graph
+        weft plan all_to_all_matmul --shape 32768,4096,7168 --ranks 8 --option experts=256 --option bounded=true --mode graph
 
-        weft plan matmul_all_to_all --shape 32768,7168,2048 --experts 256 --ranks 8 --bounded --mode graph
+        weft plan matmul_all_to_all --shape 32768,7168,2048 --ranks 8 --option experts=256 --option bounded=true --mode graph
         """
         if experts is None:
             raise ValueError(
-                f"experts=None: {cls.name} needs the number of experts of all ranks together, a multiple of {ranks} (--experts)"
+                f"experts=None: {cls.name} needs the number of experts of all ranks together, a multiple of {ranks} "
+                "(--option experts=NUMBER)"
             )
         if experts < 1 or ranks < 1 or experts % ranks:
             above = max(1, -(-experts // max(1, ranks))) * ranks

@@ -44,7 +44,7 @@ class MatmulAllGather(Problem):
 
         weft plan matmul_all_gather --shape 4096,8192,4096
 
-        weft plan matmul_all_gather --shape 8192,2048,8192 --gather-dim -1 --ranks 4 --all
+        weft plan matmul_all_gather --shape 8192,2048,8192 --option gather_dim=-1 --ranks 4 --all
         """
         if gather_dim not in (0, -1):
             raise ValueError(f"gather_dim={gather_dim}: 0 joins rows, -1 columns")

@@ -54,7 +54,7 @@ class MatmulAllReduce(Problem):
 
         weft plan matmul_all_reduce --shape 8192,8192,4096
 
-        weft plan matmul_all_reduce --shape 16,8192,4096 --residual --norm --ranks 8 --mode graph --all
+        weft plan matmul_all_reduce --shape 16,8192,4096 --option residual=true --option norm=true --ranks 8 --mode graph --all
         """
         return cls(ranks, m, n, k, dtype, residual=residual, eps=1e-6 if norm else None)
 

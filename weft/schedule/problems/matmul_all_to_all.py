@@ -31,8 +31,8 @@ class MatmulAllToAll(ExpertsProblem):
         if not self.exact:
             return ""
         return (
-            f"no graph can capture {self.name} without rows, since the host reads how many there are; plan it with --bounded (in "
-            "Python bounded=True), and call it with rows"
+            f"no graph can capture {self.name} without rows, since the host reads how many there are; plan it with "
+            "--option bounded=true (in Python bounded=True), and call it with rows"
         )
 
     @property

@@ -1,0 +1,213 @@
+"""What the command line cannot do is one sentence on stderr and an exit status, before work starts; never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slow import slow
+from typer.testing import CliRunner
+
+from weft.bench.__main__ import main as bench_main
+from weft.bench.core.arguments import one_line
+from weft.bench.core.operators import measured, names
+from weft.cli.app import app, main
+from weft.errors import PeerLostError
+from weft.studies import ficco, t3
+
+SMALL = ["--device", "cpu", "--shape", "8,8,8", "--quick"]
+GEMM = ["plan", "all_gather_matmul", "--shape"]
+
+
+def _refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must be refused, with status 2 and nothing on stdout. Return what it says."""
+    monkeypatch.setattr(sys, "argv", ["weft", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    found = capsys.readouterr()
+    assert not found.out
+    assert "Traceback" not in found.err
+    return found.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bogus"], "weft: no command 'bogus': give one of bench, demo, doctor, plan, reproduce"),
+        (["plan", "bogus"], f"weft: no operator 'bogus': give one of {', '.join(names())}, calibrate"),
+        (["bench", "bogus"], f"weft: no operator 'bogus': give one of {', '.join(measured())}"),
+        (["reproduce", "bogus"], "weft: no paper 'bogus': give one of ficco, t3"),
+        (["plan", "--hw", "h200"], "weft: --hw: the operator comes first, one of all_gather_matmul, "),
+        (["plan", "tensor_parallel", "--shape", "8,8,8"], "plan each of them"),
+        ([*GEMM, "8,8,8", "--hw", "h20"], "for NVIDIA GPUs without one, weft derives its numbers from what the driver says"),
+        ([*GEMM, "8,8,8", "--hw", "h20"], "copy weft/hw/a100.toml, change its datasheet numbers"),
+        ([*GEMM, "8,8"], "--shape '8,8' must be three whole numbers M,N,K above 0"),
+        (["bench", "all_gather_matmul", "--shape", "8,8"], "--shape '8,8' must be three whole numbers M,N,K above 0"),
+        ([*GEMM, "8,8,8-e8"], "leave out '-e8'"),
+        ([*GEMM, "8,8,8", "--option", "a"], "option 'a' has no value: write it as a=VALUE"),
+        ([*GEMM, "8,8,8", "--option", "a=1"], "a=1: all_gather_matmul has none of it"),
+        (["plan", "matmul_all_gather", "--shape", "8,8,8", "--option", "gather_dim=x"], "gather_dim=x: give a whole number"),
+        (["plan", "all_gather_scaled_matmul", "--shape", "8,8,8", "--dtype", "bf16"], "all_gather_scaled_matmul is for fp8"),
+        (["bench", "all_gather_scaled_matmul", "--dtype", "bf16", *SMALL], "all_gather_scaled_matmul is for fp8"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_cannot_be_is_a_sentence(arguments: list[str], message: str, monkeypatch, capsys) -> None:
+    assert message in _refused(arguments, monkeypatch, capsys)
+
+
+WRITERS = {
+    "plan": [*GEMM, "8,8,8"], "bench": ["bench", "inefficiency", "--device", "cpu"], "ficco": ["reproduce", "ficco"],
+    "t3": ["reproduce", "t3"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("path", ["nowhere/results", "/proc/results"])
+def test_files_are_tried_before_work_starts(command: str, path: str, monkeypatch, capsys) -> None:
+    for study in (ficco, t3):
+        monkeypatch.setattr(study, "simulated", lambda *given, **more: pytest.fail("it has started"))
+    assert f"--json {path}" in _refused([*WRITERS[command], "--json", path], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("command", ["bench", "ficco", "t3"])
+@pytest.mark.parametrize("folder", [f"{__file__}/figures", "/proc/figures"])
+def test_folders_of_pictures_are_tried_before_work_starts(command: str, folder: str, monkeypatch, capsys) -> None:
+    for study in (ficco, t3):
+        monkeypatch.setattr(study, "simulated", lambda *given, **more: pytest.fail("it has started"))
+    assert f"--pictures {folder}: cannot be written" in _refused(
+        [*WRITERS[command], "--pictures", folder], monkeypatch, capsys
+    )
+
+
+def test_a_file_that_is_no_record_is_a_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
+    broken = tmp_path / "records.jsonl"
+    for text, said in (
+        ("{", "line 1 cannot be read"),
+        ("[]", "line 1: list where a record is wanted"),
+        ('{"op": "t4"}', "op 't4' is no"),
+    ):
+        broken.write_text(text)
+        assert said in _refused(["reproduce", "t3", "--records", str(broken)], monkeypatch, capsys)
+    broken.write_text("name = [")
+    assert "a.toml cannot be read" in _refused(
+        [*GEMM, "8,8,8", "--hw", str(broken.rename(tmp_path / "a.toml"))], monkeypatch, capsys
+    )
+
+
+@pytest.mark.parametrize("wrong", [
+    {"m": "many"}, {"network": "GPT-9"}, {"p50_ms": "1"}, {"chosen": None}, {"chosen": "bogus"}, {"ranks": 0},
+    {"machine": 7}, {"date": None}, {"k": [1]},
+])  # fmt: skip
+def test_a_record_with_a_value_that_cannot_be_is_a_sentence(tmp_path: Path, wrong: dict, monkeypatch, capsys) -> None:
+    root = Path(__file__).parents[2] / "benchmarks" / "results" / "sim-t3.jsonl"
+    good = [json.loads(line) for line in root.read_text().splitlines()[:2]]
+    assert [record["variant"] for record in good] == ["serial", "weft"]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record | wrong) + "\n" for record in good))
+    assert _refused(["reproduce", "t3", "--records", str(file)], monkeypatch, capsys).count("\n") == 1
+
+
+def test_what_fails_while_it_runs_is_a_line_and_status_1(capsys) -> None:
+    for error, status in (
+        (PeerLostError("rank 1 is lost"), 1),
+        (TimeoutError("ranks [1] were still running"), 1),
+        (ValueError("wrong"), 2),
+        (OSError(5, "Input/output error"), 2),
+        (KeyboardInterrupt(), 130),
+    ):
+        with pytest.raises(SystemExit) as stopped, one_line("weft"):
+            raise error
+        assert stopped.value.code == status
+        assert capsys.readouterr().err == f"weft: {str(error) or 'interrupted'}\n"
+    with pytest.raises(ZeroDivisionError), one_line("weft"):  # a fault of weft keeps its traceback
+        1 / 0  # noqa: B018
+
+
+def test_the_command_without_the_extra_refuses_alike(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft.bench", "all_gather_matmul", "--shape", "8"])
+    with pytest.raises(SystemExit) as stopped:
+        bench_main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("weft bench: --shape '8' must be three whole numbers")
+
+
+def test_every_command_has_the_same_operators_and_spellings() -> None:
+    """Names and options are shown by help in the same spelling."""
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    shown = {of: " ".join(runner.invoke(app, [*of.split(), "--help"]).output.split()) for of in (
+        "plan", "bench", "plan all_gather_matmul", "plan matmul_all_gather", "reproduce ficco", "reproduce t3",
+    )}  # fmt: skip
+    for name in names():
+        assert name in shown["plan"]
+        assert name in shown["bench"]
+    assert {"tensor_parallel", "all_gather_scaled_matmul", "all_gather_matmul_gradients"} < set(names())
+    for command in ("plan all_gather_matmul", "reproduce ficco", "reproduce t3"):
+        assert "--hw" in shown[command]
+    for command in ("plan matmul_all_gather", "bench"):
+        assert "--shape" in shown[command]
+        assert "M,N,K" in shown[command]
+        assert "--option" in shown[command]
+    for command in ("plan all_gather_matmul", "bench", "reproduce ficco", "reproduce t3"):
+        assert "one line of JSON" in shown[command]
+        assert "what is in it stays" in shown[command]
+
+
+def test_fp8_has_a_plan_under_its_operators_name() -> None:
+    found = CliRunner().invoke(app, ["plan", "all_gather_scaled_matmul", "--shape", "64x64x64", "--hw", "h200"])
+    assert found.exit_code == 0, found.output
+    assert "fp8" in found.output
+
+
+def test_reproduce_appends_says_so_and_shows_how_far_it_is(tmp_path: Path, monkeypatch, capsys) -> None:
+    file, simulated = tmp_path / "t3.jsonl", t3.simulated
+    few = [network._replace(ranks=(8,)) for network in t3.NETWORKS[:1]]
+    monkeypatch.setattr(t3, "simulated", lambda *given, progress: simulated(*given, few, progress=progress))
+    monkeypatch.setattr("weft.cli.reproduce.SAYS_EVERY_S", 1e-9)
+    for times in (1, 2):
+        monkeypatch.setattr(sys, "argv", ["weft", "reproduce", "t3", "--json", str(file)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 0
+        assert len([json.loads(line) for line in file.read_text().splitlines()]) == 8 * times
+        found = capsys.readouterr()
+        assert f"appended 8 JSON objects to {file}" in found.out
+        assert "weft reproduce: simulating Mega-GPT-2 OP, 8 ranks (0% done" in found.err
+
+
+@pytest.mark.parametrize("seen", ["", slow("making inputs")])
+def test_ctrl_c_ends_a_benchmark_without_a_traceback(seen: str) -> None:
+    """It strikes all processes of the terminal: while they start, and while they measure."""
+    arguments = [
+        sys.executable,
+        "-m",
+        "weft.cli",
+        "bench",
+        "all_gather_matmul",
+        "--device",
+        "cpu",
+        "--shape",
+        "64,64,64",
+    ]
+    with subprocess.Popen(
+        [*arguments, "--seconds", "100"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as program:
+        assert program.stderr is not None
+        if seen:
+            assert seen in program.stderr.readline()
+        else:  # its modules are being imported
+            while Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text() == "" and program.poll() is None:
+                pass
+        os.killpg(program.pid, signal.SIGINT)
+        said = program.stderr.read()
+        assert program.wait(timeout=60) == 130, said
+    assert "Traceback" not in said

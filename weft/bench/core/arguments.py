@@ -1,0 +1,109 @@
+"""What weft's commands have in common: how shapes and files are given, what is checked before work starts, how a command ends.
+
+It needs neither torch nor the packages of `weft[cli]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from weft.errors import WeftError
+from weft.words import counted
+
+_SIZES = re.compile(r"(\d+)[,x](\d+)[,x](\d+)(-\S+)?")
+_INTERRUPTED = 130  # what shells report of a program that Ctrl-C ended
+
+
+def sizes(text: str, also: str = "") -> tuple[int, int, int, str]:
+    """Return M, N, K of "M,N,K" or "MxNxK", and what follows from a "-" on. `ValueError` for another text. also: what else goes."""
+    found = _SIZES.fullmatch(text.replace(" ", ""))
+    if found is None:
+        raise ValueError(
+            f"--shape {text!r} must be three whole numbers M,N,K above 0, as 16384,8192,4096 or 16384x8192x4096{also}"
+        )
+    m, n, k, suffix = found.groups()
+    return int(m), int(n), int(k), suffix or ""
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise `ValueError` unless the file can be written. Make no folder, and leave no file where there was none."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder, and a file is wanted")
+    found = path.exists()
+    if found and not path.is_file():
+        return  # a pipe or a terminal: to open it may be to wait
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from error
+    if not found:
+        path.unlink(missing_ok=True)  # under torchrun other ranks try too
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raise `ValueError` unless files can be written into the folder, or the folder can be made. Make nothing."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option} {path}: is a file, and a folder is wanted")
+    nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    try:
+        Path(tempfile.mkdtemp(dir=nearest)).rmdir()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be written: {nearest}: {error.strerror}") from error
+
+
+def check_pictures(path: Path) -> None:
+    """Raise `ValueError` unless pictures can be drawn into the folder."""
+    check_folder("--pictures", path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--pictures: drawing needs matplotlib: pip install 'weft[cli]'")
+
+
+def appended(path: Path, count: int) -> str:
+    """Return what a command says of the lines that `--json` added."""
+    return f"appended {counted(count, 'JSON object')} to {path}"
+
+
+def one_of(what: str, name: str, names: Sequence[str]) -> ValueError:
+    """Return the error for a name that is unknown, with the names that there are."""
+    return ValueError(f"no {what} {name!r}: give one of {', '.join(names)}")
+
+
+@contextlib.contextmanager
+def one_line(program: str) -> Iterator[None]:
+    """End the process with one line on stderr in place of a traceback.
+
+    Exit status 2: an argument, a path or a file cannot be used. 1: weft failed while it ran, or nobody reads the output.
+    130: Ctrl-C. Other exceptions are faults of weft and keep their traceback.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        from weft.bench.core.console import (
+            end_quietly,
+        )  # not before: rich takes a while to import, and help is to be quick
+
+        end_quietly()
+    except KeyboardInterrupt:
+        _end(program, "interrupted", _INTERRUPTED)
+    except (WeftError, TimeoutError) as error:
+        _end(program, error, 1)
+    except (ValueError, OSError) as error:
+        _end(program, error, 2)
+
+
+def _end(program: str, why: object, status: int) -> NoReturn:
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk: what it did not take cannot be flushed at exit either
+        sys.stdout = None  # type: ignore[assignment]
+    print(f"{program}: {str(why).strip() or type(why).__name__}", file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -1,0 +1,28 @@
+"""Groups of commands that answer an unknown name with the names that there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from weft.bench.core.arguments import one_of
+
+
+class Named(TyperGroup):
+    """A group of commands."""
+
+    noun = "command"
+    """The word for what is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse options of a command that stand where its name is wanted."""
+        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        if args and args[0].startswith("-") and args[0].partition("=")[0] not in known:
+            raise ValueError(f"{args[0]}: the {self.noun} comes first, one of {', '.join(self.list_commands(ctx))}")
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None:
+            raise one_of(self.noun, args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
