@@ -89,11 +89,14 @@ def measure(rank: int, world: int, given: argparse.Namespace) -> dict[str, Any]:
             ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
             found.append(
                 {
-                    "mean_ms": statistics.mean(ours), "median_ms": statistics.median(ours),
-                    "by_hand_mean_ms": statistics.mean(theirs), "by_hand_median_ms": statistics.median(theirs), "geomean_over_by_hand": statistics.geometric_mean(ratios),
+                    "mean_ms": statistics.mean(ours),
+                    "median_ms": statistics.median(ours),
+                    "by_hand_mean_ms": statistics.mean(theirs),
+                    "by_hand_median_ms": statistics.median(theirs),
+                    "geomean_over_by_hand": statistics.geometric_mean(ratios),
                     "worst_over_by_hand": max(ratios),
                 }
-            )  # fmt: skip
+            )
         return found
 
     def draw() -> int:
