@@ -84,7 +84,8 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     }
     if any(r["nan"] for _, of in rows for r in of):
         columns["NaN results"] = lambda of: sum(r["nan"] for r in of)
-    for name in COUNTED:
+    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # it is judged of these kinds alone
+    for name in [name for name in COUNTED if name != "silent" or silent_counts]:
         columns[name] = lambda of, name=name: sum(any(kind == name for kind, _ in r["wrong"]) for r in of)
     lines = [f"| {what} | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
     lines += [
