@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,24 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.operator import calls
+from weft.operator.spec import Across
+from weft.ops import embedding_all_to_all
 from weft.symm.calls import calls_of
+
+COMPARED = ("alike", "layout", "given")
+
+
+def declared_by(operator: str) -> Mapping[str, Across]:
+    """Return how each parameter of a public operator compares across ranks."""
+    if operator == "embedding_all_to_all":
+        return embedding_all_to_all.ACROSS_RANKS
+    return calls.operator_named(operator).across_ranks
+
+
+def compared_by(operator: str) -> set[str]:
+    """Return the parameters that ranks compare in every call."""
+    return {name for name, across in declared_by(operator).items() if across in COMPARED}
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str]:

@@ -82,6 +82,8 @@ DEADLINES = [put("deadline_s", -1.0), put("deadline_s", "soon")]
 
 def forms(kind: str, of: type[Work], options: Given) -> list[tuple[str, Form]]:
     """Named, so that a finding says which it was."""
+    if kind == "other tables":
+        return [(f"{kind} {i}", form) for i, form in enumerate(of.other_tables())]
     if kind in ("value", "size", "dtype"):
         made = {"value": of.bad_values, "size": of.bad_sizes, "dtype": of.bad_dtypes}[kind](options)
         return [(f"{kind} {i}", form) for i, form in enumerate(made)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import record as records
-from .draw import draw
+from .draw import KINDS, draw, kinds_of
 from .record import Record
 from .report import progress, tables
 from .trial import Trial, start_server
@@ -34,6 +35,7 @@ class Campaign:
     at_once: int
     until: float  # by time.monotonic: no injection begins after it
     faults: bool  # or the same calls, with nothing injected
+    families: Sequence[str]  # of faults; none: all
     keep: Path  # folder for the traces of those that go wrong
 
     def run(self) -> Iterator[Record]:
@@ -58,7 +60,7 @@ class Campaign:
                     trial.kill()
 
     def _drawn(self, index: int) -> records.Injection:
-        injection = draw(self.seed, index, self.device)
+        injection = draw(self.seed, index, self.device, self.families)
         return injection if self.faults else replace(injection, kind="none", steps=20)
 
     def _over(self, trial: Trial) -> Record:
@@ -80,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", type=int, action="append", metavar="INDEX", help="this one alone; nothing is recorded"
     )
+    parser.add_argument(
+        "--family", action="append", choices=sorted({kind.family for kind in KINDS.values()}), default=[],
+        help="faults of this family alone; may be given several times",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", type=Path, help="file to go on with (default: build/chaos/DEVICE-SEED.jsonl)")
     parser.add_argument(
@@ -102,15 +108,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(given: argparse.Namespace) -> int:
     begin, device = time.monotonic(), given.device
     count = DEFAULT_N[device] if given.n is None else given.n
-    name = f"{device}-{given.seed}" + "-no-faults" * given.no_faults
+    families = sorted(set(given.family))
+    if not kinds_of(device, families):
+        raise ValueError(f"no fault of {', '.join(families)} is injected on {device}")
+    parts = [device, str(given.seed), *(family.replace(" ", "-") for family in families)]
+    name = "-".join(parts) + "-no-faults" * given.no_faults
     path = given.record or Path("build", "chaos", f"{name}.jsonl")
-    recorded = [] if given.only else records.go_on(path, given.seed, device)
+    recorded = [] if given.only else records.go_on(path, given.seed, device, families)
     done = [record for record in recorded if record["index"] < count]
     known = {record["index"] for record in done}
     campaign = Campaign(
         seed=given.seed, device=device, indices=given.only or [i for i in range(count) if i not in known],
         at_once=given.at_once or _AT_ONCE[device], until=begin + given.within, faults=not given.no_faults,
-        keep=given.keep or path.parent / f"wrong-{name}",
+        families=families, keep=given.keep or path.parent / f"wrong-{name}",
     )  # fmt: skip
     with progress(given.seed, len(campaign.indices), len(done)) as add:
         for record in campaign.run():
@@ -119,9 +129,12 @@ def run(given: argparse.Namespace) -> int:
             done.append(record)
             add(record)
     print(tables(done))
+    again = "".join(f" --family {shlex.quote(family)}" for family in families)
     for record in (wrong := [record for record in done if record["wrong"]]):
         names = ", ".join(sorted({name for name, _ in record["wrong"]}))
-        print(f"{names}: again by --seed {given.seed} --only {record['index']}; its traces are in {campaign.keep}")
+        print(
+            f"{names}: again by --seed {given.seed}{again} --only {record['index']}; its traces are in {campaign.keep}"
+        )
     missing = 0 if given.only else count - len(done)
     print(f"seed {given.seed}: {len(done)} injections, {len(wrong)} wrong" + f", {missing} left to do" * bool(missing))
     return 1 if wrong else 0

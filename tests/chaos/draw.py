@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from .operators import OPERATORS
+from .work import Work
 
 Phase = Literal["set-up", "first call", "steady", "backward"]
 STEPS, TURN = 36, 14  # steps of a rank; from step TURN on another shape is called
@@ -23,7 +24,8 @@ CALLED = (SET_UP, FIRST, STEADY)
 @dataclass(frozen=True)
 class Kind:
     """family: its row in the table. lives: the group must live on, and all later results be right. waits: peers notice it by their
-    deadline alone. second: steps may, or must ("always"), call a second operator or shape. alone: on one rank."""
+    deadline alone. second: steps may, or must ("always"), call a second operator or shape. told: the error that every rank must
+    have of the call, and no result. operators: those that it is for; none: all."""
 
     family: str
     phases: tuple[Phase, ...] = (*CALLED, BACKWARD)
@@ -32,9 +34,16 @@ class Kind:
     second: Literal["never", "warm", "cold", "always"] = "never"
     times: int = 1
     devices: tuple[str, ...] = ("cpu",)
+    told: str = ""
+    operators: tuple[str, ...] = ()
 
 
 BOTH = ("cpu", "cuda")
+WITH_ROWS = (
+    "all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter", "matmul_all_reduce",
+    "matmul_all_gather",
+)  # fmt: skip
+MODULES = ("module, local batch", "module, global batch")
 KINDS: dict[str, Kind] = {
     "none": Kind("no fault", lives=True, devices=BOTH),
     # Signals that somebody else sends, at any moment.
@@ -72,6 +81,20 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("bad input", CALLED, lives=True),
     "value": Kind("bad input", CALLED, lives=True, times=2),
     "size": Kind("bad input", CALLED, lives=True),
+    # Good calls, if all ranks made them.
+    "other option": Kind("other option", CALLED, second="warm", times=2, told="DisagreementError"),
+    "other option, new": Kind("other option", (FIRST, STEADY), second="cold", times=2, told="DisagreementError"),
+    "other dimensions": Kind("other option", CALLED, second="warm", told="DisagreementError", operators=WITH_ROWS),
+    "other dimensions, new": Kind(
+        "other option", (FIRST, STEADY), second="cold", told="DisagreementError", operators=WITH_ROWS
+    ),
+    "other module": Kind(
+        "other option", (SET_UP,), lives=True, second="cold", told="DisagreementError", operators=MODULES
+    ),
+    "other tables": Kind(
+        "other tables", CALLED, lives=True, times=2, told="RefusedError", operators=("matmul_all_to_all",)
+    ),
+    "second thread": Kind("second thread", told="PoisonedGroupError", times=2),
 }
 SIGNALS = ("kill", "short stop", "long stop", "interrupt", "terminate")
 
@@ -114,13 +137,20 @@ class Injection:
         return asdict(self)
 
 
-def draw(seed: int, index: int, device: str = "cpu") -> Injection:
-    kind = _dealt(seed, index, [name for name, kind in KINDS.items() if device in kind.devices], device)
+def kinds_of(device: str, families: Sequence[str] = ()) -> list[str]:
+    """Return the kinds that are dealt: of all families, or of some."""
+    return [k for k, kind in KINDS.items() if device in kind.devices and (not families or kind.family in families)]
+
+
+def draw(seed: int, index: int, device: str = "cpu", families: Sequence[str] = ()) -> Injection:
+    kind = _dealt(seed, index, kinds_of(device, families), device)
     operators = [name for name, work in OPERATORS.items() if device in work.devices]
     deal, place = divmod(index, len(operators))
     operator = _shuffled(f"{seed}:{device}:operators:{deal}", operators)[place]
     rng = random.Random(f"{seed}:{device}:{index}")
     of_kind = KINDS[kind]
+    if of_kind.operators and operator not in of_kind.operators:
+        operator = rng.choice(of_kind.operators)
     phase = rng.choice(of_kind.phases)
     if device == "cuda" and SET_UP in of_kind.phases and rng.random() < 0.4:
         phase = SET_UP  # half of all: hosts meet there, and memory is mapped
@@ -128,6 +158,10 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
     world = rng.choice([2, 2, 2, 3, 3, 4]) if device == "cpu" else 2
     options = _options(operator, rng, deadline_s, device, world)
     second, warm = None, False
+    if of_kind.family == "other option" and rng.random() < 0.5:
+        options |= OPERATORS[operator].plain
+    if kind.startswith("other dimensions"):
+        options |= {"outer": rng.choice([None, 0, 1]), "backward": False}
     if of_kind.second != "never":
         second = _second(kind, operator, options, rng, deadline_s, device, world)
         warm = of_kind.second != "cold"
@@ -159,7 +193,9 @@ def draw(seed: int, index: int, device: str = "cpu") -> Injection:
 
 
 _LONG_RUN = 250  # steps, where several pauses are to meet calls
-_WHILE_MAKING = ("exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads")
+_WHILE_MAKING = (
+    "exit", "leave", "short straggler", "long straggler", "never call", "no descriptors", "no threads", "other module",
+)  # fmt: skip
 
 
 def _shuffled(seed: str, cards: Sequence[str]) -> list[str]:
@@ -180,7 +216,7 @@ def _deadline_s(kind: Kind, device: str) -> float:
     """Short where it is to be missed. Long where missing it would be an error, which may not come from a machine that is busy."""
     if device == "cuda":
         return 20.0 if kind.lives else 4.0 if kind.waits else 8.0  # a first call may compile kernels
-    return 8.0 if kind.lives else 2.0
+    return 8.0 if kind.lives or kind.told else 2.0
 
 
 def _pauses(kind: str, rng: random.Random, deadline_s: float) -> tuple[float, ...]:
@@ -206,7 +242,9 @@ def _options(operator: str, rng: random.Random, deadline_s: float, device: str, 
 def _second(
     kind: str, operator: str, options: dict[str, Any], rng: random.Random, deadline_s: float, device: str, world: int
 ) -> tuple[str, dict[str, Any]]:
-    """What else is called: another operator, or the same one in another shape or dtype."""
+    """What else is called: another operator, or the same one with another option, shape or dtype."""
+    if KINDS[kind].family == "other option":
+        return operator, options | _change(kind, operator, options, rng, world)
     other = kind.startswith("other operator") or (not kind.startswith("other ") and rng.random() < 0.5)
     if other:
         others = [name for name, work in OPERATORS.items() if name != operator and device in work.devices]
@@ -216,3 +254,24 @@ def _second(
     if kind == "other dtype" and (dtype := OPERATORS[operator].other_dtype) is not None:
         return operator, changed | {"dtype": dtype}
     return operator, changed | {"other_size": True}
+
+
+def _change(kind: str, operator: str, options: dict[str, Any], rng: random.Random, world: int) -> dict[str, Any]:
+    """Return what the victim gives in place of what is in `options`."""
+    work = OPERATORS[operator]
+    if kind == "other module":
+        return rng.choice(work.other_makings(world, options))
+    if kind.startswith("other dimensions"):
+        return {"outer": rng.choice([outer for outer in (None, 0, 1) if outer != options["outer"]])}
+    changes = [change for change in work.other_options(world, options) if _fits(work, world, options | change)]
+    if "schedule" in options:
+        others = [name for name in (None, "serial", *work.schedules(world, options)) if name != options["schedule"]]
+        changes.append({"schedule": rng.choice(others)})
+        # Gradients are compared at the first call alone: later a rank that wants none makes the same call.
+        if kind == "other option, new" and work.differentiable:
+            changes.append({"backward": not options["backward"]})
+    return rng.choice(changes)
+
+
+def _fits(work: type[Work], world: int, options: dict[str, Any]) -> bool:
+    return options.get("schedule") in (None, "serial", *work.schedules(world, options))

@@ -20,6 +20,7 @@ import torch
 
 from weft import symm
 from weft.errors import WeftError
+from weft.symm.calls import calls_of
 
 from . import bad
 from .draw import SIGNALS, Injection
@@ -99,20 +100,25 @@ class Sabotage:
             return given, lambda: _no_threads(self, injection.choice % 3)
         elif kind.startswith("fork"):
             return given, lambda: self._forks(work, given)
-        elif place == "before" and n >= 0 and (kind in bad.FORMED or kind == "exception on all ranks"):
+        elif kind == "second thread":
+            return given, lambda: self._second_thread(work, given)
+        elif place == "before" and n >= 0 and kind in (*bad.FORMED, "other tables", "exception on all ranks"):
             return self._formed(work, given), contextlib.nullcontext
         return given, contextlib.nullcontext
 
     def swaps(self, n: int) -> bool:
         """Whether this rank calls something else in this step, or in another order."""
-        swapped = self.mine and n == self.injection.step and self.injection.kind.startswith("other ")
+        injection = self.injection
+        swaps = injection.second is not None and injection.kind.startswith("other ")
+        swapped = self.mine and n == injection.step and swaps and not self.done
         if swapped:
             self.told()
         return swapped
 
     def _formed(self, work: Work, given: Given) -> Given:
         injection = self.injection
-        kind = injection.kind if injection.kind in bad.FORMED else bad.FORMED[injection.choice % len(bad.FORMED)]
+        all_ranks = injection.kind == "exception on all ranks"
+        kind = bad.FORMED[injection.choice % len(bad.FORMED)] if all_ranks else injection.kind
         options = injection.options
         forms = bad.forms(kind, OPERATORS[injection.operator], options)
         name, form = forms[injection.choice % len(forms)]
@@ -123,6 +129,38 @@ class Sabotage:
             return given
         self.told(form=name)
         return changed
+
+    # --- threads ---
+
+    @contextlib.contextmanager
+    def _second_thread(self, work: Work, given: Given) -> Iterator[None]:
+        """Another thread makes the call too, at some moment of the call of this one."""
+        calls = calls_of(work.group)
+        native, held = calls.running, _Held(calls.running)
+
+        def call() -> None:
+            if not held.inside.wait(_INSIDE_S):
+                self.told(where="nowhere: the call did not begin")
+                return
+            time.sleep(self.injection.delay_s)
+            self.told()
+            try:
+                work.forward(given)
+            except Exception as error:
+                self.trace.write("thread", error=[type(error).__name__, str(error)[:600]])
+            else:
+                self.trace.write("thread", error=None)
+            finally:
+                held.tried.set()
+
+        thread = threading.Thread(target=call, name="chaos-thread", daemon=True)
+        calls.running = held  # type: ignore[assignment]
+        thread.start()
+        try:
+            yield
+        finally:
+            calls.running = native
+            thread.join()
 
     # --- forks ---
 
@@ -161,6 +199,34 @@ class Sabotage:
         for pid in self.children:
             _, status = os.waitpid(pid, 0)
             self.trace.write("child", code=os.waitstatus_to_exitcode(status))
+
+
+_INSIDE_S = 20.0
+
+
+class _Held:
+    """The lock of calls of a group, which its first thread lets go of only when a second one has tried it: so the second one comes
+    before the end of the call, however busy the machine is."""
+
+    def __init__(self, lock: threading.RLock) -> None:  # type: ignore[valid-type]
+        self.inside, self.tried = threading.Event(), threading.Event()
+        self._lock, self._first, self._depth = lock, threading.current_thread(), 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        got: bool = self._lock.acquire(blocking=blocking)  # type: ignore[attr-defined]
+        if threading.current_thread() is self._first:
+            self._depth += got
+            self.inside.set()
+        else:
+            self.tried.set()
+        return got
+
+    def release(self) -> None:
+        if threading.current_thread() is self._first:
+            self._depth -= 1
+            if self._depth == 0:
+                self.tried.wait(_INSIDE_S)
+        self._lock.release()  # type: ignore[attr-defined]
 
 
 _ALLOCATION = {

@@ -83,7 +83,8 @@ class Job:
         self.work = self._work(group, injection.operator, injection.options, injection.seed * 1000003 + injection.index)
         self.second = None
         if injection.second is not None:
-            self.second = self._work(group, *injection.second, injection.seed * 1000003 + injection.index + 1)
+            others = injection.of_kind.family != "other option"  # other data too
+            self.second = self._work(group, *injection.second, injection.seed * 1000003 + injection.index + others)
 
     def _work(self, group: dist.ProcessGroup, operator: str, options: Given, seed: int) -> Work:
         return OPERATORS[operator](group, self.device, seed, self.injection.size, self.injection.turn, options)
@@ -91,12 +92,13 @@ class Job:
     def run(self) -> None:
         if not self._made(self.work, "before"):
             return
-        if self.second is not None:
+        if self.second is not None and self.injection.step >= 0:
             if not self._made(self.second, ""):
                 return
             if self.injection.warm:
-                with contextlib.suppress(Failed):
-                    self._forward(-1, "warm", self.second, self.second.inputs(-1))
+                for n in (-1, self.injection.turn) if self.injection.of_kind.told else (-1,):
+                    with contextlib.suppress(Failed):
+                        self._forward(n, "warm", self.second, self.second.inputs(n))
         for n in range(self.injection.steps):
             if self.errors >= MOST_ERRORS:
                 return
@@ -113,7 +115,9 @@ class Job:
         while self.errors < MOST_ERRORS:
             try:
                 _, around = self.sabotage.act(-1, place, work, {})
-                self._call(-1, "make", lambda: work.make() or [], list, around)
+                making = self.second if self.sabotage.swaps(-1) else work
+                assert making is not None
+                self._call(-1, "make", lambda making=making: making.make() or [], list, around)
                 return True
             except Failed:
                 self.errors += 1

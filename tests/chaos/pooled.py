@@ -10,12 +10,15 @@ import torch
 
 import weft
 import weft.ops.embedding_all_to_all  # now, and not in a call that is interrupted
+from weft.embedding import hash_ids
 from weft.nn import ShardedEmbeddingBagCollection
 
 from .bad import DEADLINES, Form, each, put
 from .work import Given, Results, Work
 
 UNUSED = 9  # a feature that no table has
+_SHARDINGS = {1: (1, "t", 1), 2: (0, "other t", 1), 3: (0, "t", 0)}
+"""By number: the ranks that tables are shifted by, the beginning of their names, and which of two tables takes means."""
 BATCH_SIZES = [put("batch_sizes", [1]), put("batch_sizes", "even"), put("batch_sizes", [-1, 10**6])]
 
 
@@ -29,6 +32,7 @@ class Embedding(Work):
         5  # of another size for each operator: a module's call is one of the function, and with equal tables the same
     )
     weighted = False
+    told_sizes = True  # whether each rank is told how many samples all have
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
@@ -67,14 +71,28 @@ class Embedding(Work):
         lengths = [each("lengths", lambda n: n + 0.25), each("lengths", lambda n: n.bool())]
         return forms + lengths * ("lengths" in cls.arguments)
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        others = [transport for transport in ("direct", "put", "serial") if transport != options["transport"]]
+        return [
+            *({"transport": transport} for transport in others), *({"sharding": i} for i in _SHARDINGS),
+            {"order": "natural" if options["order"] == "remote_first" else "remote_first"},
+            {"bounds_check": "fatal" if options["bounds_check"] == "warning" else "warning"},
+            {"outputs": 5 - options["outputs"]}, {"slice_size": 3}, {"hash": True}, *[{"batch_sizes": 1}] * cls.told_sizes,
+        ]  # fmt: skip
+
     def make(self) -> None:
         self.dims = (4, 3, 8, self.last_dim + self.other)
+        shift, prefix, means = _SHARDINGS.get(self.options.get("sharding", 0), (0, "t", 1))
         tables = [
-            weft.EmbeddingBagConfig(self.ROWS, dim, f"t{i}", (f"f{i}",), "mean" if i % 2 else "sum", self.dtype)
+            weft.EmbeddingBagConfig(
+                self.ROWS, dim, f"{prefix}{i}", (f"f{i}",), "mean" if i % 2 == means else "sum", self.dtype
+            )
             for i, dim in enumerate(self.dims)
         ]
         self.tables = tables
-        self.sharding = weft.place_tables(tables, self.world, placement=[i % self.world for i in range(len(tables))])
+        placement = [(i + shift) % self.world for i in range(len(tables))]
+        self.sharding = weft.place_tables(tables, self.world, placement=placement)
         self.local = [self.here(self._table(i)) for i in self.sharding.local_tables(self.rank)]
 
     def _table(self, i: int) -> torch.Tensor:
@@ -82,7 +100,7 @@ class Embedding(Work):
 
     def _batch(self, rank: int, n: int) -> int:
         """Samples of `rank`; results of another shape grow the buffers."""
-        return (2, 9)[self.size] + 2 * (n >= self.turn) + rank % 2
+        return (2, 9)[self.size] + 2 * (n >= self.turn) + (rank + self.options.get("batch_sizes", 0)) % 2
 
     def _bags(self, feature: int, rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(ids, lengths, weights) of the samples of `rank`."""
@@ -106,8 +124,8 @@ class Embedding(Work):
         return {"values": values, "offsets": offsets, "batch_sizes": sizes, "deadline_s": self.options["deadline_s"]}
 
     def _settings(self) -> Given:
-        names = ("transport", "order", "bounds_check", "outputs")
-        return {name: self.options[name] for name in names}
+        names = ("transport", "order", "bounds_check", "outputs", "slice_size", "hash")
+        return {name: self.options[name] for name in names if name in self.options}
 
     @torch.no_grad()
     def forward(self, given: Given) -> Results:
@@ -123,7 +141,9 @@ class Embedding(Work):
         columns = []
         for i, table in enumerate(self.tables):
             ids, lengths, weights = self._bags(i, self.rank, n)
-            rows = self._table(i)[ids] * (weights[:, None] if self.weighted else 1)
+            rows = self._table(i)[hash_ids(ids, self.ROWS) if self.options.get("hash") else ids] * (
+                weights[:, None] if self.weighted else 1
+            )
             sums = torch.stack([part.sum(0) for part in rows.split(lengths.tolist())])
             columns.append(sums / lengths.clamp(min=1)[:, None] if table.pooling == "mean" else sums)
         return [torch.cat(columns, dim=1)]
@@ -153,6 +173,17 @@ class Collection(Embedding):
         return {**super().drawn(rng, device), "is_weighted": rng.random() < 0.5}
 
     @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        """Whether ids have weights tells where they are sent to other ranks."""
+        weighted = [{"is_weighted": not options["is_weighted"]}] * cls.local_batch
+        return [*super().other_options(world, options), *weighted]
+
+    @classmethod
+    def other_makings(cls, world: int, options: Given) -> list[Given]:
+        called = [change for change in super().other_options(world, options) if "batch_sizes" not in change]
+        return [*called, {"is_weighted": not options["is_weighted"]}]
+
+    @classmethod
     def bad_calls(cls) -> list[Form]:
         return [
             *BATCH_SIZES,
@@ -170,7 +201,7 @@ class Collection(Embedding):
             input="local_batch" if self.local_batch else "global_batch", is_weighted=self.weighted,
             deadline_s=self.options["deadline_s"], **self._settings(),
         )  # fmt: skip
-        module.load_full_weights({f"t{i}": self._table(i) for i in range(len(self.dims))})
+        module.load_full_weights({table.name: self._table(i) for i, table in enumerate(self.tables)})
         self.module = module
 
     def inputs(self, n: int) -> Given:
@@ -194,6 +225,7 @@ class Collection(Embedding):
 class LocalBatch(Collection):
     devices = ("cpu",)
     local_batch, last_dim = True, 7
+    told_sizes = False
     arguments = ("values", "lengths", "offsets")
 
     @classmethod

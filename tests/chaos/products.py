@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -16,7 +17,7 @@ import weft.ops.matmul_reduce_scatter
 import weft.ops.scaled_matmul_reduce_scatter  # now, and not in a call that is interrupted
 
 from .bad import DEADLINES, Form, each, put
-from .work import FP8, AllToAllMatmul, Differentiable, Given, Results
+from .work import FP8, AllToAllMatmul, Differentiable, Given, Results, folded
 
 
 class Products(Differentiable):
@@ -24,6 +25,7 @@ class Products(Differentiable):
 
     K, MOST = 16, 3  # numbers are whole, from -MOST to MOST
     arguments = ("x", "w")  # x and w first
+    of_rows: ClassVar[tuple[str, ...]] = ("x",)  # the arguments whose rows may be two dimensions
     bad_settings: ClassVar[list[Form]]
     """Wrong values of what only this operator has."""
 
@@ -84,8 +86,10 @@ class Products(Differentiable):
         return {}
 
     def inputs(self, n: int) -> Given:
-        tensors = [self.here(x).requires_grad_(self.backward) for x in self.tensors(n)]
-        return {**dict(zip(self.names, tensors, strict=True)), **self.settings(), **self.call_options()}
+        tensors = {name: self.here(x) for name, x in zip(self.names, self.tensors(n), strict=True)}
+        tensors |= {name: folded(x, self.outer) for name, x in tensors.items() if name in self.of_rows}
+        tensors = {name: x.requires_grad_(self.backward) for name, x in tensors.items()}
+        return {**tensors, **self.settings(), **self.call_options()}
 
     def wanted(self, given: Given) -> Results:
         return [given[name] for name in self.names]
@@ -109,6 +113,8 @@ class Products(Differentiable):
 
 class MatmulReduceScatter(Products):
     arguments = ("A", "B")
+    of_rows = ("A",)
+    scatters_columns = True
     bad_settings: ClassVar[list[Form]] = [put("scatter_dim", "0"), put("scatter_dim", 7), put("reduce_op", "mean")]
 
     @classmethod
@@ -121,14 +127,21 @@ class MatmulReduceScatter(Products):
     def bad_sizes(cls, options: Given) -> list[Form]:
         return [each(cls.arguments[0], lambda x: x[:-1]), *super().bad_sizes(options)]
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        columns = [{"columns": True}] * (cls.scatters_columns and world in (2, 4))  # of which there are 8 or 48
+        return [*averages(world), *columns]
+
     def settings(self) -> Given:
-        return {"reduce_op": "sum", "scatter_dim": 0}
+        dim = -1 if "columns" in self.options else self.outer or 0
+        return {"reduce_op": self.options.get("reduce_op", "sum"), "scatter_dim": dim}
 
     def forward(self, given: Given) -> Results:
         return [weft.matmul_reduce_scatter(group=self.group, **given)]
 
     def expected(self, n: int) -> Results:
-        return [self._sum(n).chunk(self.world)[self.rank]]
+        mine = self._sum(n).chunk(self.world, dim=int("columns" in self.options))[self.rank]
+        return [folded(mine / self.world if "reduce_op" in self.options else mine, self.outer)]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
         return self.weighing_like(rank, n, self._m(n) // self.world, self._n())
@@ -142,7 +155,7 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     each row has a scale. bias: whether each rank adds one."""
 
     MOST = 1
-    differentiable, other_dtype = False, "float16"
+    differentiable, other_dtype, scatters_columns = False, "float16", False
     arguments = ("A", "B", "A_scale", "B_scale", "bias")
     bad_settings: ClassVar[list[Form]] = [
         put("orig_scatter_dim", "0"), put("orig_scatter_dim", 1), put("scatter_dim_after_maybe_reshape", 7),
@@ -171,6 +184,12 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     def bad_dtypes(cls, options: Given) -> list[Form]:
         return [*super().bad_dtypes(options), *(each(scale, lambda s: s.half()) for scale in ("A_scale", "B_scale"))]
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        own = [{name: not options[name]} for name in ("by_row", "bias")]
+        others = [{"output_shape": True}, {"use_fast_accum": True}, {"dtype": "float16"}]
+        return [*super().other_options(world, options), *own, *others]
+
     def _n(self) -> int:
         return (16, 48)[self.size] + 16 * self.other
 
@@ -191,25 +210,32 @@ class ScaledMatmulReduceScatter(MatmulReduceScatter):
     def inputs(self, n: int) -> Given:
         x, w = (x.to(self.device, FP8) for x in (self._x(self.rank, n), self._w(self.rank, n).t().contiguous()))
         of_A, of_B = (scale.to(self.device) for scale in self._scales(self.rank, n))
+        dim, reshapes = self.outer or 0, self.options.get("output_shape")
         return {
-            "A": x, "B": w.t(), "A_scale": of_A, "B_scale": of_B, "reduce_op": "sum", "orig_scatter_dim": 0,
-            "scatter_dim_after_maybe_reshape": 0, "bias": self.here(self._bias(self.rank, n)) if self.options["bias"] else None,
-            "out_dtype": self.dtype, **self.call_options(),
+            "A": folded(x, self.outer), "B": w.t(), "A_scale": folded(of_A, self.outer) if self.options["by_row"] else of_A,
+            "B_scale": of_B, "reduce_op": self.options.get("reduce_op", "sum"), "orig_scatter_dim": dim,
+            "scatter_dim_after_maybe_reshape": dim, "output_shape": [self._m(n) // 2, 2, self._n()] if reshapes else None,
+            "bias": self.here(self._bias(self.rank, n)) if self.options["bias"] else None, "out_dtype": self.dtype,
+            "use_fast_accum": "use_fast_accum" in self.options, **self.call_options(),
         }  # fmt: skip
 
     def forward(self, given: Given) -> Results:
         return [weft.scaled_matmul_reduce_scatter(group=self.group, **given)]
 
+    def expected(self, n: int) -> Results:
+        return [folded(y, 0) if self.options.get("output_shape") else y for y in super().expected(n)]
+
 
 class MatmulAllReduce(Products):
     """bias, residual, norm: whether they follow the sum.
 
-    Before a norm the residual makes of every sum 1 or -1, and EPS adds up to 4 with the mean of their squares: so the norm halves,
-    and all of it and of its gradients is exact, in as many columns as a power of two.
+    Before a norm the residual makes of every sum 1 or -1, and eps adds up to 4 or 16 with the mean of their squares: so the norm
+    divides by 2 or 4, and all of it and of its gradients is exact, in as many columns as a power of two.
     """
 
-    EPS = 3.0
     arguments = ("x", "w", "bias", "residual", "norm")
+    plain: ClassVar[Given] = {"bias": False, "residual": False, "norm": False}
+    of_rows = ("x", "residual")
     bad_settings: ClassVar[list[Form]] = [
         put("op", "mean"), put("op", 5), put("bias", 1), put("residual", "x"), put("norm", 1), put("norm", torch.ones(3)),
         put("eps", -1.0), put("eps", "small"),
@@ -225,15 +251,30 @@ class MatmulAllReduce(Products):
         two_shot = ["two_shot[chunks=1,by=dma,add=reduce]", "two_shot[chunks=2,by=kernel,add=gemm]"]
         return ["one_shot[by=kernel]", "one_shot[by=load]", *two_shot, "chunked[chunks=2,by=dma]"]
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        following = [name for name in ("bias", "residual", "norm") if options[name]]
+        changes = [{"bias": not options["bias"]}, *({name: False} for name in following if name != "residual")]
+        if not options["norm"]:
+            means = [] if following else averages(world)
+            return [*changes, {"residual": not options["residual"]}, *means]
+        return [*changes, {"eps": 15.0}]
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in self.arguments if self.options.get(name, True))
+
+    @property
+    def _divisor(self) -> float:
+        """Of the norm."""
+        return float((1 + self.options.get("eps", 3.0)) ** 0.5)
 
     def _n(self) -> int:
         return (8, 64)[self.size] * (1 + self.other) if self.options["norm"] else super()._n()
 
     def settings(self) -> Given:
-        return {"eps": self.EPS} if self.options["norm"] else {}
+        op = {"op": "avg"} if "reduce_op" in self.options else {}
+        return {**op, **({"eps": self.options.get("eps", 3.0)} if self.options["norm"] else {})}
 
     def _following(self, n: int) -> dict[str, torch.Tensor]:
         """The same on all ranks, but for the norm's weight."""
@@ -261,7 +302,10 @@ class MatmulAllReduce(Products):
 
     def expected(self, n: int) -> Results:
         total = self._total(n)
-        return [total / 2 * self._norm(self.rank, n), total] if self.options["norm"] else [total]
+        if "reduce_op" in self.options:
+            total = total / self.world
+        made = [total / self._divisor * self._norm(self.rank, n), total] if self.options["norm"] else [total]
+        return [folded(y, self.outer) for y in made]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
         """Of the sum."""
@@ -275,7 +319,7 @@ class MatmulAllReduce(Products):
         if not self.options["norm"]:
             return self.weighing(rank, n)
         total, g = self._total(n), self._of_normed(rank, n) * self._norm(rank, n)
-        return self.weighing(rank, n) + g / 2 - total * (g * total).mean(1, keepdim=True) / 8
+        return self.weighing(rank, n) + g / self._divisor - total * (g * total).mean(1, keepdim=True) / self._divisor**3
 
     def of_product(self, n: int) -> torch.Tensor:
         return torch.stack([self._of_total(rank, n) for rank in range(self.world)]).sum(0)
@@ -283,7 +327,7 @@ class MatmulAllReduce(Products):
     def grads(self, n: int) -> tuple[Results, Results]:
         given, wanted = super().grads(n)
         mine, normed = self._of_total(self.rank, n), self._of_normed(self.rank, n)
-        own = {"bias": mine.sum(0), "residual": mine, "norm": (normed * self._total(n) / 2).sum(0)}
+        own = {"bias": mine.sum(0), "residual": mine, "norm": (normed * self._total(n) / self._divisor).sum(0)}
         given = [self.here(normed), *given] if self.options["norm"] else given
         return given, [*wanted, *(own[name] for name in self.names[2:])]
 
@@ -301,18 +345,22 @@ class MatmulAllGather(Products):
     def schedules(cls, world: int, options: Given) -> list[str]:
         return ["direct[chunks=1,by=kernel]", "direct[chunks=2,by=dma]"]
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        return [{"columns": not options["columns"]}]
+
     @property
     def _dim(self) -> int:
         return int(self.options["columns"])
 
     def settings(self) -> Given:
-        return {"gather_dim": self._dim}
+        return {"gather_dim": -1 if self._dim else self.outer or 0}
 
     def forward(self, given: Given) -> Results:
         return [weft.matmul_all_gather(group=self.group, **given)]
 
     def expected(self, n: int) -> Results:
-        return [torch.cat([self._product(rank, n) for rank in range(self.world)], dim=self._dim)]
+        return [folded(torch.cat([self._product(rank, n) for rank in range(self.world)], dim=self._dim), self.outer)]
 
     def weighing(self, rank: int, n: int) -> torch.Tensor:
         factors = (1, self.world) if self._dim else (self.world, 1)
@@ -321,6 +369,58 @@ class MatmulAllGather(Products):
     def of_product(self, n: int) -> torch.Tensor:
         whole = torch.stack([self.weighing(rank, n) for rank in range(self.world)]).sum(0)
         return whole.chunk(self.world, dim=self._dim)[self.rank]
+
+
+def averages(world: int) -> list[Given]:
+    """Return the option of a mean in place of a sum, where means are exact."""
+    return [{"reduce_op": "avg"}] * (world in (2, 4))
+
+
+def _received(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
+    """Other counts of rows to send, and as many rows."""
+
+    def form(given: Given) -> Given:
+        received, h = _counts(given["received"], change), given["h"].detach()
+        rows = int(received.sum())
+        h = torch.cat([h, h.new_ones(max(rows - len(h), 0), h.shape[1])])[:rows]
+        return {**given, "received": received, "h": h.requires_grad_(given["h"].requires_grad)}
+
+    return form
+
+
+def _splits(change: Callable[[torch.Tensor], torch.Tensor]) -> Form:
+    """Other counts of rows to receive, and as many wanted."""
+
+    def form(given: Given) -> Given:
+        splits = _counts(given["splits"], change)
+        return {**given, "splits": splits, "rows": None if given["rows"] is None else int(splits.sum())}
+
+    return form
+
+
+def _counts(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    changed = change(table.clone().flatten()).reshape(table.shape)
+    if torch.equal(changed, table):
+        raise ValueError("it leaves these counts as they are")
+    return changed
+
+
+def _moved(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One row less where there are most, and one more `by` places behind; by=0: none more."""
+
+    def change(counts: torch.Tensor) -> torch.Tensor:
+        at = int(counts.argmax())
+        if counts[at] > 0:
+            counts[at] -= 1
+            counts[(at + by) % len(counts)] += bool(by)
+        return counts
+
+    return change
+
+
+def _more(counts: torch.Tensor) -> torch.Tensor:
+    counts[-1] += 1
+    return counts
 
 
 class MatmulAllToAll(AllToAllMatmul):
@@ -361,6 +461,17 @@ class MatmulAllToAll(AllToAllMatmul):
             each("h", lambda h: h.to(torch.complex64)), each("h", lambda h: h.long()),
         ]  # fmt: skip
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        return [{"rows": not options["rows"]}, {"capacity": 3}]
+
+    @classmethod
+    def other_tables(cls) -> list[Form]:
+        """A row more or less, for another expert, of another rank; all of another rank; none at all."""
+        next_expert, next_rank = _moved(1), _moved(cls.EXPERTS)
+        changes = [_more, _moved(0), next_expert, next_rank, lambda counts: counts.roll(cls.EXPERTS), torch.zeros_like]
+        return [form(change) for form in (_received, _splits) for change in changes]
+
     def _received(self, rank: int, n: int) -> torch.Tensor:
         mine = slice(rank * self.EXPERTS, (rank + 1) * self.EXPERTS)
         return torch.stack([self._splits(source, n)[mine] for source in range(self.world)])
@@ -380,7 +491,7 @@ class MatmulAllToAll(AllToAllMatmul):
             "w_experts": self.here(self._weights(self.rank, n)).requires_grad_(self.backward),
             "received": self._received(self.rank, n).to(self.device), "splits": splits.to(self.device),
             "rows": int(splits.sum()) if self.options["rows"] else None,
-            "capacity": 2 * (3, 12)[self.size] * self.EXPERTS * self.world, **self.call_options(),
+            "capacity": self.options.get("capacity", 2) * (3, 12)[self.size] * self.EXPERTS * self.world, **self.call_options(),
         }  # fmt: skip
 
     def forward(self, given: Given) -> Results:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from .trial import Seen
 from .verdict import Fault, judge, outcome, was_done
 
 Record = dict[str, Any]
-_VERSION = 1  # of what an injection is: another one draws other injections from the same seed
+_VERSION = 2  # of what an injection is: another one draws other injections from the same seed
 
 
-def header(seed: int, device: str) -> Record:
+def header(seed: int, device: str, families: Sequence[str] = ()) -> Record:
     from weft.bench.core.records import environment  # which needs torch
 
     fields = environment(device)
-    return {"chaos": _VERSION, "seed": seed, "device": device, "cores": len(os.sched_getaffinity(0)), **fields}
+    cores = len(os.sched_getaffinity(0))
+    return {"chaos": _VERSION, "seed": seed, "families": list(families), "device": device, "cores": cores, **fields}
 
 
 def of(injection: Injection, seen: Seen) -> Record:
@@ -57,14 +59,14 @@ def read(path: Path) -> tuple[Record, list[Record]]:
     return head, sorted({record["index"]: record for record in rest}.values(), key=lambda record: record["index"])
 
 
-def go_on(path: Path, seed: int, device: str) -> list[Record]:
+def go_on(path: Path, seed: int, device: str, families: Sequence[str] = ()) -> list[Record]:
     """Injections that `path` has of this campaign; it is begun if there is no such file. `ValueError` if it is another one's."""
-    wanted = header(seed, device)
+    wanted = header(seed, device, families)
     if not path.exists() or not path.read_text().strip():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(wanted) + "\n")
     head, records = read(path)
-    for name in ("chaos", "seed", "device", "source" if "source" in wanted else "commit"):
+    for name in ("chaos", "seed", "families", "device", "source" if "source" in wanted else "commit"):
         if head.get(name) != wanted[name]:
             raise ValueError(
                 f"{path} is of {name} {head.get(name)} and not {wanted[name]}: name another file (--record), or remove it"

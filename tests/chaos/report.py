@@ -84,7 +84,8 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     }
     if any(r["nan"] for _, of in rows for r in of):
         columns["NaN results"] = lambda of: sum(r["nan"] for r in of)
-    for name in COUNTED:
+    silent_counts = any(KINDS[r["kind"]].told for _, of in rows for r in of)  # it is judged of these kinds alone
+    for name in [name for name in COUNTED if name != "silent" or silent_counts]:
         columns[name] = lambda of, name=name: sum(any(kind == name for kind, _ in r["wrong"]) for r in of)
     lines = [f"| {what} | " + " | ".join(columns) + " |", "|---" + "|--:" * len(columns) + "|"]
     lines += [
@@ -96,9 +97,10 @@ def _table(what: str, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
 def markdown(head: Record, records: Sequence[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     mean_s = sum(r["took_s"] for r in records) / len(records)
+    families = f", of the families {', '.join(head['families'])}" if head.get("families") else ""
     return (
-        f"{len(records)} injections of seed {head['seed']}, {mean_s:.1f} s each, on {head['machine']}, {head['cores']} cores; "
-        f"{versions}; commit {head['commit']}, {head['date'][:10]}.\n\n{tables(records)}"
+        f"{len(records)} injections of seed {head['seed']}{families}, {mean_s:.1f} s each, on {head['machine']}, "
+        f"{head['cores']} cores; {versions}; commit {head['commit']}, {head['date'][:10]}.\n\n{tables(records)}"
     )
 
 

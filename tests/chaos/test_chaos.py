@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import across_ranks
 import pytest
+import torch
 
 import weft
 import weft.ops
@@ -21,8 +23,9 @@ from weft.operator import calls
 
 from . import bad, report
 from . import record as records
-from .draw import KINDS, STEPS, Injection, draw
+from .draw import KINDS, MODULES, STEPS, TURN, Injection, draw
 from .operators import OPERATORS
+from .products import MatmulAllToAll
 from .trial import Seen
 from .verdict import judge, outcome
 
@@ -88,9 +91,64 @@ def test_every_operator_can_be_called_in_each_bad_way(operator: str) -> None:
         assert len(names) == len(set(names)) > 1, kind
 
 
+class Pair:
+    """What an operator's work asks of a group."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def described(operator: str, options: dict[str, Any]) -> dict[str, Any]:
+    """By parameter what is given in a call."""
+    work = OPERATORS[operator](Pair(), torch.device("cpu"), 0, 0, TURN, options)  # type: ignore[arg-type]
+    work.make()
+    given = {
+        name: value for name, value in options.items() if name in across_ranks.declared_by(operator)
+    } | work.inputs(0)
+    return {name: layout(value) for name, value in given.items()}
+
+
+def layout(value: Any) -> Any:
+    if isinstance(value, list):
+        return [layout(one) for one in value]
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("operator", sorted(OPERATORS.keys() - set(MODULES)))
+def test_ranks_differ_in_every_parameter_that_they_compare(operator: str) -> None:
+    differ = set()
+    for index in range(MANY):
+        one = draw(1, index, families=("other option", "another call"))
+        if one.operator == operator and one.second is not None and one.second[0] == operator:
+            before, after = (described(operator, options) for options in (one.options, one.second[1]))
+            differ |= {name for name in before | after if before.get(name) != after.get(name)}
+    assert across_ranks.compared_by(operator) - differ == set()
+
+
+@pytest.mark.parametrize("form", range(len(MatmulAllToAll.other_tables())))
+def test_other_tables_come_with_their_rows(form: int) -> None:
+    work = MatmulAllToAll(Pair(), torch.device("cpu"), 0, 1, TURN, {"rows": True, "deadline_s": 1.0})  # type: ignore[arg-type]
+    before = work.inputs(0)
+    after = MatmulAllToAll.other_tables()[form](before)
+    differ = [name for name in ("received", "splits") if not torch.equal(before[name], after[name])]
+    assert len(differ) == 1
+    assert (len(after["h"]), after["rows"]) == (int(after["received"].sum()), int(after["splits"].sum()))
+    assert all(int(after[name].min()) >= 0 for name in ("received", "splits"))
+
+
+def test_a_campaign_may_be_of_some_families() -> None:
+    families = ("other option", "other tables")
+    drawn = [draw(1, index, "cpu", families) for index in range(40)]
+    assert {one.kind for one in drawn} == {name for name, kind in KINDS.items() if kind.family in families}
+
+
 def test_many_have_nearly_every_kind_on_every_operator_in_every_phase() -> None:
     drawn = [draw(1, index) for index in range(MANY)]
-    assert len({(one.kind, one.operator) for one in drawn}) > 0.9 * len(KINDS) * len(OPERATORS)
+    possible = sum(len(kind.operators or OPERATORS) for kind in KINDS.values())
+    assert len({(one.kind, one.operator) for one in drawn}) > 0.9 * possible
     assert {(one.kind, one.phase) for one in drawn} >= {
         (name, phase) for name, kind in KINDS.items() for phase in kind.phases if phase != "backward"
     }
@@ -113,7 +171,13 @@ def injection(kind: str) -> Injection:
 
 
 def call(
-    n: int, result: str = "right", *, lasts_s: float = 0.01, named: bool = True, injected: bool = False
+    n: int,
+    result: str = "right",
+    *,
+    lasts_s: float = 0.01,
+    named: bool = True,
+    injected: bool = False,
+    said: str = "SomeError",
 ) -> dict[str, Any]:
     begin = 100.0 + n
     made = {
@@ -126,13 +190,14 @@ def call(
         "note": "",
     }
     if result == "error":
-        made |= {"error": ["SomeError", "why"], "named": named, "injected": injected, "where": ""}
+        made |= {"error": [said, "why"], "named": named, "injected": injected, "where": ""}
     return made
 
 
-def seen(*ranks: list[dict[str, Any]], **others: Any) -> Seen:
+def seen(*ranks: list[dict[str, Any]], fault: bool = False, **others: Any) -> Seen:
+    """fault: whether it was told."""
     left = {"event": "left", "descriptors": [], "mappings": [], "threads": []}
-    events = [[*calls, left] for calls in ranks]
+    events = [[*calls, *[{"event": "fault"}] * fault, left] for calls in ranks]
     return Seen(events=events, **{"codes": [0] * len(ranks), "said": [""] * len(ranks), **others})
 
 
@@ -185,6 +250,44 @@ def test_an_error_on_some_ranks_while_others_go_on_is_a_split() -> None:
     ended = [*all_right(5), *[call(n, "error") for n in range(5, 9)]]
     assert names("other shape", seen(ended, all_right(12))) == {"split"}
     assert names("other shape", seen(ended, all_right())) == set()  # it was at its end
+
+
+def test_a_result_of_a_call_in_which_ranks_differ_is_silent() -> None:
+    n = injection("other option").step
+    before, poisoned = all_right(n), [call(n + 1, "error", said="PoisonedGroupError")]
+
+    def found(*results: dict[str, Any], after: list[dict[str, Any]] = poisoned) -> set[str]:
+        return names("other option", seen(*([*before, result, *after] for result in results), fault=True))
+
+    told = call(n, "error", said="DisagreementError")
+    assert found(told, told) == set()
+    assert found(told, call(n)) == {"silent"}
+    assert found(call(n), call(n), after=all_right()[n + 1 :]) == {"silent"}
+    assert found(told, call(n, "error", said="DeadlineError")) == {"unnamed"}
+    warm = {**call(-1, "error"), "call": "warm"}
+    assert names("other option", seen([warm, *before, told], [warm, *before, told], fault=True)) == {"lost"}
+
+
+def test_other_tables_are_refused_and_the_group_lives() -> None:
+    n = injection("other tables").step
+    ranks = [[*all_right(n), call(n, "error", said="RefusedError"), *all_right()[n + 1 :]]] * 2
+    assert names("other tables", seen(*ranks, fault=True)) == set()
+    assert names("other tables", seen(ranks[0], all_right(), fault=True)) == {"silent", "lost"}
+    assert names("other tables", seen(ranks[0], ranks[0][: n + 1], fault=True)) == {"lost"}
+
+
+def test_a_second_thread_must_be_refused_and_end_the_group() -> None:
+    ended = [*all_right(5), call(5, "error", said="PoisonedGroupError")]
+
+    def found(error: list[str] | None, *ranks: list[dict[str, Any]]) -> set[str]:
+        made = seen(*ranks, fault=True)
+        made.events[0].append({"event": "thread", "error": error})
+        return names("second thread", made)
+
+    assert found(["PoisonedGroupError", ""], ended, ended) == set()
+    assert found(["PoisonedGroupError", ""], all_right(), all_right()) == {"silent"}
+    assert found(None, ended, ended) == {"silent"}
+    assert found(["RuntimeError", ""], ended, ended) == {"unnamed"}
 
 
 def test_a_call_that_lasts_too_long_is_a_hang() -> None:
@@ -245,6 +348,8 @@ def test_a_campaign_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [one["index"] for one in records.go_on(path, 4, "cpu")] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"is of seed 4 and not 5: name another file \(--record\), or remove it"):
         records.go_on(path, 5, "cpu")
+    with pytest.raises(ValueError, match=r"is of families \[\] and not \['kill'\]"):
+        records.go_on(path, 4, "cpu", ["kill"])
 
 
 def test_the_document_shows_the_records() -> None:

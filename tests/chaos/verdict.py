@@ -5,9 +5,12 @@ Each rank that lives has, for every call, the right result of that step or a nam
 - hang: a call that outlasts its deadline by more than 5 s (a rank that was stopped: 5 s after it wakes), or a process that does
   not end;
 - mix: a wrong result without an error;
+- silent: a result, right or wrong, of a call that ranks made with different options or tables, or a group that goes on after calls
+  of two threads;
 - lost: a group that had to live and failed, or in which a later call was not right;
 - split: after an error the last calls were right on some ranks and errors on others;
-- unnamed: an error that is no `WeftError` and no `ValueError`, but for what was done to a rank itself;
+- unnamed: an error that is no `WeftError` and no `ValueError`, but for what was done to a rank itself; or another one than must
+  come (`Kind.told`);
 - crash: a process that ended by a signal that nobody sent, but for glibc's abort where it has no memory; leak: memory,
   descriptors, threads or names left.
 """
@@ -21,7 +24,7 @@ from .draw import Injection
 from .trial import GRACE_S, Seen, may_last
 
 Fault = tuple[str, str]  # what it is counted as, and its text
-COUNTED = ("hang", "mix", "lost", "split", "unnamed", "crash", "leak")
+COUNTED = ("hang", "mix", "silent", "lost", "split", "unnamed", "crash", "leak")
 _WAKING_S = 5.0
 _NO_MEMORY_OF_THREAD = {
     -signal.SIGABRT: "Fatal glibc error: failed to register TLS destructor: out of memory",
@@ -47,6 +50,8 @@ def judge(injection: Injection, seen: Seen) -> list[Fault]:
     faults += _exits(injection, seen)
     if not seen.hung:
         faults += _lives(injection, seen) if injection.of_kind.lives else _split(injection, seen)
+        if injection.of_kind.told and was_done(injection, seen):
+            faults += _of_threads(injection, seen) if injection.kind == "second thread" else _told(injection, seen)
         faults += _leaks(injection, seen)
     return faults
 
@@ -143,7 +148,9 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
     """Refused on all ranks alike, at most in the step of the fault; all else is right."""
     faults: list[Fault] = []
     refused: dict[int, set[int]] = {}  # by step: which ranks
-    may_refuse = injection.of_kind.family == "bad input" or injection.kind == "exception on all ranks"
+    may_refuse = (
+        injection.of_kind.family == "bad input" or injection.kind == "exception on all ranks" or injection.of_kind.told
+    )
     for rank, calls in enumerate(calls_of(seen)):
         for call in calls:
             if call["result"] == "nan":
@@ -157,6 +164,41 @@ def _lives(injection: Injection, seen: Seen) -> list[Fault]:
     for step, ranks in refused.items():
         if 0 < len(ranks) < injection.world:
             faults.append(("lost", f"step {step}: an error on ranks {sorted(ranks)} alone"))
+    return faults
+
+
+def _told(injection: Injection, seen: Seen) -> list[Fault]:
+    """Hold every rank to the error that must come of the call in which they differ, and to no error of calls made alike before."""
+    faults: list[Fault] = []
+    wanted = injection.of_kind.told
+    for rank, calls in enumerate(calls_of(seen)):
+        for call in calls:
+            if call["call"] == "warm" and call["result"] == "error":
+                said = ": ".join(call["error"])
+                faults.append(("lost", f"{_named(injection, rank, call)}: {said}, of a call that all ranks make"))
+        call = next((call for call in calls if call["n"] == injection.step and call["call"] != "warm"), None)
+        if call is None:
+            faults.append(("lost", f"rank {rank} did not come to step {injection.step}"))
+        elif call["result"] != "error":
+            text = f"a result, {call['result']}, where ranks differ and {wanted} must come"
+            faults.append(("silent", f"{_named(injection, rank, call)}: {text}"))
+        elif call["error"][0] != wanted:
+            text = f"{': '.join(call['error'])}, where {wanted} must come"
+            faults.append(("unnamed", f"{_named(injection, rank, call)}: {text}"))
+    return faults
+
+
+def _of_threads(injection: Injection, seen: Seen) -> list[Fault]:
+    """Hold the second thread to its error, and every rank to a group that ends."""
+    faults: list[Fault] = []
+    for event in _all(seen, "thread"):
+        if event["error"] is None:
+            faults.append(("silent", "the second thread has a result"))
+        elif event["error"][0] != injection.of_kind.told:
+            faults.append(("unnamed", f"the second thread: {': '.join(event['error'])}"))
+    for rank, calls in enumerate(calls_of(seen)):
+        if calls and calls[-1]["result"] != "error":
+            faults.append(("silent", f"{_named(injection, rank, calls[-1])}: a result, after calls of two threads"))
     return faults
 
 

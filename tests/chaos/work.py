@@ -27,6 +27,11 @@ Results = list[torch.Tensor]
 FP8 = torch.float8_e4m3fn
 
 
+def folded(x: torch.Tensor, outer: int | None) -> torch.Tensor:
+    """Return the rows of a matrix as two dimensions, of which ranks share out number `outer`; with None the matrix as it is."""
+    return x if outer is None else x.reshape(-1, 2, x.shape[-1]).movedim(0, outer)
+
+
 class Work(ABC):
     """Calls of one operator. turn: from this step on another shape is called. options: of every call.
 
@@ -40,6 +45,8 @@ class Work(ABC):
     is_module: ClassVar[bool] = False
     other_dtype: ClassVar[str | None] = "bfloat16"
     arguments: ClassVar[tuple[str, ...]]
+    plain: ClassVar[Given] = {}
+    """The options with which all others may be given."""
 
     @classmethod
     def drawn(cls, rng: random.Random, device: str) -> Given:
@@ -63,6 +70,21 @@ class Work(ABC):
     @classmethod
     @abstractmethod
     def bad_dtypes(cls, options: Given) -> list[Form]: ...
+
+    @classmethod
+    @abstractmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        """Return changes of `options` that all ranks may make, and no rank alone. A pinned schedule may not fit them."""
+
+    @classmethod
+    def other_makings(cls, world: int, options: Given) -> list[Given]:
+        """Return the changes that tell when a module is made."""
+        return []
+
+    @classmethod
+    def other_tables(cls) -> list[Form]:
+        """Return changes of the tables of counts of one rank, each with the rows that it needs."""
+        return []
 
     backward = False  # whether steps differentiate
     padded = False  # whether results may have rows behind those that are expected
@@ -102,6 +124,11 @@ class Work(ABC):
 
     def here(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device, self.dtype)
+
+    @property
+    def outer(self) -> int | None:
+        """The dimension that ranks share out, of two that the rows are given in; None: rows are one dimension."""
+        return self.options.get("outer")
 
     def call_options(self) -> Given:
         return {"deadline_s": self.options["deadline_s"], "schedule": self.options.get("schedule")}
@@ -154,23 +181,36 @@ class AllGatherMatmul(Differentiable):
             each("Bs", lambda B: B.to(torch.float64)), each("Bs", lambda B: B.to(torch.bool)),
         ]  # fmt: skip
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        uneven = [{"rows": True}] * (options.get("schedule") in (None, "serial"))
+        return [{"return_A": not options["return_A"]}, *uneven]
+
     def _shape(self, n: int) -> tuple[int, int]:
         rows = (4, 24)[self.size] + 4 * (n >= self.turn)
         return rows, (8, 48)[self.size] + 4 * self.other
 
+    def _rows(self, rank: int, n: int) -> int:
+        return self._shape(n)[0] + rank * bool(self.options.get("rows"))
+
     def _shard(self, rank: int, n: int) -> torch.Tensor:
-        return self.numbers(1, rank, n, (self._shape(n)[0], self.K))
+        return self.numbers(1, rank, n, (self._rows(rank, n), self.K))
+
+    def _layout(self, n: int) -> Given:
+        rows = [self._rows(rank, n) for rank in range(self.world)] if self.options.get("rows") else None
+        return {"gather_dim": self.outer or 0, "rows": rows}
 
     def _weights(self, rank: int, n: int) -> list[torch.Tensor]:
         width = self._shape(n)[1]
         return [self.numbers(2 + i, rank, n, (self.K, width + 4 * i)) for i in range(2)]
 
     def inputs(self, n: int) -> Given:
-        x, Bs = self.here(self._shard(self.rank, n)), [self.here(B) for B in self._weights(self.rank, n)]
+        x = folded(self.here(self._shard(self.rank, n)), self.outer)
+        Bs = [self.here(B) for B in self._weights(self.rank, n)]
         if self.backward:
             x.requires_grad_()
             Bs = [B.requires_grad_() for B in Bs]
-        return {"A_shard": x, "Bs": Bs, "gather_dim": 0, "rows": None, **self.call_options()}
+        return {"A_shard": x, "Bs": Bs, **self._layout(n), **self.call_options()}
 
     def forward(self, given: Given) -> Results:
         A, ys = weft.all_gather_matmul(group=self.group, return_A=self.options["return_A"], **given)
@@ -179,7 +219,7 @@ class AllGatherMatmul(Differentiable):
     def expected(self, n: int) -> Results:
         whole = torch.cat([self._shard(r, n) for r in range(self.world)])
         ys = [whole @ B for B in self._weights(self.rank, n)]
-        return [whole, *ys] if self.options["return_A"] else ys
+        return [folded(y, self.outer) for y in ([whole, *ys] if self.options["return_A"] else ys)]
 
     def wanted(self, given: Given) -> Results:
         return [given["A_shard"], *given["Bs"]]
@@ -216,11 +256,16 @@ class AllGatherScaledMatmul(AllGatherMatmul):
     def drawn(cls, rng: random.Random, device: str) -> Given:
         return {**super().drawn(rng, device), "by_row": rng.random() < 0.5}
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        own = [{"by_row": not options["by_row"]}, {"out_dtypes": "float16"}, {"use_fast_accum": True}, {"biases": True}]
+        return [*super().other_options(world, options), *own]
+
     def _shape(self, n: int) -> tuple[int, int]:
         return (16, 32)[self.size] + 16 * (n >= self.turn), (16, 48)[self.size] + 16 * self.other
 
     def _shard(self, rank: int, n: int) -> torch.Tensor:
-        return self.numbers(1, rank, n, (self._shape(n)[0], self.K), 1)
+        return self.numbers(1, rank, n, (self._rows(rank, n), self.K), 1)
 
     def _weights(self, rank: int, n: int) -> list[torch.Tensor]:
         width = self._shape(n)[1]
@@ -230,13 +275,29 @@ class AllGatherScaledMatmul(AllGatherMatmul):
         x, Bs = self._shard(self.rank, n), self._weights(self.rank, n)
         rows = len(x)
         by_row = self.options["by_row"]
-        scale = torch.full((rows, 1), 0.5) if by_row else torch.tensor(0.5)
+        scale = folded(torch.full((rows, 1), 0.5), self.outer) if by_row else torch.tensor(0.5)
         of_Bs = [torch.full((1, B.shape[1]), 2.0) if by_row else torch.tensor([2.0]) for B in Bs]
+        dtype = getattr(torch, self.options.get("out_dtypes", "bfloat16"))
+        biases = (
+            [bias.to(self.device, dtype) for bias in self._biases(self.rank, n)] if self.options.get("biases") else None
+        )
         return {
-            "A_shard": x.to(self.device, FP8), "Bs": [B.t().contiguous().to(self.device, FP8).t() for B in Bs],
-            "A_scale": scale.to(self.device), "B_scales": [scale.to(self.device) for scale in of_Bs], "gather_dim": 0,
-            "out_dtypes": [torch.bfloat16] * 2, "rows": None, **self.call_options(),
+            "A_shard": folded(x, self.outer).to(self.device, FP8),
+            "Bs": [B.t().contiguous().to(self.device, FP8).t() for B in Bs],
+            "A_scale": scale.to(self.device), "B_scales": [scale.to(self.device) for scale in of_Bs],
+            "out_dtypes": [dtype] * 2, "biases": biases,
+            "use_fast_accum": [True] * 2 if self.options.get("use_fast_accum") else None,
+            **self._layout(n), **self.call_options(),
         }  # fmt: skip
+
+    def _biases(self, rank: int, n: int) -> list[torch.Tensor]:
+        return [self.numbers(6 + i, rank, n, (self._shape(n)[1] + 16 * i,)) for i in range(2)]
+
+    def expected(self, n: int) -> Results:
+        found = super().expected(n)
+        if self.options.get("biases"):
+            found[-2:] = [y + bias for y, bias in zip(found[-2:], self._biases(self.rank, n), strict=True)]
+        return found
 
     def forward(self, given: Given) -> Results:
         A, ys = weft.all_gather_scaled_matmul(group=self.group, return_A=self.options["return_A"], **given)
@@ -278,6 +339,10 @@ class AllToAllMatmul(Differentiable):
             each("tokens", lambda t: t.to(torch.complex64)), each("tokens", lambda t: t.long()),
         ]  # fmt: skip
 
+    @classmethod
+    def other_options(cls, world: int, options: Given) -> list[Given]:
+        return [{"max_rows": not options["max_rows"]}, {"capacity": 3}]
+
     def _splits(self, rank: int, n: int) -> torch.Tensor:
         most = (3, 12)[self.size]
         return self.counts(1, rank, n, (self.world * self.EXPERTS,), most)
@@ -307,7 +372,7 @@ class AllToAllMatmul(Differentiable):
         capacity = self._room() or (3, 12)[self.size] * self.EXPERTS * self.world
         return {
             "tokens": tokens, "w_experts": w, "splits": self._splits(self.rank, n).to(self.device), "max_rows": self._room(),
-            "capacity": capacity * 2, **self.call_options(),
+            "capacity": capacity * self.options.get("capacity", 2), **self.call_options(),
         }  # fmt: skip
 
     def forward(self, given: Given) -> Results:

@@ -21,11 +21,8 @@ from pool import error_of
 
 import weft
 from weft.launch import Pool
-from weft.operator import calls
-from weft.ops import embedding_all_to_all
 
 Change = Callable[[Arguments], None]
-COMPARED = ("alike", "layout", "given")
 
 
 def set_to(**options: Any) -> Change:
@@ -175,17 +172,10 @@ GRADIENTS = {
 EQUAL = {("matmul_all_reduce", "bias"), ("matmul_all_reduce", "residual")}
 
 
-def declared_by(operator: str) -> Any:
-    if operator == "embedding_all_to_all":
-        return embedding_all_to_all.ACROSS_RANKS
-    return calls.operator_named(operator).across_ranks
-
-
 @pytest.mark.parametrize("operator", DIFFERENT)
 def test_the_walk_leaves_out_no_parameter(operator: str) -> None:
-    declared = declared_by(operator)
-    assert {name for name, across in declared.items() if across in COMPARED} == DIFFERENT[operator].keys()
-    assert {name for name, across in declared.items() if across == "equal"} == {
+    assert across_ranks.compared_by(operator) == DIFFERENT[operator].keys()
+    assert {name for name, across in across_ranks.declared_by(operator).items() if across == "equal"} == {
         name for one, name in EQUAL if one == operator
     }
 
