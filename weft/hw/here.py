@@ -12,7 +12,7 @@ from weft.hw.quantity import Quantity
 _BASE = "h200"
 _OF_BASE = DriverFacts(
     name="NVIDIA H200", multiprocessors=132, flops_per_s=132 * 1.98e9 * 4096, memory_bytes=150_754_820_096,
-    memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 26.562e9, nvlinks=18,
+    memory_bytes_per_s=2 * 3.201e9 * 6144 / 8, link_bytes_per_s=18 * 25e9, nvlinks=18,
 )  # fmt: skip
 """The driver's facts of the machine whose file the rest follows: they are no datasheet's, so ratios are of like to like."""
 _MOST = 30.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,9 +17,10 @@ _FLOPS_PER_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 
 """Of one multiprocessor, dense, in 16 bits, by compute capability; others as the newest that is older."""
 _CORES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 """Of one multiprocessor; 128 in others."""
+_PER_NVLINK = {(7, 0): 25e9, (8, 6): 14.1e9, (8, 9): 25e9, (10, 0): 50e9}
+"""Bytes a second, one direction, by compute capability; others as the newest that is older."""
 _PCIE_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
-_NVLINK_MBPS = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
 _MOST_NVLINKS = 18
 
 
@@ -83,16 +84,15 @@ def _facts(nvml: ctypes.CDLL, handle: ctypes.c_void_p, name: str) -> DriverFacts
     capability = major.value, minor.value
     units = number(nvml.nvmlDeviceGetNumGpuCores) // _CORES.get(capability, 128)
     clock_mhz, memory_mhz = (number(nvml.nvmlDeviceGetMaxClockInfo, kind) for kind in (_SM_CLOCK, _MEMORY_CLOCK))
-    per_cycle = max((c, flops) for c, flops in _FLOPS_PER_CYCLE.items() if c <= max(capability, (7, 0)))[1]
     active = [link for link in range(_MOST_NVLINKS) if number(nvml.nvmlDeviceGetNvLinkState, link)]
-    link = len(active) * _nvlink_mbps(nvml, handle) * 1e6
+    link = len(active) * _of_capability(_PER_NVLINK, capability)
     if not link:
         lanes = number(nvml.nvmlDeviceGetMaxPcieLinkWidth)
         link = lanes * _PCIE_PER_LANE.get(number(nvml.nvmlDeviceGetMaxPcieLinkGeneration), 0.0)
     return DriverFacts(
         name=name,
         multiprocessors=units,
-        flops_per_s=units * clock_mhz * 1e6 * per_cycle,
+        flops_per_s=units * clock_mhz * 1e6 * _of_capability(_FLOPS_PER_CYCLE, capability),
         memory_bytes=_memory(nvml, handle),
         memory_bytes_per_s=2e6 * memory_mhz * number(nvml.nvmlDeviceGetMemoryBusWidth) / 8,  # two transfers a cycle
         link_bytes_per_s=link,
@@ -105,21 +105,5 @@ def _memory(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
     return 0 if nvml.nvmlDeviceGetMemoryInfo(handle, memory) else memory[0]
 
 
-class _FieldValue(ctypes.Structure):  # nvmlFieldValue_t
-    _fields_ = [
-        ("field", ctypes.c_uint),
-        ("scope", ctypes.c_uint),
-        ("timestamp", ctypes.c_longlong),
-        ("latency_us", ctypes.c_longlong),
-        ("kind", ctypes.c_int),
-        ("status", ctypes.c_int),
-        ("value", ctypes.c_ulonglong),
-    ]
-
-
-def _nvlink_mbps(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
-    """Of one link, one direction."""
-    found = _FieldValue(field=_NVLINK_MBPS)
-    if nvml.nvmlDeviceGetFieldValues(handle, 1, ctypes.byref(found)) or found.status:
-        return 0
-    return found.value & 0xFFFFFFFF
+def _of_capability(known: Mapping[tuple[int, int], float], capability: tuple[int, int]) -> float:
+    return max(one for one in known.items() if one[0] <= max(capability, min(known)))[1]

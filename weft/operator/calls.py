@@ -145,14 +145,13 @@ def _prepared_for(
 ) -> Prepared:  # fmt: skip
     """What is prepared does not depend on which gradients are wanted, but all ranks must want the same. None: they have agreed on
     that, in forward."""
-    pinned, table = plan.pinned(schedule), _tables[op.name]
-    key = (op.key(call), pinned)
+    pinned, table, device, given = plan.pinned(schedule), _tables[op.name], _device_of(op, call), op.given(call)
+    # On CPU ranks meet as those who make calls of one shape, which says all that they compare.
+    key = (op.key(call), pinned, given if device.type == "cpu" else "")
     prepared = table.find(group, key)
-    if prepared is not None and (wanted is None or wanted in prepared.agreed):
+    if prepared is not None and (wanted is None or (given, wanted) in prepared.agreed):
         return prepared
     world, wanted = group.size(), op.wanted(call) if wanted is None else wanted
-
-    device = _device_of(op, call)
 
     def check() -> tuple[str, str, int]:
         """In the words of other messages, where the problem is all that is said of a call. The number is twice the size, and one
@@ -162,18 +161,18 @@ def _prepared_for(
         _require_problem(op, p)
         if pinned is not None:
             choosing.check_name(pinned, p)
-        texts[:] = [p.text if said == str(p) else said, op.given(call), choosing.wanted_schedule(pinned, p)]
+        texts[:] = p.text if said == str(p) else said, choosing.wanted_schedule(pinned, p)
         remembered = pinned is None and world > 1 and choosing.remembers(p, device)
-        return joined(*texts, op.described(wanted)), said, 2 * size + remembered
+        return joined(texts[0], given, texts[1], op.described(wanted)), said, 2 * size + remembered
 
     texts: list[str] = []
     numbers = agree(op.title, group, device, check, deadline_s, op.hint)
+    said, (shown, wanted_schedule) = op.said(call, world), texts
     if prepared is None:
         p, remembered = op.problem(call, world, max(numbers) // 2), any(number % 2 for number in numbers)
-        said, (shown, given, wanted_schedule) = op.said(call, world), texts
-        texts_ = joined(said, given, wanted_schedule), joined(shown, given)
-        prepared = table.keep(group, key, Prepared(op, p, group, device, pinned, remembered, *texts_))
-    prepared.agreed.add(wanted)
+        made = Prepared(op, p, group, device, pinned, remembered, joined(said, given), joined(shown, given))
+        prepared = table.keep(group, key, made)
+    prepared.agree(given, wanted, joined(said, given, wanted_schedule), joined(shown, given))
     return prepared
 
 

@@ -123,11 +123,12 @@ class Prepared:
         said: str,
         shown: str,
     ) -> None:
-        """remembered: whether a rank has times of schedules for this very problem. said: what ranks have compared; shown: the same
-        for people."""
+        """remembered: whether a rank has times of schedules for this very problem. said, shown: what ranks on CPU compare at every
+        call, and the same for people."""
         self.op, self.p, self.device, self.pinned, self._remembered = op, p, device, pinned, remembered
         self._shown = shown
-        self.agreed: set[tuple[bool, ...]] = set()  # which gradients ranks have agreed to want
+        self.agreed: set[tuple[str, tuple[bool, ...]]] = set()  # on what is `given`, and on which gradients are wanted
+        self._across: dict[str, AcrossRanks] = {}  # by what is given
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
         self._chosen: choosing.Chosen | None = None
@@ -135,7 +136,6 @@ class Prepared:
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
             self._turns = Turns(f"{op.title}, {shown}", self.domain, said)
-        self._across = None if self.domain is None else AcrossRanks(op, self.domain, f"{op.title}, {shown}", said)
         self._serial = named(p, "serial").build()
         self._results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._unfused: Unfused | None = None
@@ -154,8 +154,9 @@ class Prepared:
             with torch.autocast(self.device.type, enabled=False):
                 return self(call, deadline_s, timeline, inputs)
         op, capturing = self.op, self.capturing()
-        if self._across is not None:
-            self._across.begin(call, capturing, deadline_s)
+        if self._across:
+            across = next(iter(self._across.values())) if len(self._across) == 1 else self._across[op.given(call)]
+            across.begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if not self._checked:
             self._check_buffers("inputs", "input", inputs)
@@ -242,9 +243,17 @@ class Prepared:
         if self.domain is not None and (trouble := self.op.does_not_fit(self.p, call)):
             refuse(self.domain, trouble, deadline_s=deadline_s)
 
+    def agree(self, given: str, wanted: tuple[bool, ...], said: str, shown: str) -> None:
+        """Note that ranks have agreed on calls with these options and gradients. said, shown: what was compared, and for people."""
+        self.agreed.add((given, wanted))
+        if self.domain is not None and given not in self._across:
+            self._across[given] = AcrossRanks(self.op, self.domain, f"{self.op.title}, {shown}", said)
+
     def begin_backward(self) -> None:
-        if self._across is not None:
-            self._across.begin_backward()
+        for across in itertools.islice(
+            self._across.values(), 1
+        ):  # the first that ranks have agreed on, whatever was given
+            across.begin_backward()
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -63,6 +63,8 @@ class Operator(ABC, Generic[C]):
     across_ranks: ClassVar[Mapping[str, Across]] = {}
     """Each parameter of the public function, for an operator that has one: `tests` hold it to the signature, and to what happens
     when ranks differ."""
+    compared: ClassVar[tuple[str, ...]] = ()
+    """The fields of the form that ranks compare (`given`), and that change nothing in what runs."""
     gradients_of: ClassVar[Mapping[str, str]] = {}
     """The fields that can be differentiated, and what callers know them by."""
     hint: ClassVar[str] = ""
@@ -105,7 +107,9 @@ class Operator(ABC, Generic[C]):
     def key(self, call: C) -> Hashable:
         """Of calls of one description. What differs here differs in `said`, so that a shape is new on all ranks or on none."""
         found: list[Hashable] = []
-        for kind, value in zip(self.kinds, call, strict=True):
+        for kind, value, compared in zip(self.kinds, call, self._compared, strict=True):
+            if compared:
+                continue
             if kind in _ONE and value is not None:
                 found.append((value.shape, value.dtype, value.device))
             elif kind in _SEVERAL:
@@ -204,6 +208,7 @@ class Operator(ABC, Generic[C]):
                 f"{self.name}: gradients_of names {', '.join(unknown)}; the fields of its form are {', '.join(of_call)}"
             )
         self.kinds = tuple(_SCHEMA[hints[field]] for field in of_call)
+        self._compared = tuple(field in self.compared for field in of_call)
         self.differentiable = tuple(of_call.index(field) for field in self.gradients_of)
         self._none = (False,) * len(self.differentiable)
         self.title = PROBLEMS[self.name].title if self.name in PROBLEMS else self.name

@@ -123,6 +123,7 @@ class _AllGatherMatmul(Operator[_Call]):
     """
 
     name, form, hint = "all_gather_matmul", _Call, UNEVEN
+    compared = ("outer",)
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "A_shard": "layout", "Bs": "layout", "gather_dim": "alike", "group": "own", "return_A": "alike", "schedule": "alike",
         "rows": "alike", "deadline_s": "own", "timeline": "own",

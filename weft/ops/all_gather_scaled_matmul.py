@@ -189,6 +189,7 @@ def _check_rest(
 
 class _AllGatherScaledMatmul(Operator[_Call]):
     name, form, hint = "all_gather_scaled_matmul", _Call, UNEVEN
+    compared = ("outer",)
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "A_shard": "layout", "Bs": "layout", "A_scale": "layout", "B_scales": "layout", "gather_dim": "alike", "group": "own",
         "biases": "layout", "result_scales": "own", "out_dtypes": "alike", "use_fast_accum": "alike", "return_A": "alike",

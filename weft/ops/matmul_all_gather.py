@@ -120,6 +120,7 @@ class _MatmulAllGather(Operator[_Call]):
     """
 
     name, form = "matmul_all_gather", _Call
+    compared = ("outer",)
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "x": "layout", "w": "layout", "gather_dim": "alike", "group": "own", "schedule": "alike", "deadline_s": "own",
         "timeline": "own",

@@ -176,6 +176,7 @@ class _MatmulAllReduce(Operator[_Call]):
     """
 
     name, form = "matmul_all_reduce", _Call
+    compared = ("average", "outer")
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "x": "layout", "w": "layout", "group": "own", "op": "alike", "bias": "equal", "residual": "equal", "norm": "layout",
         "eps": "alike", "schedule": "alike", "deadline_s": "own", "timeline": "own",

@@ -127,6 +127,7 @@ class _MatmulReduceScatter(Operator[_Call]):
     """
 
     name, form = "matmul_reduce_scatter", _Call
+    compared = ("average", "outer")
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "A": "layout", "B": "layout", "reduce_op": "alike", "scatter_dim": "alike", "group": "own", "schedule": "alike",
         "deadline_s": "own", "timeline": "own",

@@ -175,6 +175,7 @@ class _Call(NamedTuple):
 
 class _ScaledMatmulReduceScatter(Operator[_Call]):
     name, form = "scaled_matmul_reduce_scatter", _Call
+    compared = ("average", "outer")
     across_ranks: ClassVar[Mapping[str, Across]] = {
         "A": "layout", "B": "layout", "A_scale": "layout", "B_scale": "layout", "reduce_op": "alike", "orig_scatter_dim": "alike",
         "scatter_dim_after_maybe_reshape": "own", "group": "own", "output_shape": "alike", "bias": "layout",
