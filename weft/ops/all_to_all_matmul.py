@@ -19,7 +19,15 @@ from weft.operator.calls import made, operator_named, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided, warn_of_copy
 from weft.operator.spec import Across, Operator
-from weft.runtime.exchanged import Sizes, exchange_counts, gradients, multiplied_by_library, remember, sizes_of
+from weft.runtime.exchanged import (
+    Sizes,
+    exchange_counts,
+    gradients,
+    multiplied_by_library,
+    remember,
+    remember_total,
+    sizes_of,
+)
 from weft.runtime.in_turn import Turn
 from weft.schedule import AllToAllMatmul
 from weft.timeline import Timeline
@@ -110,6 +118,8 @@ def all_to_all_matmul(
         return _Call(tokens, w_experts, splits, max_rows, capacity, False)
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
+    if splits.is_cuda and not torch.compiler.is_compiling():
+        remember_total(splits, tokens.shape[0])
     return (y, received) if return_received else y
 
 

@@ -28,6 +28,7 @@ from weft.runtime.exchanged import (
     in_expert_order,
     returned_by_library,
     sizes_of,
+    total_of,
 )
 from weft.runtime.in_turn import Turn
 from weft.schedule import MatmulAllToAll
@@ -57,9 +58,8 @@ def matmul_all_to_all(
         y = y in the order of source ranks                             # and for one source by expert
         return all_to_all_single(y, splits.view(W, E).sum(1), received.sum(1))
 
-    but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how. On GPUs the library's
-    way is what runs unless you pin a schedule, or "autotune": the model does not know the others well enough yet.
-    Collective over `group`.
+    but rows that are multiplied travel while others are, and nothing is sorted. Shape and machine decide how. Where nothing beats
+    the plain sequence of GEMM and collective, that is what runs. Collective over `group`.
     Differentiable in h and w_experts, once: gradients are sums over rows, not means, and all ranks must want the same ones.
     Backward sends the gradient of y to the experts once, and while it multiplies with it, by `all_to_all_matmul`, where that
     overlaps.
@@ -79,8 +79,8 @@ def matmul_all_to_all(
         it was given there. Values of both are checked on CPU; on GPUs that would be a wait, so you must have them right.
     group: a process group, or its name; default: the world.
     rows: how many tokens this rank has, the sum of splits. Then the host waits for nothing, unless the schedule is "serial", and
-        the call can be captured in a CUDA graph. None: it is read from the device, and the host waits at every call. Give it on
-        all ranks or on none.
+        the call can be captured in a CUDA graph. None: it is what the dispatch was called with that took these very splits, or
+        else it is read from the device, and the host waits. Give it on all ranks or on none.
     capacity: the most tokens that a rank has in any call, the same on all ranks; default: a little above the largest number at the
         first call of this shape.
     schedule: pin one by name ("serial", "combine[chunks=1,by=store]", ...; `weft.plan.use` does it for a block), forward only;
@@ -154,6 +154,7 @@ class _MatmulAllToAll(Operator[_Call]):
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         h, _, received, splits, rows, _, _ = call
+        total = total_of(splits) if rows is None and h.is_cuda else None
         if h.device.type == "cpu":
             _check(call, group.size(), group.rank())
         if (
@@ -165,8 +166,8 @@ class _MatmulAllToAll(Operator[_Call]):
                 (t.to(torch.int64) if t.dtype == torch.int32 else t).contiguous() for t in (received, splits)
             )
             call = call._replace(received=received, splits=splits)
-        if rows is not None:
-            return call._replace(tokens=rows)
+        if rows is not None or total is not None:
+            return call._replace(tokens=total if rows is None else rows)
         if splits.dtype != torch.int64 or splits.device != h.device:
             return call  # which is refused
         if h.is_cuda and torch.cuda.is_current_stream_capturing():

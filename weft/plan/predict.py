@@ -83,6 +83,8 @@ class Row:
     """Whether no CUDA graph can capture it, as the host takes sizes from the device in between."""
     stops_host: bool = False
     """Whether the host waits for them before it issues the rest, and what is queued runs out."""
+    late: int = 0
+    """Copies, GEMMs and collectives whose sizes only the run knows."""
     rough: bool = False
     """Whether it adds up in 16 bits or fewer, and so errs more than one GEMM (unless that is the problem's way anyway): it is
     taken only if it is pinned."""
@@ -99,10 +101,15 @@ class Row:
 
     @property
     def host_us(self) -> float:
-        """About what the host needs to issue a run. In GEMMs, a collective takes half as long again and a signal or a copy a tenth;
-        those of a single lane are one launch with its kernels."""
+        """Return about what the host needs to issue a run. In GEMMs, a collective takes half as long again and a signal or a copy a
+        tenth; those of a single lane are one launch with its kernels. Steps whose sizes only the run knows are launched from
+        Python."""
+        if self.model is None:
+            return 0.0
         calls = self.gemms + 1.5 * self.collectives + (0.1 * self.steps if self.lanes > 1 else 0.0)
-        return 0.0 if self.model is None else calls * self.model.host_call_us
+        if self.late:
+            return self.model.host_dynamic_us + self.late * self.model.host_late_us
+        return calls * self.model.host_call_us
 
     @cached_property
     def losses(self) -> Inefficiencies | None:
@@ -148,10 +155,16 @@ def predict(schedule: Schedule, model: Model, mode: Mode, at_least_us: float = 0
 def _reading_host_us(schedule: Schedule, model: Model) -> float:
     """What the host needs to issue a run in which it reads sizes. As it waits in every run it is never far ahead of the device,
     which would hide this."""
+    return _late(schedule) * model.host_late_us + len(list(_steps(schedule))) * model.host_step_us
+
+
+def _late(schedule: Schedule) -> int:
+    """Return how many copies, GEMMs and collectives have sizes that only the run knows."""
     held = {contents.buffer for contents in schedule.contents}
-    steps = list(_steps(schedule))
-    late = sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
-    return late * model.host_late_us + len(steps) * model.host_step_us
+    if not held:
+        return 0
+    steps = _steps(schedule)
+    return sum(isinstance(step, Copy | Tiles | Collective) and bool(variables_of(step) & held) for step in steps)
 
 
 def _kernels_that_copy_beside_gemms(schedule: Schedule) -> int:
@@ -270,6 +283,7 @@ def _examined(candidate: Candidate, schedule: Schedule) -> _Built:
             times for on, step, _, times in each if on == "copy" and isinstance(step, Copy) and step.by == "kernel"
         ),
         reads_on_host=schedule.reads_on_host,
+        late=_late(schedule),
         stops_host=schedule.stops_host,
         rough=any(
             isinstance(inner, Compute)

@@ -115,6 +115,22 @@ def sizes_of(splits: torch.Tensor, received: torch.Tensor) -> Sizes:
     return Sizes(splits, received, numbers)
 
 
+_totals: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By splits that a dispatch was given: (their version, how many tokens they are)."""
+
+
+def remember_total(splits: torch.Tensor, tokens: int) -> None:
+    """Let the combine behind a dispatch of so many tokens find their number, which it would else read from the device."""
+    if not splits.is_inference():
+        _totals[splits] = splits._version, tokens
+
+
+def total_of(splits: torch.Tensor) -> int | None:
+    """Return how many tokens these splits are, if a dispatch has told and nobody has changed them since."""
+    version, tokens = _totals.get(splits, (None, 0))
+    return tokens if version is not None and version == splits._version else None
+
+
 def exchange_counts(splits: torch.Tensor, group: dist.ProcessGroup, turn: Turn | None = None) -> torch.Tensor:
     """received [ranks, local experts] from splits [experts of all ranks], int64. turn: what it goes through, if not straight to
     torch.distributed."""

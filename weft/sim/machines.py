@@ -20,7 +20,7 @@ nothing.
     contention.copy_engine_slowdown         of a large matmul, while engines copy at contention.copy_engine_bandwidth
     contention.kernel_copy_slowdown         while .kernel_copy_units programs copy at .kernel_copy_bandwidth
     signal.tile (if tiles that signal take longer for it)
-    signal.local, .remote, .kernel, host.step, host.call, host.read, host.late
+    signal.local, .remote, .kernel, host.step, host.call, host.read, host.late, host.dynamic (if known)
     graph.run, .collective                  what runs of several lanes, and collectives, take longer in captured graphs
 """
 
@@ -95,6 +95,7 @@ def model_of(machine: Machine, world_size: int, *, kernel_copy_units: int | None
         host_read_us=us("host.read"),
         host_call_us=us("host.call"),
         host_late_us=us("host.late"),
+        host_dynamic_us=us("host.dynamic") if "host.dynamic" in machine.quantities else 0.0,
         kernel_copy_beside_us=us("kernel_copy.beside"),
         tile_signal_us=us("signal.tile") if "signal.tile" in machine.quantities else 0.0,
         tile_part_us=us("compute.tile_part") if "compute.tile_part" in machine.quantities else None,

@@ -110,6 +110,8 @@ class Model:
     """What the host needs to issue a GEMM of the library."""
     host_late_us: float = 0.0
     """What the host needs to issue a step whose size only the run knows."""
+    host_dynamic_us: float = 0.0
+    """What it needs for a run with such steps beside them."""
     grouped_efficiency: float = 1.0
     """What the units reach in a kernel for the segments of many experts, over what they reach in one matmul."""
     all_to_all_bytes_per_us: float | None = None  # received by a rank; None: as much as in an all-gather

@@ -2,7 +2,7 @@
 
 [k, n] is an expert's last matrix. `serial`, the baseline: torch's grouped GEMM, a copy into the order of source ranks,
 all_to_all_single. Its sizes are on the host already, from the dispatch before it, so it waits for nothing, and can be captured.
-weft waits in each call for the number of tokens; ...-bounded, which is given `rows`, does not.
+weft knows what a dispatch before it would tell it, the number of this rank's tokens; ...-bounded is given it as `rows`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.bench.ops.any_operator import Arm
 from weft.bench.ops.gemms import BASELINE, WEFT
 from weft.ops.matmul_all_to_all import OPERATOR as SPEC
 from weft.ops.matmul_all_to_all import matmul_all_to_all
-from weft.runtime.exchanged import returned_by_library
+from weft.runtime.exchanged import remember_total, returned_by_library
 
 
 class CombineVariants(ExpertVariants):
@@ -30,6 +30,8 @@ class CombineVariants(ExpertVariants):
 
     def draw_rows(self) -> None:
         self.arrived = [self.rows_at(which, self.ranks.rank) for which in range(self.input_sets)]
+        for splits in self.splits:
+            remember_total(splits, self.config.rows)
 
     def rows_at(self, which: int, rank: int) -> torch.Tensor:
         """What is at the experts of `rank`, by expert and then by source."""
