@@ -327,7 +327,7 @@ def test_where_the_host_reads_sizes_issuing_a_call_bounds_it() -> None:
 
 
 def test_steps_whose_sizes_only_the_run_knows_keep_the_host_busy() -> None:
-    """So that a loop of such calls is no slower than one of serial's, the planner takes fewer of them than the device would like."""
+    """A loop of such calls must be no slower than one of serial's: the planner takes fewer of them than the device would like."""
     p = replace(AllToAllMatmul.even(8192, 1536, 2048, 64, 2), exact=False)
     found = decide(p, H200, mode="queued")
     fastest = next(row for row in found.rows if row.us is not None)
