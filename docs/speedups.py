@@ -1,7 +1,8 @@
 """Draws docs/speedups.png, the README's picture of GPU results: `python docs/speedups.py`.
 
-It has a row for each `<!-- gain:... -->` mark of the README, so that the picture, the table and the text are of the same variants
-and records. A dot is one shape; the bar is the geometric mean that the README shows. The file's description has the numbers, by
+It has a row for each `<!-- gain:... -->` mark of the README whose record is of the first one's machine, so that the picture, the
+table and the text are of the same variants and records. A dot is one shape; the bar is the geometric mean that the README shows.
+The file's description has the numbers, by
 which a test sees that the picture is out of date. Nothing here is installed with weft.
 """
 
@@ -28,9 +29,11 @@ _TICKS = (0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5)
 
 def rows() -> dict[Mark, tuple[str, dict[str, float], str]]:
     """Return by mark: a label, the speedup of each shape, and the machine."""
-    found = {}
+    found: dict[Mark, tuple[str, dict[str, float], str]] = {}
     for mark in marks((ROOT / "README.md").read_text()):
         of_file = records.read([ROOT / "benchmarks" / "results" / f"{mark.name}.jsonl"])
+        if found and of_file[-1]["machine"] != next(iter(found.values()))[2]:
+            continue
         gains = speedups(of_file, mark.mode, mark.dtype, mark.variant, mark.baseline)
         op = of_file[-1]["op"]
         over = _OVER.get(mark.baseline, _OVER.get(op, _OF_GEMMS))
