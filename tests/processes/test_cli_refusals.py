@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,7 @@ def test_ctrl_c_ends_a_benchmark_without_a_traceback(seen: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which a background job has ignored
     ) as program:
         assert program.stderr is not None
         if seen:
