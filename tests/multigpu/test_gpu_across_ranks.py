@@ -126,6 +126,41 @@ def test_tables_that_do_not_fit_a_peers_are_refused_on_demand(pair: Pool, schedu
         assert after, "the group must go on"
 
 
+def spoilt(group: dist.ProcessGroup, schedule: str, by: int) -> tuple[list[bool], tuple[str, str]]:
+    """By row, whether it is NaN, and what the next call says."""
+    own = dist.new_group([0, 1])
+    splits, received = torch.tensor([2, 2, 2, 2], device="cuda"), torch.full((2, 2), 2, device="cuda")
+    w, rows = torch.ones(2, 16, 12, device="cuda"), None if "dma" in schedule else 8
+
+    def call(received: torch.Tensor) -> torch.Tensor:
+        h = torch.ones(int(received.sum()), 16, device="cuda")
+        return weft.matmul_all_to_all(h, w, received, splits, group=own, rows=rows, capacity=16, schedule=schedule)
+
+    for _ in range(3):
+        assert (call(received) == 16).all()
+    wrong = received.clone()
+    if group.rank() == 0:
+        wrong[1] += torch.tensor([by, 0] if by else [1, -1], device="cuda")
+    y = call(wrong)
+    torch.cuda.synchronize()
+    assert ((y == 16) | y.isnan()).all()
+    time.sleep(1.0)
+    found = error_of(lambda: call(received))
+    dist.destroy_process_group(own)
+    return y.isnan().all(1).tolist(), found
+
+
+@pytest.mark.parametrize("by", [1, -2, 0])
+@pytest.mark.parametrize("how", ["chunks=1,by=store", "chunks=2,by=kernel", "chunks=1,by=dma"])
+def test_rows_of_a_rank_whose_table_differs_are_spoilt(pair: Pool, how: str, by: int) -> None:
+    of_ranks = pair.run(spoilt, f"combine[{how}]", by, timeout_s=120)
+    assert [rows for rows, _ in of_ranks] == [[False] * 8, [True] * 4 + [False] * 4]
+    (kind, text), (own_kind, own_text) = (found for _, found in of_ranks)
+    assert (kind, own_kind) == ("PoisonedGroupError", "DisagreementError")
+    for said in (text, own_text):
+        assert "rank 0 sent other numbers of rows than rank 1 expected of it" in said
+
+
 def has_other_values(group: dist.ProcessGroup, name: str) -> tuple[str, str]:
     own = dist.new_group([0, 1])
     x, w = bf16(64, K), bf16(K, N)

@@ -9,7 +9,7 @@ import time
 import torch
 from combine import assert_rows, inputs, received_of
 from dispatch import random_splits
-from schedule_cpu_ranks import domain_of
+from schedule_cpu_ranks import applicable, domain_of
 
 from weft.runtime.cpu.schedule import CpuSchedule
 from weft.schedule import MatmulAllToAll, NotApplicableError, candidates
@@ -26,6 +26,25 @@ def every_candidate(group, p: MatmulAllToAll, seed: int, runs: int) -> int:
                 bits = [run_once(executor, p, rank, seed + run, candidate.name) for run in [*range(runs), 0]]
                 assert torch.equal(bits[0], bits[-1]), candidate.name
     return count
+
+
+def other_tables(group, p: MatmulAllToAll) -> None:
+    """Rank 1 takes a row of rank 0 for another expert's: no total differs."""
+    rank, splits = group.rank(), ((3, 3, 3, 3),) * 2
+    h, weights = inputs(splits, p.k, p.n, p.dtype, 0)
+    received, own = received_of(rank, splits), torch.tensor(splits[rank]).view(2, 2)
+    for candidate, schedule in applicable(p):
+        if candidate.name == "serial":
+            continue
+        with CpuSchedule(schedule, domain_of(group)) as executor:
+            for moved in (0, 1, 0):
+                y, told = torch.zeros(12, p.n), received.clone()
+                told[0] += moved * rank * torch.tensor([1, -1])
+                w = weights.split(2)[rank].flatten(0, 1)
+                executor.run({"h": h[rank], "received": told, "splits": own, "w": w, "y": y})
+                spoilt = y.isnan()
+                assert not spoilt[:6].any(), candidate.name
+                assert spoilt[6:].all() if moved and rank == 0 else not spoilt[6:].any(), candidate.name
 
 
 def run_once(executor: CpuSchedule, p: MatmulAllToAll, rank: int, seed: int, name: str) -> torch.Tensor:

@@ -31,3 +31,7 @@ def test_every_candidate_is_right_on_other_splits_than_expected(pool: Pool, p: M
     counts = pool.run(ranks.every_candidate, p, 10, 3, ranks=p.world_size)
     assert set(counts) == {sum(1 for _ in applicable(p))}
     assert counts[0] >= (1 if p.world_size == 1 else 6)
+
+
+def test_rows_of_a_rank_whose_table_differs_are_spoilt(pool: Pool) -> None:
+    pool.run(ranks.other_tables, problem(2, 2, (12, 12)), ranks=2)

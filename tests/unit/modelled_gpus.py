@@ -241,6 +241,17 @@ class Totals(sizes.Totals):
         return True
 
 
+class Agreeing:
+    """In place of `weft.runtime.cuda.agree.Agreeing`, with its arguments."""
+
+    def __init__(self, expected: torch.Tensor, sent: torch.Tensor, _: int, row: int, width: int, itemsize: int) -> None:
+        self.expected, self.row_bytes = expected, width * itemsize
+        self.sent = sent.unflatten(0, (len(expected), -1))[:, row]
+
+    def launch(self, out: int, out_rows: int) -> None:
+        host().issue(host().stream, "agree", self, out, out_rows)
+
+
 class Gemms:
     """In place of `weft.runtime.cuda.tile_kernels.Gemms`: what the step says."""
 
@@ -368,7 +379,7 @@ def context_of(schedule: Schedule, rank: int, region: SymmetricMemory) -> Contex
         "monitor": streams[-1],
         "run": Run(),
     }
-    return Context(**vars(mine), device=CPU, own=own, begun_word=torch.zeros(1), **instead)
+    return Context(**vars(mine), device=CPU, own=own, begun_word=torch.zeros(2), **instead)
 
 
 def poison(t: torch.Tensor) -> torch.Tensor:
@@ -393,7 +404,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_matmul, "TrackedMatmul", TrackedTiles)
     instead = {
         "Move": Move, "Totals": Totals, "Gemms": Gemms, "collective_call": _collective_call,
-        "compute_call": _queued(compute_call), "AddUp": AddUp,
+        "compute_call": _queued(compute_call), "AddUp": AddUp, "Agreeing": Agreeing,
     }  # fmt: skip
     for name, one in instead.items():
         monkeypatch.setattr(stream_compiler, name, one)

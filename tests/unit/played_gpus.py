@@ -20,6 +20,7 @@ from modelled_gpus import (
     CPU,
     WORDS,
     AddUp,
+    Agreeing,
     Host,
     Issued,
     Stream,
@@ -216,6 +217,17 @@ class Played:
             parts = (flat[first : first + count * step : step][:count] for first, count, step in terms)
             totals.numbers[i] = constant + sum(int(part.sum()) for part in parts)
         yield True
+
+    def _agree(self, one: Issued, tables: Agreeing, out: int, out_rows: int) -> Iterator[bool]:
+        begin = 0
+        for rows, differs in zip(
+            tables.expected.sum(1).tolist(), (tables.expected != tables.sent).any(1).tolist(), strict=True
+        ):
+            assert begin + rows <= out_rows
+            if differs:
+                ctypes.memset(out + begin * tables.row_bytes, 0xFF, rows * tables.row_bytes)
+            begin += rows
+            yield True
 
     def _call(self, one: Issued, call: Callable[[], None]) -> Iterator[bool]:
         call()

@@ -29,6 +29,7 @@ from weft.schedule.steps import (
     OPS,
     PLAIN_MATMULS,
     SCALED_MATMULS,
+    Agree,
     Buffer,
     Collective,
     Compute,
@@ -48,10 +49,10 @@ from weft.schedule.steps import (
 )
 
 __all__ = [
-    "ITEM_BYTES", "MATMULS", "OPS", "PLAIN_MATMULS", "RANK", "SCALED_MATMULS", "Buffer", "Candidate", "Collective", "Compute",
-    "Contents", "Copy", "Draft", "Expr", "For", "Index", "Lane", "MatmulInto", "Norm", "NotApplicableError", "OutputMap", "Problem",
-    "Read", "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait", "builder", "builders_of",
-    "candidates", "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
+    "ITEM_BYTES", "MATMULS", "OPS", "PLAIN_MATMULS", "RANK", "SCALED_MATMULS", "Agree", "Buffer", "Candidate", "Collective",
+    "Compute", "Contents", "Copy", "Draft", "Expr", "For", "Index", "Lane", "MatmulInto", "Norm", "NotApplicableError",
+    "OutputMap", "Problem", "Read", "Reduce", "Region", "Scaled", "Schedule", "Set", "Signals", "Step", "Tiles", "Wait",
+    "builder", "builders_of", "candidates", "described", "lookup", "named", "schedule_of", "total", "unregister", "value",
 ]  # fmt: skip
 __all__ += [problem.__name__ for problem in PROBLEMS.values()]
 

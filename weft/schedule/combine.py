@@ -7,8 +7,10 @@
 
 Every number of rows follows from a rank's own two tables: how many rows it sends to each other, and where each block of its
 result begins. So nothing is exchanged before the GEMMs, and a rank sends a block without knowing where it belongs: the receiver
-does. The GEMMs of many (source, expert) segments are one kernel, which reads rows in place and puts those of one source
-together. What is done first can be sent first in two ways:
+does. Tables that do not fit those of a peer would leave rows that nobody wrote: ranks send theirs beside the rows, and spoil
+what came from a rank whose table says something else than their own (`weft.schedule.steps.Agree`). The GEMMs of many (source,
+expert) segments are one kernel, which reads rows in place and puts those of one source together. What is done first can be sent
+first in two ways:
 
     combine            source by source: rank + 1's rows first, then those of rank + 2 ..., the own last, so that no two ranks send
                        to one and nothing is left to be sent when the own rows are multiplied
@@ -34,7 +36,7 @@ from weft.schedule.kernels import LibraryGroupedMatmul, Permute, ReturningMatmul
 from weft.schedule.operands import cut, peer
 from weft.schedule.problems.matmul_all_to_all import MatmulAllToAll
 from weft.schedule.schedule import Draft, LaneDraft, Schedule
-from weft.schedule.steps import Compute, Copy, ReadBy, Region
+from weft.schedule.steps import Agree, Compute, Copy, ReadBy, Region
 
 Transport: TypeAlias = Literal["dma", "kernel", "store"]
 _TILE = "t"
@@ -161,8 +163,11 @@ class _Sending(_Combine):
             )
         else:  # one is at the sender, the other at the receiver
             self._outbox = self._inbox = self.buffer("inbox" if by == "store" else "outbox", *room, "symmetric")
+        self._sent = self.buffer("sent", p.world_size**2, p.experts, "int64", "symmetric")
         self._free, self._there = self.signals("free", peers), self.signals("there", peers * chunks)
-        self._compute = self.learn(self.lane("compute"), read_by)
+        table, given = (RANK * p.world_size, p.world_size), self._received.part()
+        self._compute = self.lane("compute").copy(given, self._sent.part(rows=table), "kernel")
+        self.learn(self._compute, read_by)
         if by != "store":
             told = self.signals("told", 1)
             self._compute.set(told)
@@ -170,8 +175,11 @@ class _Sending(_Combine):
             self._mover.read(self.counts, read_by)
         if by == "kernel":
             self._computed = self.signals("computed", peers * chunks)
+        sender = self._mover if by == "kernel" else self._compute
         for i in range(peers):
-            (self._mover if by == "kernel" else self._compute).wait(self._free, i, previous=True)
+            sender.wait(self._free, i, previous=True)
+        for distance in range(1, p.world_size):
+            sender.copy(given, self._sent.part(rows=table, at=peer(p.world_size, distance)), "kernel")
 
     def multiply(self, first_source: int, n_sources: int, first: int, count: int) -> None:
         """The rows of so many ranks, from the one so far ahead on, for so many experts."""
@@ -212,15 +220,20 @@ class _Sending(_Combine):
             self._place(self._mover, distance, piece)
 
     def done(self) -> Schedule:
-        """What came is put in its place, and who sent it may send again."""
-        chunks = len(self.pieces)
-        for distance in range(1, self.world_size):
-            receiver = self._mover if self._by == "dma" else self._compute
-            if self._by != "dma":
+        """Put what came in its place, compare what was sent, and let those who sent it send again."""
+        chunks, world = len(self.pieces), self.world_size
+        if self._by == "dma":
+            placed = self.signals("placed", 1)
+            self._mover.set(placed)
+            self._compute.wait(placed)
+        else:
+            for distance in range(1, world):
                 for number in range((distance - 1) * chunks, distance * chunks):
-                    receiver.wait(self._there, number)
-                self._place(receiver, distance, (0, self.p.experts))
-            receiver.set(self._free, distance - 1, at=peer(self.world_size, -distance))
+                    self._compute.wait(self._there, number)
+                self._place(self._compute, distance, (0, self.p.experts))
+        self._compute.then(Agree(self.counts.part(rows=(world, world)), self._sent.part(), self.y.part()))
+        for distance in range(1, world):
+            self._compute.set(self._free, distance - 1, at=peer(world, -distance))
         return self.schedule()
 
     def _place(self, lane: LaneDraft, distance: int, piece: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ from functools import singledispatch
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from weft.hw.topology import Link, Topology
-from weft.schedule import ITEM_BYTES, MATMULS, OPS, PLAIN_MATMULS, Collective, Compute, Copy, Read, Step
+from weft.schedule import ITEM_BYTES, MATMULS, OPS, PLAIN_MATMULS, Agree, Collective, Compute, Copy, Read, Step
 from weft.schedule.kernels import LibraryGroupedMatmul, TileKernel, TrackedMatmul
 from weft.sim.model import Model
 
@@ -91,6 +91,8 @@ def cost(model: Model, world: int, step: Step, operands: tuple[Operand, ...], ra
     links = Links(model.wiring.of(world), rank)
     if isinstance(step, Read):
         return _cost("compute", model.launch_us + (model.host_read_us if step.by == "host" else 0.0), 0.0, [])
+    if isinstance(step, Agree):  # a few counts; what it spoils, no valid run does
+        return _cost("compute", model.launch_us, 0.0, [])
     if isinstance(step, Copy):
         source, target = operands
         if source.at == target.at == 0:

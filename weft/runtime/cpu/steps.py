@@ -16,7 +16,20 @@ from weft import _core
 from weft.runtime.cpu.places import Place, Places, size
 from weft.runtime.cpu.sizes import numbered
 from weft.runtime.scaled_matmul import scaled_matmul
-from weft.schedule import SCALED_MATMULS, Collective, Compute, Copy, Reduce, Region, Set, Step, Tiles, Wait, value
+from weft.schedule import (
+    SCALED_MATMULS,
+    Agree,
+    Collective,
+    Compute,
+    Copy,
+    Reduce,
+    Region,
+    Set,
+    Step,
+    Tiles,
+    Wait,
+    value,
+)
 from weft.schedule.expr import Held
 from weft.schedule.kernels import TileKernel
 
@@ -109,6 +122,13 @@ def _collective(step: Collective, places: Places, rows: tuple[int, ...]) -> Call
 
 
 @bind.register
+def _agree(step: Agree, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
+    expected, out = places.view(step.expected), places.view(step.out)
+    sent = places.view(step.sent).unflatten(0, (len(expected), -1))[:, value(step.row)]
+    return partial(_spoil, expected, sent, out)
+
+
+@bind.register
 def _set(step: Set, places: Places, rows: tuple[int, ...]) -> Callable[[], object]:
     return partial(_core.signal_add, places.counter(step.signal, step.index, value(step.at)), 1)
 
@@ -156,6 +176,13 @@ def _sum_and_norm(
 ) -> None:  # fmt: skip
     _sum(out, parts)
     _norm(out, normed, weight, eps)
+
+
+def _spoil(expected: torch.Tensor, sent: torch.Tensor, out: torch.Tensor) -> None:
+    parts = out.split(expected.sum(1).tolist())
+    for part, differs in zip(parts, (expected != sent).any(1).tolist(), strict=True):
+        if differs:
+            part.fill_(torch.nan)
 
 
 def _add_at_once(place: Place, region: Region, made: torch.Tensor, call: Callable[[], object]) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from weft import _core
 from weft.errors import ScheduleError
 from weft.runtime.cuda.add_up import AddUp, Norm, Place
+from weft.runtime.cuda.agree import Agreeing
 from weft.runtime.cuda.calls import collective_call, compute_call
 from weft.runtime.cuda.context import Context, Tensors
 from weft.runtime.cuda.groups import Group, Grouping
@@ -34,7 +35,7 @@ from weft.runtime.cuda.sizes import HostRead, LateCopy, ReadAhead, Totals, is_la
 from weft.runtime.cuda.tile_kernels import Gemms, Tracked
 from weft.runtime.cuda.tokens import AWAITED, TOKEN, Key, Token, words_for
 from weft.runtime.schedule_memory import TORCH_DTYPE
-from weft.schedule import Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
+from weft.schedule import Agree, Collective, Compute, Copy, Read, Reduce, Region, Set, Step, Tiles, Wait
 from weft.schedule.kernels import GroupedMatmul, ReturningMatmul, TileKernel, TrackedMatmul
 from weft.schedule.spans import span_name
 
@@ -337,6 +338,22 @@ def _reduce(step: Reduce, compiler: Compiler, group: Group) -> None:
 @emit.register
 def _collective(step: Collective, compiler: Compiler, group: Group) -> None:
     compiler.items.call(group.lane, collective_call(step, compiler.regions, compiler.context))
+
+
+@emit.register
+def _agree(step: Agree, compiler: Compiler, group: Group) -> None:
+    regions, buffer = compiler.regions, compiler.context.buffers[step.out.buffer]
+    expected, sent = (regions.own_part(region) for region in (step.expected, step.sent))
+    call = Agreeing(
+        expected, sent, compiler.context.differs_at, int(step.row), buffer.cols, regions.item_bytes(step.out)
+    )
+    base, offset, _ = regions.place(_whole(step.out))
+
+    def launch(tensors: Tensors, bases: list[int]) -> None:
+        call.launch(bases[base] + offset, tensors[buffer.name].shape[0])
+
+    compiler.items.kept.append(call)
+    compiler.items.late(group.lane, launch)
 
 
 @emit.register(Set)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from weft.errors import DeadlineError, ScheduleError
+from weft.errors import DeadlineError, DisagreementError, ScheduleError
 from weft.runtime.cuda.tokens import Place, Token, tokens_of
 from weft.runtime.schedule_memory import TORCH_DTYPE, Layout, layout_of
 from weft.schedule import Buffer, Schedule, Set, Step, Wait, value
@@ -85,13 +85,14 @@ class Run:
     known: dict[str, tuple[int, ...]] = field(default_factory=dict)
     made: Tensors = field(default_factory=dict)
     caller: torch.cuda.Stream | None = None
-    failure: DeadlineError | None = None
+    failure: DeadlineError | DisagreementError | None = None
 
 
 @dataclass(frozen=True)
 class Context(RankSchedule):
     """With memory and streams. region: of symmetric buffers. words: for tokens, and the standing word. own: the schedule's own
-    buffers on this rank. side: streams of all lanes but the first. begun_word: pinned; not 0 if a run has begun."""
+    buffers on this rank. side: streams of all lanes but the first. begun_word: pinned; [0] is not 0 if a run has begun, [1] is 1 +
+    a rank that sent other rows than this one expected."""
 
     domain: Domain
     device: torch.device
@@ -102,6 +103,11 @@ class Context(RankSchedule):
     monitor: torch.cuda.Stream
     begun_word: torch.Tensor
     run: Run
+
+    @property
+    def differs_at(self) -> int:
+        """The address at which a kernel says which rank sent other rows than expected."""
+        return self.begun_word.data_ptr() + self.begun_word.itemsize
 
     def check(self) -> None:
         """Raise what was found wrong since the last run. Does not wait."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from weft import _core, env
-from weft.errors import DeadlineError
+from weft.errors import DeadlineError, DisagreementError
 from weft.kernels.signals import POISONED, TOKEN
 from weft.runtime.cuda.context import Context, RankSchedule, Run, own_buffers, rank_schedule
 from weft.runtime.cuda.runnable import require_runnable_on_gpus
@@ -70,7 +70,7 @@ class Memory:
         self._word_view = self.words.tensor(self.rank, (n_all,), torch.int64)
         self._poison = torch.full((n_all,), POISONED, dtype=torch.int64, pin_memory=True)
         self._found = torch.zeros(self._word_view.shape, dtype=torch.int64, pin_memory=True)
-        self.begun_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.begun_word = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._begun = self.begun_word.numpy()
         first = [token.word for token in self.tokens[self.rank].values() if token.previous]
         self._fence = self._fenced() if first and domain.world_size > 2 else None
@@ -153,10 +153,22 @@ class Memory:
     # --- when something goes wrong ---
 
     def has_begun(self) -> bool:
+        if self._begun[1]:
+            self._say_who_differs()
         begun = bool(self._begun[0])
         if begun:
             self._begun[0] = 0
         return begun
+
+    def _say_who_differs(self) -> None:
+        sender, self._begun[1] = int(self._begun[1]) - 1, 0
+        text = (
+            f"rank {self.rank}: schedule {self.name}: rank {sender} sent other numbers of rows than rank {self.rank} expected of "
+            f"it, whose rows in the result are NaN: pass the counts of one exchange on all ranks (received there, splits here); "
+            "WEFT_CHECK_CALLS=1 finds the call"
+        )
+        self.run.failure = DisagreementError(text)
+        self.domain.poison(text)
 
     def standing_still(self, seconds: float) -> None:
         """On the watching thread: if the run still waits for a peer, name what for, and end it."""

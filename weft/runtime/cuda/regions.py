@@ -90,11 +90,16 @@ class Regions:
             return own
         return context.region.tensor(at, tuple(own.shape), own.dtype, context.layout.buffers[name])
 
+    def own_part(self, region: Region) -> torch.Tensor:
+        """Return the part of a buffer of the schedule's own, which lies at this rank."""
+        row, col = int(region.row), int(region.col)
+        return self.whole(region)[row : row + int(region.rows), col : col + int(region.cols)]
+
     def view(self, region: Region) -> View:
         buffer = self._context.buffers[region.buffer]
         row, rows, col, cols = int(region.row), int(region.rows), int(region.col), int(region.cols)
         if buffer.name in self._context.own:
-            fixed = self.whole(region)[row : row + rows, col : col + cols]
+            fixed = self.own_part(region)
             return lambda tensors: fixed
         name = buffer.name
         if (rows, cols) == (buffer.rows, buffer.cols):

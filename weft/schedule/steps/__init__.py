@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from weft.schedule.regions import ITEM_BYTES, Buffer, Contents, Norm, Region, Role, Signals, at_text
+from weft.schedule.steps.agreeing import Agree
 from weft.schedule.steps.base import KINDS, Awaited, CounterId, Counters, Step, put_in, totals_of, variables_of
 from weft.schedule.steps.collectives import Collective, CollectiveOp
 from weft.schedule.steps.computing import MATMULS, OPS, PLAIN_MATMULS, SCALED_MATMULS, Compute, Op, Reduce
@@ -27,8 +28,8 @@ class Lane:
 
 
 __all__ = [
-    "COPY_UNITS", "ITEM_BYTES", "KINDS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Awaited", "Buffer", "Collective",
-    "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm", "Op", "Read", "ReadBy",
-    "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in", "totals_of",
-    "unrolled", "variables_of",
+    "COPY_UNITS", "ITEM_BYTES", "KINDS", "MATMULS", "OPS", "PLAIN_MATMULS", "SCALED_MATMULS", "Agree", "Awaited", "Buffer",
+    "Collective", "CollectiveOp", "Compute", "Contents", "Copy", "CopyBy", "CounterId", "Counters", "For", "Lane", "Norm", "Op",
+    "Read", "ReadBy", "Reduce", "Region", "Resource", "Role", "Set", "Signals", "Step", "Tiles", "Wait", "at_text", "put_in",
+    "totals_of", "unrolled", "variables_of",
 ]  # fmt: skip

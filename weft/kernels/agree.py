@@ -1,0 +1,46 @@
+"""Counts that ranks told each other, compared (`weft.schedule.steps.Agree`): a program for each rank that rows came from.
+
+A program whose two rows of counts are the same does nothing else. One whose rows differ makes what came from its rank NaN, in bytes
+0xFF, and says in host memory which rank that is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=["out", "out_rows", "width", "counts", "row"],
+    do_not_specialize_on_alignment=["expected", "sent", "differs"],
+)
+def agree_kernel(
+    expected, sent, differs, out: tl.int64, out_rows: tl.int64, width: tl.int64, counts: tl.int32, row: tl.int32,
+    ITEM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """expected: int64 [W, counts]. sent: int64 [W * W, counts]. differs: int32 [1], of the host: 1 + a rank whose rows differ. out:
+    address of out_rows x width items of type ITEM, below each other. row: of each table in `sent`."""
+    rank, ranks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    within = tl.arange(0, BLOCK)
+    before, mine, wrong = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+    at = 0
+    while at < counts:
+        inside = at + within < counts
+        here = tl.load(expected + rank * counts + at + within, mask=inside, other=0)
+        there = tl.load(sent + (rank * ranks + row) * counts + at + within, mask=inside, other=0)
+        mine += tl.sum(here, 0)
+        wrong += tl.sum((here != there).to(tl.int32), 0)
+        at += BLOCK
+    if wrong > 0:
+        numbers = rank * counts
+        at = 0
+        while at < numbers:
+            before += tl.sum(tl.load(expected + at + within, mask=at + within < numbers, other=0), 0)
+            at += BLOCK
+        begin = tl.minimum(tl.maximum(before, 0), out_rows) * width
+        end = tl.minimum(tl.maximum(before + mine, 0), out_rows) * width
+        place = out.to(tl.pointer_type(ITEM))
+        while begin < end:
+            tl.store(place + begin + within, tl.full([BLOCK], -1, ITEM), mask=begin + within < end)
+            begin += BLOCK
+        tl.store(differs, (rank + 1).to(tl.int32))

@@ -1,0 +1,37 @@
+"""Launching `weft.kernels.agree`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from weft.kernels import agree as device_code
+from weft.runtime.cuda.kernel_call import loaded
+
+_ITEMS = {4: tl.int32, 2: tl.int16}
+_BLOCK = 128
+
+
+class Agreeing:
+    """`weft.schedule.steps.Agree` as one launch. expected [W, counts] and sent [W * W, counts]: of the schedule's own memory.
+    differs_at: an address in pinned memory. width, item_bytes: of the rows that came."""
+
+    def __init__(
+        self, expected: torch.Tensor, sent: torch.Tensor, differs_at: int, row: int, width: int, item_bytes: int
+    ) -> None:
+        self._tables, self._numbers = (expected, sent, differs_at), (width, expected.shape[1], row)
+        self._ranks, self._constants = len(expected), (_ITEMS[item_bytes], _BLOCK)
+        self._compiled = _compiled(expected.device, item_bytes)
+
+    def launch(self, out: int, out_rows: int) -> None:
+        """Enqueue on the current stream, for out_rows rows that came, at the address `out`."""
+        self._compiled[self._ranks, 1, 1](*self._tables, out, out_rows, *self._numbers, *self._constants)
+
+
+@lru_cache(maxsize=16)
+def _compiled(device: torch.device, item_bytes: int) -> Any:
+    constants = {"ITEM": _ITEMS[item_bytes], "BLOCK": _BLOCK}
+    return loaded(device, device_code.agree_kernel, [torch.int64, torch.int64, torch.int32, *[1] * 5], 1, constants)
