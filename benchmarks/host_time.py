@@ -74,6 +74,7 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
         found[f"all_gather_matmul {m}x{n}x{k}"] = gather
         found[f"by hand, memory anew {m}x{n}x{k}"] = by_hand_anew
         found[f"by hand {m}x{n}x{k}"] = by_hand
+    found |= _products(world, device, dtype)
     tokens, experts = 256, 8
     choose = random.Random(rank)
     rows = [torch.randn(tokens, 512, device=device).to(dtype) for _ in range(BATCHES)]
@@ -89,6 +90,50 @@ def calls_of(rank: int, world: int, device: torch.device, samples: int) -> dict[
         )
 
     found["all_to_all_matmul, max_rows"] = dispatch
+    return found
+
+
+def _products(world: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
+    """Operators behind a GEMM, as chosen and in turn, beside the same by hand. Inputs of 50 calls lie at different places."""
+    group, (m, n, k) = dist.group.WORLD, (512, 1024, 1024)
+    xs = [torch.randn(m, k // world, device=device).to(dtype) for _ in range(BATCHES)]
+    shards = [torch.randn(m // world, k, device=device).to(dtype) for _ in range(BATCHES)]
+    w = torch.randn(n, k // world, device=device).to(dtype).t()
+    whole = torch.randn(n, k, device=device).to(dtype).t()
+
+    def reduce_scatter(i: int) -> Any:
+        y = torch.empty(m // world, n, device=device, dtype=dtype)
+        dist.reduce_scatter_tensor(y, torch.mm(xs[i % BATCHES], w), group=group)
+        return y
+
+    def all_reduce(i: int) -> Any:
+        y = torch.mm(xs[i % BATCHES], w)
+        dist.all_reduce(y, group=group)
+        return y
+
+    def all_gather(i: int) -> Any:
+        gathered = torch.empty(m, k, device=device, dtype=dtype)
+        dist.all_gather_into_tensor(gathered, shards[i % BATCHES], group=group)
+        return torch.mm(gathered, whole)
+
+    def calls(schedule: str | None) -> dict[str, Callable[[int], Any]]:
+        one = {"schedule": schedule}
+        return {
+            "all_gather_matmul": lambda i: weft.all_gather_matmul(
+                shards[i % BATCHES], [whole], 0, group, return_A=False, **one
+            ),
+            "matmul_reduce_scatter": lambda i: weft.matmul_reduce_scatter(xs[i % BATCHES], w, "sum", 0, group, **one),
+            "matmul_all_reduce": lambda i: weft.matmul_all_reduce(xs[i % BATCHES], w, group, **one),
+        }
+
+    by_hand = {
+        "all_gather_matmul": all_gather,
+        "matmul_reduce_scatter": reduce_scatter,
+        "matmul_all_reduce": all_reduce,
+    }
+    found: dict[str, Callable[[int], Any]] = {}
+    for how, of in (("by hand", by_hand), ("in turn", calls("serial")), ("as chosen", calls(None))):
+        found |= {f"{name}, {how}": call for name, call in of.items()}
     return found
 
 

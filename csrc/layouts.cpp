@@ -3,10 +3,13 @@
 // Python asks a tensor for each of these with a call, and for the tables of a recommendation model that takes longer than
 // launching their kernel. DLPack's C exchange API, which a framework's tensor type offers as a capsule, tells all of them at
 // once. Declarations follow dlpack.h, version 1.3; later minor versions only add to them.
+//
+// The arguments of a whole call are read alike, so that a call that was made before is found in a microsecond.
 #include <nanobind/nanobind.h>
 
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
@@ -52,6 +55,22 @@ class LayoutReader {
         }
         return bytes(words);
     }
+    // Of a call: its arguments, as `signature` has them, and texts, tuples and objects of the types `identified` besides. None also
+    // where one of `unusual`, functions without arguments, returns something true: a mode is on in which calls mean something else.
+    nb::object call(nb::tuple arguments, nb::dict named, bool gradients, nb::tuple identified, nb::tuple unusual) {
+        for (nb::handle one : unusual) {
+            const nb::object found = nb::steal(PyObject_CallNoArgs(one.ptr()));
+            if (!found.is_valid()) throw nb::python_error();
+            if (!found.is_none() && PyObject_IsTrue(found.ptr())) return nb::none();
+        }
+        Words words;
+        words.reserve(96);
+        for (nb::handle argument : arguments)
+            if (!sign_any(words, argument, gradients, identified)) return nb::none();
+        for (auto [name, argument] : named)
+            if (!sign_text(words, name) || !sign_any(words, argument, gradients, identified)) return nb::none();
+        return bytes(words);
+    }
     // Of arguments: tensors, but for where they lie, numbers, flags, None, and lists of these. None for anything else, and if
     // gradients are wanted and a tensor requires one.
     nb::object signature(nb::tuple arguments, bool gradients) {
@@ -65,7 +84,7 @@ class LayoutReader {
   private:
     // One of each call: to ask a tensor may run Python code, and with it another thread's call, or one within this.
     using Words = std::vector<int64_t>;
-    enum Tag : int64_t { none = 1, flag, number, real, list };
+    enum Tag : int64_t { none = 1, flag, number, real, list, text, tuple, identity };
 
     bool is_plain(nb::handle object) const { return object.type().is(tensor_) || object.type().is(parameter_); }
     // The low bytes of all fields; strides as many as sizes, so that equal bytes are equal layouts. False, with Python's error set, for what has no memory that DLPack knows of.
@@ -107,6 +126,34 @@ class LayoutReader {
         }
         return true;
     }
+    bool sign_any(Words &words, nb::handle argument, bool gradients, nb::handle identified) {
+        if (PyUnicode_Check(argument.ptr())) return sign_text(words, argument);
+        if (PyTuple_CheckExact(argument.ptr())) {
+            words.insert(words.end(), {tuple, int64_t(nb::len(argument))});
+            for (nb::handle item : nb::borrow<nb::tuple>(argument))
+                if (!sign_any(words, item, gradients, identified)) return false;
+            return true;
+        }
+        for (nb::handle type : nb::borrow<nb::tuple>(identified))
+            if (argument.type().is(type)) {
+                words.insert(words.end(), {identity, int64_t(reinterpret_cast<uintptr_t>(argument.ptr()))});
+                return true;
+            }
+        return sign(words, argument, gradients);
+    }
+    static bool sign_text(Words &words, nb::handle argument) {
+        Py_ssize_t size = 0;
+        const char *const begin = PyUnicode_AsUTF8AndSize(argument.ptr(), &size);
+        if (!begin) {
+            PyErr_Clear();
+            return false;
+        }
+        words.insert(words.end(), {text, int64_t(size)});
+        const size_t at = words.size();
+        words.resize(at + (size_t(size) + sizeof(int64_t) - 1) / sizeof(int64_t));
+        std::memcpy(words.data() + at, begin, size_t(size));
+        return true;
+    }
     static nb::bytes bytes(const Words &words) {
         return nb::bytes(reinterpret_cast<const char *>(words.data()), words.size() * sizeof(int64_t));
     }
@@ -123,5 +170,7 @@ void register_layouts(nb::module_ &m) {
     nb::class_<LayoutReader>(m, "LayoutReader", "Reads where tensors lie, and how, by DLPack's C exchange API.")
         .def(nb::init<nb::object, nb::object>(), nb::arg("tensor"), nb::arg("parameter"))
         .def("read", &LayoutReader::read, nb::arg("tensors"), nb::arg("gradients"))
+        .def("call", &LayoutReader::call, nb::arg("arguments"), nb::arg("named"), nb::arg("gradients"),
+             nb::arg("identified"), nb::arg("unusual"))
         .def("signature", &LayoutReader::signature, nb::arg("arguments"), nb::arg("gradients"));
 }

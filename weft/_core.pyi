@@ -1,6 +1,6 @@
 """Types of the compiled module (csrc/). Addresses are plain integers: the module knows no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,17 @@ class LayoutReader:
     """
 
     def __init__(self, tensor: type, parameter: type) -> None: ...
+    def call(
+        self,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        gradients: bool,
+        identified: tuple[type, ...],
+        unusual: tuple[Callable[[], object], ...],
+    ) -> bytes | None:
+        """Return the signature of a whole call, texts, tuples and objects of the types `identified` included: equal if the calls
+        differ in nothing but where tensors lie. None for other arguments, and if one of `unusual` returns something true."""
+
     def read(self, tensors: list[Any], gradients: bool) -> bytes | None:
         """Address, device, dtype, sizes and strides of all: equal if all of these are. With `gradients` None, if one requires one.
 

@@ -59,7 +59,7 @@ def every_candidate(group: dist.ProcessGroup, p: MatmulAllToAll, transposed: boo
         executor = CudaSchedule(schedule, domain)
         for name, own in executor.context.own.items():
             if name != "counts":
-                own.fill_(torch.nan)
+                own.fill_(torch.nan if own.is_floating_point() else -1)
         torch.cuda.synchronize()
         dist.barrier(group)
         cases = [Case(p, group.rank(), seed, room=0 if p.exact else 5, transposed=transposed) for seed in range(4)]

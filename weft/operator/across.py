@@ -45,12 +45,15 @@ class AcrossRanks:
 
     def begin(self, call: Any, capturing: bool, deadline_s: float | None) -> None:
         """`RefusedError` on every rank if what they have does not fit together."""
-        if self._made is not None:
-            self._made.note(self._fingerprint, self._what)
+        self.note()
         if self._compares_pairs and not capturing:
             self._compare_pairs(call, deadline_s)
         if self._compares_values and not capturing:
             self._compare_values(call, deadline_s)
+
+    def note(self) -> None:
+        if self._made is not None:
+            self._made.note(self._fingerprint, self._what)
 
     def begin_backward(self) -> None:
         if self._made is not None:

@@ -30,6 +30,7 @@ from weft.operator.derivatives import (
 )
 from weft.operator.flops import counted, flops_of, is_counter_there, register_formulas
 from weft.operator.prepared import Prepared, Table, check_options, group_of
+from weft.operator.replay import seen
 from weft.operator.spec import Operator
 from weft.operator.together import agree, together
 from weft.runtime.in_turn import Turn
@@ -79,7 +80,9 @@ def made(
     with together(op.title, group, like, deadline_s):
         call = form(group)
         require_plain(op.name, lambda: op.tensors(call))
-        return _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
+        results = _called(op, call, group, schedule, check_options(deadline_s, timeline), timeline)
+        op.note(call)
+        return results
 
 
 def within(op: Operator[Any], call: Any, group: dist.ProcessGroup, turn: Turn | None) -> list[torch.Tensor]:
@@ -124,7 +127,12 @@ def _called(
                 tensors = op.tensors(call)
                 require_kept(op.name, tensors)
                 return list(_Function.apply(known.prepared, call, deadline_s, timeline, *tensors))
-            return known.prepared(call, deadline_s, timeline, known.inputs(call))
+            inputs = known.inputs(call)
+            inputs = op.inputs(known.prepared.p, call) if inputs is None else inputs
+            results = known.prepared(call, deadline_s, timeline, inputs)
+            if timeline is None:
+                seen(op, table, known.prepared, call, inputs, deadline_s, results)
+            return results
     _require_device(op, _device_of(op, call))
     checked, wanted = op.checked(call, group), op.wanted(call)
     differentiated = True in wanted
@@ -136,7 +144,10 @@ def _called(
         table.remember(group, signature, prepared, call, inputs)
     if differentiated:
         return list(_Function.apply(prepared, checked, deadline_s, timeline, *op.tensors(checked)))
-    return prepared(checked, deadline_s, timeline, inputs)
+    results = prepared(checked, deadline_s, timeline, inputs)
+    if timeline is None:
+        seen(op, table, prepared, checked, inputs, deadline_s, results)
+    return results
 
 
 def _prepared_for(

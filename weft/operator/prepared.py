@@ -131,13 +131,13 @@ class Prepared:
         self._across: dict[str, AcrossRanks] = {}  # by what is given
         self.domain = symm.domain(group, device) if p.world_size > 1 else None
         self._group = weakref.ref(group)  # what is prepared may not keep a group that the caller has let go of
-        self._chosen: choosing.Chosen | None = None
+        self.chosen: choosing.Chosen | None = None
         self._executors: list[Executor] = []  # of what was chosen
         self._turns: Turns | None = None
         if self.domain is not None and device.type == "cpu":
             self._turns = Turns(f"{op.title}, {shown}", self.domain, said)
         self._serial = named(p, "serial").build()
-        self._results = [b.name for b in self._serial.buffers if b.role == "output"]
+        self.results = [b.name for b in self._serial.buffers if b.role == "output"]
         self._unfused: Unfused | None = None
         self._checked = False  # what the spec says of a call's memory
         self._ran: set[tuple[int, Hashable]] = set()  # executors, by identity, and layouts that they have run with
@@ -155,8 +155,7 @@ class Prepared:
                 return self(call, deadline_s, timeline, inputs)
         op, capturing = self.op, self.capturing()
         if self._across:
-            across = next(iter(self._across.values())) if len(self._across) == 1 else self._across[op.given(call)]
-            across.begin(call, capturing, deadline_s)
+            self.across(call).begin(call, capturing, deadline_s)
         inputs = op.inputs(self.p, call) if inputs is None else inputs
         if not self._checked:
             self._check_buffers("inputs", "input", inputs)
@@ -166,7 +165,7 @@ class Prepared:
             None if self.known_serial(capturing) else self._scheduled(call, inputs, capturing, deadline_s, timeline)
         )
         if results is None:
-            results = self._in_turn(call, inputs, deadline_s, timeline)
+            results = self.in_turn(call, inputs, deadline_s, timeline)
         if self.device.type == "cpu":
             op.finished(call, results, self.rank)
         elif not capturing:
@@ -189,17 +188,15 @@ class Prepared:
                     f"is [{rows}, {cols}]"
                 )
 
-    def _in_turn(
+    def in_turn(
         self, call: Any, inputs: dict[str, Any], deadline_s: float | None, timeline: Timeline | None
     ) -> list[torch.Tensor]:
         """The library's calls, one after the other."""
         turn = None if self._turns is None and timeline is None else self.turn(deadline_s, timeline)
         results = self.op.unfused(self.p, call, self.group, turn)
         if results is None:
-            if self._unfused is None:
-                self._unfused = Unfused(self._serial, self.rank)
-            made = self._unfused.run(inputs, turn, self.group)
-            results = [made[name] for name in self._results]
+            made = self.steps().run(inputs, turn, self.group)
+            results = [made[name] for name in self.results]
         if turn is not None:
             turn.end()
         return results
@@ -225,11 +222,11 @@ class Prepared:
             if not known:
                 self._ran.add(layout)
         found = outputs | made
-        return [found[name] for name in self._results]
+        return [found[name] for name in self.results]
 
     def _be_ready_for_capture(self, call: Any, inputs: dict[str, Any]) -> None:
         """What a graph captures may be another schedule than the one that has just run, and needs the kernels for this layout."""
-        chosen = self._chosen
+        chosen = self.chosen
         if chosen is None or chosen.captured is None or chosen.captured is chosen.usual or chosen.captured.gone:
             return
         layout = (id(chosen.captured), tuple([t.stride() for t in inputs.values()]))
@@ -255,12 +252,31 @@ class Prepared:
         ):  # the first that ranks have agreed on, whatever was given
             across.begin_backward()
 
+    def across(self, call: Any) -> AcrossRanks:
+        """What ranks compare at a call that they have agreed on."""
+        return next(iter(self._across.values())) if len(self._across) == 1 else self._across[self.op.given(call)]
+
+    def has_run(self, executor: Executor, layout: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether it has run with inputs of these strides on a GPU, so that the next such run needs no look at them."""
+        return (id(executor), layout) in self._ran
+
+    def steps(self) -> Unfused:
+        """The serial schedule as the library's calls."""
+        if self._unfused is None:
+            self._unfused = Unfused(self._serial, self.rank)
+        return self._unfused
+
     @property
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
             raise WeftError("the process group of this call is gone: backward needs it as forward did")
         return group
+
+    @property
+    def group_or_none(self) -> dist.ProcessGroup | None:
+        """The group, unless its last reference is gone."""
+        return self._group()
 
     @property
     def rank(self) -> int:
@@ -272,7 +288,7 @@ class Prepared:
 
     def close(self) -> None:
         """Give up threads and, on CPU, memory. The next call of this shape makes them anew."""
-        chosen, self._chosen, self._executors = self._chosen, None, []
+        chosen, self.chosen, self._executors = self.chosen, None, []
         self._ran.clear()
         self._ready.clear()
         if chosen is not None and not self.stale:
@@ -283,22 +299,22 @@ class Prepared:
     @property
     def taken(self) -> tuple[str, str]:
         """Names of the schedules of calls, and of those that a CUDA graph captures."""
-        return ("serial", "serial") if self._chosen is None else self._chosen.names
+        return ("serial", "serial") if self.chosen is None else self.chosen.names
 
     @property
     def captured(self) -> bool:
         """Whether a CUDA graph may be replayed that uses what is kept here."""
-        return self._chosen is not None and self._chosen.was_captured
+        return self.chosen is not None and self.chosen.was_captured
 
     @property
     def light(self) -> bool:
         """True if it holds no memory and no threads of its own."""
-        return self._chosen is None or all(one.shared for one in self._chosen.executors())
+        return self.chosen is None or all(one.shared for one in self.chosen.executors())
 
     @property
     def nbytes(self) -> int:
         """Of symmetric memory on a GPU."""
-        return 0 if self._chosen is None else self._chosen.nbytes
+        return 0 if self.chosen is None else self.chosen.nbytes
 
     def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -308,7 +324,7 @@ class Prepared:
         calls would pair one of a rank that failed with another one of its peers, and executors look themselves."""
         if self.domain is None:
             return True
-        chosen = self._chosen
+        chosen = self.chosen
         settled = chosen is not None and (chosen.captured if capturing else chosen.usual) is None
         if settled:
             self.domain.check()
@@ -327,7 +343,7 @@ class Prepared:
         with a call's `tensors`."""
         if True in [one.gone if capturing else one.stale for one in self._executors]:
             self.close()
-        if self._chosen is None:
+        if self.chosen is None:
             if capturing:
                 raise ValueError(f"call {self.op.title} once with these shapes before capturing it in a CUDA graph")
             domain, op, p = self.domain, self.op, self.p
@@ -340,12 +356,12 @@ class Prepared:
             # Ranks compile and measure meanwhile, and not all for the same time.
             patience_s = env.deadline_s() if deadline_s is None else deadline_s
             with _whole(domain, f"choosing a schedule of {op.title}"), symm.set_up_within(patience_s):
-                self._chosen = choosing.choose(
+                self.chosen = choosing.choose(
                     p, domain, tensors, self.pinned, deadline_s=deadline_s, what=self._shown,
-                    serial=lambda: self._in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
+                    serial=lambda: self.in_turn(typical, tensors, deadline_s, None), remembered=self._remembered,
                 )  # fmt: skip
-            self._executors = self._chosen.executors()
-        return self._chosen.captured if capturing else self._chosen.usual
+            self._executors = self.chosen.executors()
+        return self.chosen.captured if capturing else self.chosen.usual
 
 
 class Known(NamedTuple):
@@ -438,6 +454,9 @@ class Table:
             for old in list(itertools.islice(here.by_signature, _SIGNATURES // 2)):
                 del here.by_signature[old]
         here.by_signature[signature] = Known(prepared, places, inputs is None)
+
+    def of_group(self, group: dist.ProcessGroup) -> _OfGroup:
+        return self._of_group[id(group)]
 
     def known(self, group: dist.ProcessGroup) -> list[Prepared]:
         """The oldest first."""

@@ -122,6 +122,14 @@ class Operator(ABC, Generic[C]):
         """Before anything else, in every call. A compiled call, which no public function has seen, is checked here alone."""
         return call
 
+    def repeats(self, call: C) -> bool:
+        """Return whether calls with the same arguments, but for where tensors lie, are the same in everything else (see
+        `weft.operator.replay`): the form holds nothing that was read from tensors, and the public function changes no result."""
+        return True
+
+    def note(self, call: C) -> None:
+        """Remember what later calls can use of one that was made."""
+
     # --- memory ---
 
     def inputs(self, p: Any, call: C) -> Tensors:

@@ -134,6 +134,15 @@ class together:
             domain_.poison(text)
 
 
+def failed(
+    error: BaseException, operator: str, group: dist.ProcessGroup, device: torch.device, deadline_s: float | None
+) -> None:
+    """Tell peers of an error that left a call on GPUs whose `together` was left out; may raise what it becomes."""
+    call = together(operator, group, lambda: device, deadline_s)
+    call._calls, call._said = calls_of(group), said_on(group)
+    call._tell(error)
+
+
 def tell(error: BaseException, what: str, group: dist.ProcessGroup, like: Any, *, last: bool = False) -> None:
     """Notify the peers of `error`, which left a layer on this rank outside of every call of an operator.
 

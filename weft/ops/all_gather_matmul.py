@@ -22,6 +22,7 @@ from weft.operator.flattened import (
     rows_of_ranks,
 )
 from weft.operator.prepared import contiguous, strided
+from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul_gradients import AGAIN, partial_of, reduce_scattered
 from weft.ops.all_gather_matmul_gradients import OPERATOR as ALL_GRADIENTS
@@ -33,6 +34,7 @@ from weft.schedule import AllGatherMatmul
 from weft.timeline import Timeline
 
 
+@replayed
 def all_gather_matmul(
     A_shard: torch.Tensor,
     Bs: Sequence[torch.Tensor],

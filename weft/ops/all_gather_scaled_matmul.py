@@ -24,6 +24,7 @@ from weft.operator.flattened import (
     rows_of_ranks,
 )
 from weft.operator.prepared import contiguous, rank_of, size_of
+from weft.operator.replay import replayed
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
 from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -34,6 +35,7 @@ from weft.words import counted
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32", "fp8")}
 
 
+@replayed
 def all_gather_scaled_matmul(
     A_shard: torch.Tensor,
     Bs: Sequence[torch.Tensor],

@@ -18,6 +18,7 @@ from weft.errors import TooManyRowsError
 from weft.operator.calls import made, operator_named, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided, warn_of_copy
+from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.runtime.exchanged import (
     Sizes,
@@ -36,6 +37,7 @@ from weft.words import counted
 _LEAST_CAPACITY = 64  # a first call may well have no tokens
 
 
+@replayed
 def all_to_all_matmul(
     tokens: torch.Tensor,
     w_experts: torch.Tensor,
@@ -118,8 +120,6 @@ def all_to_all_matmul(
         return _Call(tokens, w_experts, splits, max_rows, capacity, False)
 
     y, received = made(OPERATOR, group, tokens, form, schedule=schedule, deadline_s=deadline_s, timeline=timeline)
-    if splits.is_cuda and not torch.compiler.is_compiling():
-        remember_total(splits, tokens.shape[0])
     return (y, received) if return_received else y
 
 
@@ -143,6 +143,10 @@ class _AllToAllMatmul(Operator[_Call]):
     }  # fmt: skip
     gradients_of: ClassVar[Mapping[str, str]] = {"tokens": "tokens", "w": "w_experts"}
     backward_tags = (torch.Tag.cudagraph_unsafe,)  # the host has to know how many rows came
+
+    def note(self, call: _Call) -> None:
+        if call.splits.is_cuda:
+            remember_total(call.splits, call.tokens.shape[0])
 
     def checked(self, call: _Call, group: dist.ProcessGroup) -> _Call:
         splits = call.splits.to(torch.int64) if call.splits.dtype == torch.int32 else call.splits

@@ -20,6 +20,7 @@ from weft.operator.flattened import (
     restored,
 )
 from weft.operator.prepared import contiguous, strided
+from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.matmul_all_gather_gradients import OPERATOR as GRADIENTS
 from weft.ops.matmul_all_gather_gradients import part_of_sum
@@ -30,6 +31,7 @@ from weft.schedule import MatmulAllGather
 from weft.timeline import Timeline
 
 
+@replayed
 def matmul_all_gather(
     x: torch.Tensor,
     w: torch.Tensor,

@@ -14,6 +14,7 @@ from weft.operator.calls import made, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.flattened import check_weights, grad_of_weight, outer_of, outer_text
 from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
@@ -43,6 +44,7 @@ def matmul_all_reduce(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
+@replayed
 def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -200,6 +202,9 @@ class _MatmulAllReduce(Operator[_Call]):
                     f"{name} is {given.dtype} on {given.device} and x is {x.dtype} on {x.device}: use one dtype and device"
                 )
         return MatmulAllReduce(world, m, n, x.shape[1], dtype, bias is not None, residual is not None, eps)
+
+    def repeats(self, call: _Call) -> bool:
+        return not call.average  # the result is divided in place
 
     def given(self, call: _Call) -> str:
         return joined('op="avg"' * call.average, outer_text("x", call.outer))

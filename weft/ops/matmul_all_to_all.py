@@ -17,6 +17,7 @@ from weft.arguments import check_count, check_tensor
 from weft.operator.calls import made, overlaps, registered, within
 from weft.operator.dtypes import name_of_dtype
 from weft.operator.prepared import contiguous, strided
+from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_to_all_matmul import OPERATOR as DISPATCH
 from weft.ops.all_to_all_matmul import expert_weights, rounded_up
@@ -38,6 +39,7 @@ from weft.words import counted
 _INTEGERS = (torch.int64, torch.int32)
 
 
+@replayed
 def matmul_all_to_all(
     h: torch.Tensor,
     w_experts: torch.Tensor,
@@ -179,6 +181,9 @@ class _MatmulAllToAll(Operator[_Call]):
         return call._replace(tokens=tokens)
 
     # --- what is asked for ---
+
+    def repeats(self, call: _Call) -> bool:
+        return call.rows is not None  # else the number of tokens is read from a tensor
 
     def size(self, call: _Call) -> int:
         return call.tokens or 0

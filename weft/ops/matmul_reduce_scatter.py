@@ -21,6 +21,7 @@ from weft.operator.flattened import (
     restored,
 )
 from weft.operator.prepared import contiguous, size_of, strided
+from weft.operator.replay import replayed
 from weft.operator.spec import Across, Operator
 from weft.ops.all_gather_matmul import OPERATOR as GATHER
 from weft.runtime.in_turn import Turn
@@ -31,6 +32,7 @@ from weft.timeline import Timeline
 from weft.words import joined
 
 
+@replayed
 def matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -141,6 +143,9 @@ class _MatmulReduceScatter(Operator[_Call]):
         check_weights(x, [B], what="A", each="B")
         check_even(x.shape, 0, world)
         return MatmulReduceScatter(world, x.shape[0], B.shape[1], x.shape[1], dtype)
+
+    def repeats(self, call: _Call) -> bool:
+        return not call.average  # the result is divided in place
 
     def given(self, call: _Call) -> str:
         outer = outer_text("A", call.outer)

@@ -17,6 +17,7 @@ from weft.arguments import check_flag, check_tensor, checked_dimension, checked_
 from weft.operator.calls import made, registered
 from weft.operator.flattened import check_even, check_weights, flattened, outer_of, outer_text, restored
 from weft.operator.prepared import contiguous, size_of
+from weft.operator.replay import replayed
 from weft.operator.scaled import FP8, check_beside, check_on, column_major, refuse_gradients, scale_of
 from weft.operator.spec import Across, Operator
 from weft.runtime.schedule_memory import TORCH_DTYPE
@@ -27,6 +28,7 @@ from weft.words import joined
 _OUT = {TORCH_DTYPE[name]: name for name in ("bf16", "fp16", "fp32")}
 
 
+@replayed
 def scaled_matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -202,6 +204,9 @@ class _ScaledMatmulReduceScatter(Operator[_Call]):
         by: Literal["tensor", "row"] = "row" if call.by_row else "tensor"
         (m, k), n, biased = x.shape, B.shape[1], call.bias is not None
         return ScaledMatmulReduceScatter(world, m, n, k, call.out, by, biased, call.fast)
+
+    def repeats(self, call: _Call) -> bool:
+        return not call.average  # the result is divided in place
 
     def given(self, call: _Call) -> str:
         return joined('reduce_op="avg"' * call.average, outer_text("A", call.outer))

@@ -15,12 +15,12 @@ from weft.plan.choose import Choice, NoOverlapWarning, choose
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
 from weft.plan.heuristic import pick_here, static_pick
 from weft.plan.nearby import names_near, octave, octave_of, typical
-from weft.plan.pin import AUTOTUNE, HEURISTIC, names_schedule, pinned, use
+from weft.plan.pin import AUTOTUNE, HEURISTIC, names_schedule, pinned, pinned_around, use
 from weft.plan.predict import MODES, Mode, Row
 
 __all__ = [
     "AUTOTUNE", "HEURISTIC", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row",
     "autotune", "calibrate", "calibrated", "candidates_from_outside", "choose", "explain", "explanation", "from_outside",
-    "known_times", "machine_and_model", "names_near", "names_schedule", "octave", "octave_of", "pick_here", "pinned", "promising",
-    "static_pick", "typical", "use",
+    "known_times", "machine_and_model", "names_near", "names_schedule", "octave", "octave_of", "pick_here", "pinned",
+    "pinned_around", "promising", "static_pick", "typical", "use",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ one: "autotune", what is measured to be the fastest, or "heuristic", what FiCCO'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -36,6 +36,10 @@ def use(schedule: str | None) -> Iterator[None]:
         yield
     finally:
         _pinned.reset(token)
+
+
+pinned_around: Callable[[], str | None] = _pinned.get
+"""Returns what the innermost `use` around the caller says; None without one."""
 
 
 def pinned(given: object = None) -> str | None:

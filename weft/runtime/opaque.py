@@ -20,6 +20,11 @@ _looks_at_frames: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "g
 """None where no compiled function runs on this thread: what keeps Dynamo out takes longer than a launch."""
 
 
+def frames_are_looked_at() -> bool:
+    """True where Dynamo would compile the functions that this thread calls."""
+    return "torch._dynamo" in sys.modules and _looks_at_frames() is not None
+
+
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, which Dynamo calls and does not trace, nor what it calls. Nearly free where Dynamo does not look at this thread's
     frames; loading it takes seconds and is not done here."""
@@ -29,7 +34,7 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal untraced
-        if "torch._dynamo" not in sys.modules or (not torch.compiler.is_compiling() and _looks_at_frames() is None):
+        if not frames_are_looked_at() and not torch.compiler.is_compiling():
             return function(*args, **kwargs)
         if untraced is None:
             untraced = torch.compiler.disable(function)

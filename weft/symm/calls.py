@@ -55,6 +55,11 @@ class GroupCalls:
         self.begun += 1
         return self.refused() if self._there else ""
 
+    @property
+    def is_refused(self) -> bool:
+        """True if a peer has refused a call of this group."""
+        return bool(self._there)
+
     def refused(self) -> str:
         """Why a peer has refused the call that was begun last, or ''."""
         return self._there.get(self.begun, "")

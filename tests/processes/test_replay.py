@@ -1,0 +1,198 @@
+"""Calls that repeat an earlier one take the short way, on tensors of their own; whatever means another call does not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operators_called import OPERATORS, Arguments, Operator, leaves
+from test_arguments_alike import SCHEDULES
+from torch.utils.flop_counter import FlopCounterMode
+
+import weft
+from weft.errors import RefusedError
+from weft.launch import Pool
+from weft.operator import calls
+
+GEMMS = [name for name in OPERATORS if name in SCHEDULES and name != "embedding_all_to_all"]
+
+
+@contextlib.contextmanager
+def long_ways() -> Iterator[list[str]]:
+    """The operators whose calls go the long way."""
+    found, before = [], calls._called
+
+    def called(op: Any, *rest: Any) -> Any:
+        found.append(op.name)
+        return before(op, *rest)
+
+    calls._called = called
+    try:
+        yield found
+    finally:
+        calls._called = before
+
+
+def anew(operator: Operator) -> Arguments:
+    """The arguments with other numbers, elsewhere in memory. Counts stay."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, list):
+            return [other(one) for one in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return made.copy_(value if value.dtype == torch.int64 else (torch.rand(value.shape) - 0.5).to(value.dtype))
+
+    return {name: other(value) for name, value in operator.arguments.items()}
+
+
+def repeated(group: dist.ProcessGroup, operator: str) -> None:
+    for schedule in SCHEDULES[operator]:
+        own = dist.new_group([0, 1])
+        call = OPERATORS[operator](own)
+        if operator == "matmul_all_to_all":  # else the number of rows is read from a tensor
+            call.arguments["rows"], schedule = 4, str(schedule).replace("dma", "kernel")
+        call.arguments["schedule"] = schedule
+        call()
+        for _ in range(4):
+            given = anew(call)
+            with long_ways() as ways:
+                found = leaves(call.call(**given))
+            assert not ways, (schedule, ways)
+            wanted = leaves(call.call.__wrapped__(**given))
+            assert len(found) == len(wanted) > 0
+            for one, other in zip(found, wanted, strict=True):
+                assert one.shape == other.shape
+                assert torch.equal(one, other), schedule
+        dist.destroy_process_group(own)
+        with pytest.raises(ValueError, match="group"):
+            call()
+
+
+@pytest.mark.parametrize("operator", GEMMS)
+def test_a_call_that_repeats_another_takes_the_short_way(pool: Pool, operator: str) -> None:
+    pool.run(repeated, operator, ranks=2, timeout_s=120)
+
+
+def gather(group: Any, x: torch.Tensor, w: list[torch.Tensor], dim: int = 0, **options: Any) -> list[torch.Tensor]:
+    return leaves(weft.all_gather_matmul(x, w, dim, group, **options))
+
+
+def forms(group: dist.ProcessGroup) -> None:
+    """Shapes, names and places of arguments: which take the short way the second time, and that all are right."""
+    own = dist.new_group([0, 1])
+    generator = torch.Generator().manual_seed(group.rank())
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def product(*_: Any) -> list[torch.Tensor]:
+        return leaves(weft.matmul_reduce_scatter(drawn(2, 3, 8), drawn(8, 5), "sum", 0, own))
+
+    cases: dict[str, tuple[Callable[[], Any], bool]] = {
+        "rows": (lambda: gather(own, drawn(3, 8), [drawn(8, 5)]), True),
+        "two weights": (lambda: gather(own, drawn(3, 8), [drawn(8, 5), drawn(8, 2)]), True),
+        "a tuple": (lambda: gather(own, drawn(3, 8), (drawn(8, 5),)), True),
+        "by name": (lambda: gather(own.group_name, drawn(3, 8), [drawn(8, 5)]), True),
+        "no shard": (lambda: gather(own, drawn(3, 8), [drawn(8, 5)], return_A=False), True),
+        "dimensions": (lambda: gather(own, drawn(2, 3, 8), [drawn(8, 5)]), True),
+        "a scatter of dimensions": (product, True),
+        "another dimension": (lambda: gather(own, drawn(2, 3, 8), [drawn(8, 5)], 1), False),
+        "a weight twice": (lambda: gather(own, drawn(3, 8), [drawn(8, 5)] * 2), False),
+        "columns": (lambda: gather(own, drawn(3, 8), [drawn(5, 8).t()]), True),
+        "rows of ranks": (lambda: gather(own, drawn(2 + group.rank(), 8), [drawn(8, 5)], rows=[2, 3]), True),
+        "an average": (
+            lambda: leaves(weft.matmul_reduce_scatter(drawn(4, 8), drawn(8, 5), "avg", 0, own)), False,
+        ),
+        "nothing": (lambda: gather(own, drawn(0, 8), [drawn(8, 5)]), False),
+    }  # fmt: skip
+    for name, (call, short) in cases.items():
+        for turn in range(3):
+            state = generator.get_state()
+            with long_ways() as ways:
+                found = call()
+            assert bool(ways) == (turn == 0 or not short), (name, turn)
+            generator.set_state(state)
+            kept, weft.all_gather_matmul = weft.all_gather_matmul, weft.all_gather_matmul.__wrapped__
+            scatter, weft.matmul_reduce_scatter = weft.matmul_reduce_scatter, weft.matmul_reduce_scatter.__wrapped__
+            try:
+                wanted = call()
+            finally:
+                weft.all_gather_matmul, weft.matmul_reduce_scatter = kept, scatter
+            for one, other in zip(found, wanted, strict=True):
+                assert one.stride() == other.stride(), name
+                assert torch.equal(one, other), name
+    dist.destroy_process_group(own)
+
+
+def test_calls_of_many_forms_are_right_again(pool: Pool) -> None:
+    pool.run(forms, ranks=2, timeout_s=60)
+
+
+def others(group: dist.ProcessGroup) -> None:
+    """Calls in which the same arguments mean something else."""
+    own = dist.new_group([0, 1])
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    for _ in range(2):
+        gather(own, x, [w])
+
+    def is_long(call: Callable[[], Any]) -> bool:
+        with long_ways() as ways:
+            call()
+        return bool(ways)
+
+    assert not is_long(lambda: gather(own, x, [w]))
+    assert is_long(lambda: gather(own, x, [w], timeline=weft.Timeline()))
+    with weft.plan.use("serial"):
+        assert is_long(lambda: gather(own, x, [w]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert is_long(lambda: gather(own, x, [w]))
+    parameter = torch.nn.Parameter(w)
+    for _ in range(2):
+        assert is_long(lambda: gather(own, x, [parameter]))
+        _, (y,) = weft.all_gather_matmul(x, [parameter], 0, own)
+        y.sum().backward()
+    assert parameter.grad is not None
+    with torch.no_grad():
+        gather(own, x, [parameter])
+        assert not is_long(lambda: gather(own, x, [parameter]))
+    with FlopCounterMode(display=False) as counter:
+        gather(own, x, [w])
+    assert counter.get_total_flops() == 2 * 6 * 8 * 5
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.vmap(lambda one: gather(own, one, [w])[1])(torch.stack([x, x]))
+    y = torch.compile(lambda one: weft.all_gather_matmul(one, [w], 0, own)[1][0], backend="eager")(x)
+    assert torch.equal(y, gather(own, x, [w])[1])
+    counts = [torch.tensor([3, 3]), torch.tensor([3 - group.rank(), 3 - group.rank()])]
+    sizes = torch.tensor([3, 2])
+    for rows in (counts[0], sizes):
+        shard = x[: int(rows[group.rank()])].clone()
+        found = gather(own, shard, [w], rows=rows)
+        assert len(found[0]) == int(rows.sum())
+    dist.destroy_process_group(own)
+
+
+def test_what_means_another_call_goes_the_long_way(pool: Pool) -> None:
+    pool.run(others, ranks=2, timeout_s=120)
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    """An error on one rank, in a call that peers repeat: all hear it, and the group lives."""
+    own = dist.new_group([0, 1])
+    x, w = torch.randn(3, 8), torch.randn(8, 5)
+    for _ in range(2):
+        gather(own, x, [w])
+    wrong = torch.randn(7, 5) if group.rank() == 1 else w
+    with pytest.raises(RefusedError, match="rank 1"):
+        gather(own, x, [wrong])
+    gather(own, x, [w])
+    dist.destroy_process_group(own)
+
+
+def test_an_error_of_a_peer_is_heard_on_the_short_way(pool: Pool) -> None:
+    pool.run(refused, ranks=2, timeout_s=60)
