@@ -266,3 +266,12 @@ def test_this_machine_is_named_by_its_driver_or_its_cpu(tmp_path: Path) -> None:
     (card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 42\n")
     assert machine.machine_name(tmp_path) == "NVIDIA H200"
     assert machine.machine_here(tmp_path) == load_machine("h200")
+
+
+def test_without_the_drivers_files_its_library_names_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(machine, "first_name", lambda: "NVIDIA H200")
+    assert machine.machine_name(tmp_path) == "NVIDIA H200"
+    assert machine.machine_here(tmp_path) == load_machine("h200")
+    monkeypatch.setattr(machine, "first_name", lambda: "")
+    assert machine.machine_here(tmp_path) is None
