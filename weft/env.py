@@ -69,6 +69,12 @@ def quiet() -> bool:
     return os.environ.get("WEFT_QUIET", "0") not in ("", "0")
 
 
+def self_calibration() -> bool:
+    """`WEFT_SELF_CALIBRATION`: 0 (default 1): plan by derived numbers on GPUs that have neither a machine file nor a calibration,
+    instead of measuring them at a group's first call, which takes up to 2 seconds, once for a machine."""
+    return os.environ.get("WEFT_SELF_CALIBRATION") != "0"
+
+
 def cache_dir() -> Path:
     """`WEFT_CACHE_DIR`: the folder (default ~/.cache/weft) of calibrations and measured times."""
     folder = os.environ.get("WEFT_CACHE_DIR")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from weft.hw import load_machine
-from weft.plan import calibration, machine
-from weft.plan.calibration import Calibration, calibrate, calibrated, find, fit_line, gemm_points
+from weft.plan import calibrated, calibration, machine, saved
+from weft.plan.calibration import Calibration, calibrate, find, fit_line, gemm_points
 from weft.sim import Model, model_of
 from weft.sim.machines import disturbance
 from weft.sim.model import interpolated
@@ -176,14 +176,18 @@ def test_one_rank_measures_no_communication() -> None:
 def test_it_is_kept_and_found_again(found: Calibration) -> None:
     assert find("NVIDIA H200", 2) is None
     h200 = load_machine("h200")
-    assert calibrated(h200, 2) == (BASE, "not calibrated with 2 ranks, by the machine file's numbers", False)
+    by_file = (BASE, "not calibrated with 2 ranks, by the machine file's numbers", False, "machine file")
+    assert calibrated(h200, 2) == by_file
     path = found.save()
     assert path.name == "calibration-nvidia-h200-2.json"
     assert json.loads(path.read_text())["versions"] == machine.versions()
     assert find("NVIDIA H200", 2) == found
-    model, note, refused = calibrated(h200, 2)
-    assert model == found.apply(BASE)
-    assert (note, refused) == (f"calibrated on {found.date}", False)
+    assert calibrated(h200, 2) == (
+        found.apply(BASE),
+        f"calibrated on {found.date} (0 days ago)",
+        False,
+        "calibration",
+    )
     assert find("NVIDIA H200", 8) is None
     with pytest.raises(ValueError, match="calibrated with 2 ranks, and the model has 8"):
         found.apply(model_of(h200, 8))
@@ -191,11 +195,11 @@ def test_it_is_kept_and_found_again(found: Calibration) -> None:
 
 def test_other_versions_are_refused_with_what_to_run(found: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
     found.save()
-    monkeypatch.setattr(calibration, "versions", lambda: {**machine.versions(), "torch": "3.0"})
+    monkeypatch.setattr(saved, "versions", lambda: {**machine.versions(), "torch": "3.0"})
     torch = machine.versions()["torch"]
     with pytest.raises(ValueError, match=rf"torch {torch.replace('+', '.')}, now 3.0: run `weft plan calibrate` again"):
         find("NVIDIA H200", 2)
-    model, note, refused = calibrated(load_machine("h200"), 2)
+    model, note, refused, _ = calibrated(load_machine("h200"), 2)
     assert model == BASE
     assert refused
     assert note.startswith("not calibrated: the calibration of NVIDIA H200 for 2 ranks")
@@ -223,7 +227,7 @@ def test_a_broken_file_is_an_error_that_names_it(text: str, message: str, found:
 def test_a_calibration_with_a_wrong_value_is_ignored_with_a_note(field: str, value: object, found: Calibration) -> None:
     path = found.save()
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    model, note, refused = calibrated(load_machine("h200"), 2)
+    model, note, refused, _ = calibrated(load_machine("h200"), 2)
     assert (model, refused) == (BASE, True)
     assert f"{field} is not what calibrations hold: run `weft plan calibrate` again" in note
 
@@ -240,7 +244,7 @@ def test_a_calibration_that_makes_no_model_is_ignored_with_a_note(
 ) -> None:
     path = found.save()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"all_gathers": points}))
-    model, note, refused = calibrated(load_machine("h200"), 2)
+    model, note, refused, _ = calibrated(load_machine("h200"), 2)
     assert (model, refused) == (BASE, True)
     assert note.startswith("not calibrated: ")
     assert message in note
@@ -262,3 +266,12 @@ def test_this_machine_is_named_by_its_driver_or_its_cpu(tmp_path: Path) -> None:
     (card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 42\n")
     assert machine.machine_name(tmp_path) == "NVIDIA H200"
     assert machine.machine_here(tmp_path) == load_machine("h200")
+
+
+def test_without_the_drivers_files_its_library_names_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(machine, "first_name", lambda: "NVIDIA H200")
+    assert machine.machine_name(tmp_path) == "NVIDIA H200"
+    assert machine.machine_here(tmp_path) == load_machine("h200")
+    monkeypatch.setattr(machine, "first_name", lambda: "")
+    assert machine.machine_here(tmp_path) is None

@@ -26,10 +26,11 @@ from schedule_checks import applicable
 from weft import reading
 from weft.bench.core import records
 from weft.errors import UnreadableError
-from weft.hw import load_machine
+from weft.hw import load_machine, machine_of
 from weft.hw.topology import load_topology
-from weft.plan import Calibration, autotune, calibrated, known_times
+from weft.plan import Calibration, autotune, calibrated, known_times, self_calibration
 from weft.plan.machine import versions
+from weft.plan.self_calibration import SelfCalibration
 from weft.schedule import AllGatherMatmul, Expr, candidates
 from weft.schedule.text import from_json, to_json
 from weft.schedule.verify import verify
@@ -162,6 +163,18 @@ class Places:
             calibration_path.write_bytes(text)
             calibrated(h200, 2).model.matmul_us(512, 512, 512, "bf16")
 
+        nobodys = machine_of("NVIDIA Nobody's 3")
+        assert nobodys is not None
+        base = model_of(nobodys, 2)
+        gemms = ((4096, 4096, 4096, "bf16", base.matmul_us(4096, 4096, 4096, "bf16")),)
+        own = SelfCalibration(nobodys.name, 2, "2026-01-02", versions(), 64, 3e5, 2e5, None, gemms, 1.5, 0.0, 5.5)
+        self_calibration.save(own)
+        (own_path,) = folder.glob("self-calibration-*.json")
+
+        def calibrates_itself(text: bytes) -> None:
+            own_path.write_bytes(text)
+            calibrated(nobodys, 2).model.matmul_us(512, 512, 512, "bf16")
+
         def machine(text: bytes) -> None:
             model_of(load_machine(self.file("a.toml", text)), 4)
 
@@ -188,6 +201,7 @@ class Places:
             ),
             "times": (remembers, [times.read_bytes()], ()),
             "calibration": (calibrates, [json.dumps(asdict(calibration)).encode()], ()),
+            "self-calibration": (calibrates_itself, [json.dumps(asdict(own)).encode()], ()),
             "machine": (
                 machine,
                 [shipped.joinpath(f"{name}.toml").read_bytes() for name in ("h200", "mi300x")],

@@ -61,6 +61,7 @@ def examine() -> Report:
         ("symmetric memory", _symmetric_memory),
         ("NVSHMEM", _nvshmem),
         ("Triton", _triton),
+        ("planning", _planning),
         ("FBGEMM", _fbgemm),
     )
     findings = tuple(_safely(what, check) for what, check in checks)
@@ -69,6 +70,7 @@ def examine() -> Report:
 
 def print_report(report: Report) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     colours = {"ok": "green", "missing": "yellow", "broken": "red"}
@@ -76,7 +78,7 @@ def print_report(report: Report) -> None:
     for _ in range(3):
         table.add_column(overflow="fold")
     for finding in report.findings:
-        text = finding.found + (f"\n[dim]fix: {finding.fix}[/dim]" if finding.fix else "")
+        text = escape(finding.found) + (f"\n[dim]fix: {escape(finding.fix)}[/dim]" if finding.fix else "")
         colour = colours[finding.state]
         table.add_row(finding.what, f"[{colour}]{finding.state}[/{colour}]", text)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -234,6 +236,34 @@ def _triton() -> Finding:
         fix = "comes with CUDA builds of torch; not needed on CPU"
         return Finding("Triton", "missing", f"does not import ({type(error).__name__})", fix)
     return Finding("Triton", "ok", str(triton.__version__))
+
+
+def _planning() -> Finding:
+    """Which numbers plans rest on here, for all GPUs and for the numbers of ranks that were measured."""
+    from weft.hw import machine_of
+    from weft.plan import calibrated
+    from weft.plan.self_calibration import WHAT
+    from weft.plan.store import ranks_of
+
+    torch: Any = _import("torch")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return Finding("planning", "missing", "no GPU: on CPU schedules are measured at the first call of each shape")
+    names = list(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count)))
+    machine = machine_of(names[0])
+    if machine is None:
+        found = f"nothing is known of {names[0]}: schedules are measured at the first call of each shape"
+        return Finding("planning", "missing", found)
+    saved = {ranks for what in ("calibration", WHAT) for ranks in ranks_of(what, machine.name)}
+    sources = {ranks: calibrated(machine, ranks) for ranks in sorted({max(2, count), *saved})}
+    lines = [f"{counted(ranks, 'rank')}: {found.source}; {found.note}" for ranks, found in sources.items()]
+    lines += [machine.about] if machine.about else []
+    lines += [f"GPUs differ ({', '.join(names)}): all ranks take the first rank's schedules"] if names[1:] else []
+    of_all = sources[max(2, count)]
+    if of_all.refused or of_all.source == "derived":
+        fix = "weft plan calibrate" if count > 1 else "none needed to try weft"
+        return Finding("planning", "missing", "\n".join(lines), fix)
+    return Finding("planning", "ok", "\n".join(lines))
 
 
 def _fbgemm() -> Finding:

@@ -237,7 +237,8 @@ def calibrate(
     """Measure this machine's GPUs for the planner: GEMMs, copies, signals, collectives, and GEMMs beside copies.
 
     The numbers are kept in WEFT_CACHE_DIR (default ~/.cache/weft) with the versions that they hold for, and are used from
-    then on. Without them the planner goes by the machine's file, or by numbers derived from what the driver says.
+    then on. Without them the planner goes by the machine's file; without a file, by a few numbers that a first call has
+    measured, and by others that are derived from what the driver says. `weft doctor` says which these are.
 
         weft plan calibrate
 

@@ -48,6 +48,15 @@ def facts_of(name: str) -> DriverFacts | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def first_name() -> str:
+    """Return the name of the driver's first GPU; "" without NVML or a GPU."""
+    with contextlib.suppress(OSError, AttributeError, ValueError), _library() as nvml:
+        for handle in _devices(nvml):
+            return _name(nvml, handle)
+    return ""
+
+
 @contextlib.contextmanager
 def _library() -> Iterator[ctypes.CDLL]:
     nvml = ctypes.CDLL("libnvidia-ml.so.1")

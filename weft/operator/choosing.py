@@ -26,10 +26,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from weft import env, plan
-from weft.caller import warn
+from weft import caller, env, plan
 from weft.errors import ScheduleError
 from weft.hw import machine_of
+from weft.operator.self_calibrate import self_calibrate
 from weft.plan import gemms
 from weft.plan.choose import decide, warn_once
 from weft.plan.machine import machine_name
@@ -128,10 +128,12 @@ def choose(
         names = (pinned, pinned)
     elif pinned is None and domain.device.type == "cuda" and not p.tried_on_gpus:
         names = "serial", "serial"
-    elif pinned is not None or remembered or not p.has_work:
-        names = _names(p, domain, tensors, pinned, deadline_s, serial)
     else:
-        names = _names_near(p, domain, tensors, deadline_s, serial)
+        know_machine(domain, deadline_s)
+        if pinned is not None or remembered or not p.has_work:
+            names = _names(p, domain, tensors, pinned, deadline_s, serial)
+        else:
+            names = _names_near(p, domain, tensors, deadline_s, serial)
     try:
         schedules = _schedules(p, names, domain)
     except NotApplicableError as error:  # what goes for sizes around it mostly does for this one
@@ -159,7 +161,7 @@ def _by_heuristic(p: Problem, domain: Domain, deadline_s: float | None) -> str |
     text = f'schedule="heuristic", {p.title}: FiCCO\'s heuristic is not followed, {why}; the usual choice is taken'
     if picked is None and text not in _said and not env.quiet():
         _said.add(text)
-        warn(text)
+        caller.warn(text)
     return picked
 
 
@@ -270,23 +272,32 @@ def executor(schedule: Schedule, domain: Domain, p: Problem | None = None, name:
     return CpuSchedule(schedule, domain, what or ("" if p is None else p.text))
 
 
+def know_machine(domain: Domain, deadline_s: float | None) -> None:
+    """Have ranks plan by the same self-calibration, if their GPUs need one: measure it, or take the first rank's. Collective."""
+    if self_calibrate(domain, device_name(domain.device), deadline_s):
+        _model_of.cache_clear()
+
+
 def machine_model(device: torch.device, world_size: int) -> Model | None:
-    """Return the model of this machine; None on CPU, and for GPUs of which nothing is known (AMD's without a file). With the saved
-    calibration, if there is one (`weft plan calibrate`), and the GEMMs that this process has measured. The same object until it
-    measures others."""
+    """Return the model of this machine by the best source (`weft.plan.source`), with the GEMMs that this process has measured; None
+    on CPU, and for GPUs of which nothing is known (AMD's without a file). The same object until either changes."""
     model = _calibrated_model(device, world_size)
     return None if model is None else gemms.informed(model, device_name(device))
 
 
-@lru_cache(maxsize=64)
 def _calibrated_model(device: torch.device, world_size: int) -> Model | None:
-    machine = machine_of(device_name(device)) if device.type == "cuda" else None
+    return _model_of(device_name(device), world_size) if device.type == "cuda" else None
+
+
+@lru_cache(maxsize=64)
+def _model_of(name: str, world_size: int) -> Model | None:
+    machine = machine_of(name)
     if machine is None:
         return None
-    model, note, refused = plan.calibrated(machine, world_size)
-    if refused:
-        warn(f"planning without a calibration: {note}")
-    return model
+    found = plan.calibrated(machine, world_size)
+    if found.refused:
+        caller.warn_once(f"planning without a calibration: {found.note}")
+    return found.model
 
 
 def _gpu_timer(p: Problem, tensors: Tensors) -> gemms.Timer:

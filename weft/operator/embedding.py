@@ -2,7 +2,7 @@
 size of batch.
 
 "auto" is the planner's choice between `serial`, `direct` and `put` (`EmbeddingPlan.candidates`), for the middle of each half octave
-of samples (`weft.plan.nearby`), on GPUs with a machine file. Elsewhere, and where there is nobody to send to, it is `direct`. Under
+of samples (`weft.plan.nearby`), on GPUs that have a model. Elsewhere, and where there is nobody to send to, it is `direct`. Under
 `weft.plan.use("autotune")` all of them are timed, on CPU too. All ranks take the same: a plan is the first rank's, measured times
 are the slowest rank's.
 """
@@ -180,8 +180,9 @@ def _is_tuned() -> bool:
 def _transport(p: EmbeddingPlan, domain: Domain, size: int, given: Input, deadline_s: float | None) -> Transport:
     """For batches of this half octave. Collective."""
     typical, tuned = plan.typical(problem_of(p.sharding, given[2].batch_sizes)), _is_tuned()
-    planned = _planned(p, typical, domain) if domain.rank == 0 and not tuned else None
     patience_s = env.deadline_s() if deadline_s is None else deadline_s
+    choosing.know_machine(domain, patience_s)
+    planned = _planned(p, typical, domain) if domain.rank == 0 and not tuned else None
     said = domain.all_gather((size, tuned, planned), what=f"choosing a transport of {OPERATOR}", deadline_s=patience_s)
     if len({mine[:2] for mine in said}) > 1:
         text = f"ranks called {OPERATOR} with other batch_sizes, or not all under weft.plan.use: make the same calls on every rank"

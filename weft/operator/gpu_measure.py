@@ -1,38 +1,56 @@
-"""What `weft.plan.calibrate` asks of two or more GPUs: how long GEMMs, copies, signals and collectives take here.
+"""Times that `weft.plan.calibrate` and self-calibration ask two or more GPUs for: GEMMs, copies, signals and collectives.
 
 All ranks measure at once, since that is how schedules use the machine: links both ways, every GPU's power. Every answer is
 the slowest rank's. Queued work stands behind a sleep of the device, so that the host is ahead.
+
+Loading a kernel behind a stream that waits for a peer could hang the device. So copying kernels and the GEMMs that are known before
+are loaded at set-up, each measurement runs once and the device comes to rest before it is enqueued behind a sleep, and signals to a
+peer are timed without kernels.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from weft import _core, env, symm
+from weft.errors import RefusedError
 from weft.hw import load_machine, machine_of
 from weft.kernels.signals import TOKEN
 from weft.plan import calibrate
 from weft.runtime.collectives import all_gather_single
-from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape
+from weft.runtime.cuda.move import MAX_PROGRAMS, Move, Shape, prepare
 from weft.runtime.cuda.schedule import CudaSchedule
 from weft.runtime.schedule_memory import TORCH_DTYPE
 from weft.schedule import AllGatherMatmul, candidates
 from weft.sim import model_of
+from weft.sim.model import MatmulShape
 from weft.symm import Domain
+from weft.words import by_rank
 
-_ENOUGH_US = 2000.0  # of measured work behind one sleep
 _SLEEP_CYCLES = 1_000_000
 _CYCLES_PER_US = 2000  # at least the clock of any present GPU
-_BUFFER_BYTES = 1 << 30
 _ROUNDS = 3
 _LONG_US = 200.0
-_WARM_US = 20_000.0  # of the same work before long work is timed: a GPU that has rested runs at a higher clock
 _LARGEST_OPERAND = 1 << 31
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long each measurement lasts, and in how much memory."""
+
+    buffer_bytes: int = 1 << 30
+    enough_us: float = 2000.0  # of measured work behind one sleep
+    warm_us: float = 20_000.0  # before long work is timed: a GPU that has rested runs at a higher clock
+
+
+FULL, QUICK = Effort(), Effort(64 << 20, 1000.0, 8000.0)
 
 
 def calibrate_ranks(rank: int, world_size: int, dtypes: tuple[str, ...], budget_s: float) -> str:
@@ -60,28 +78,52 @@ def _ignored(text: str) -> None:
 class GpuMeasure:
     """See `weft.plan.calibration.Measure`. Collective: every rank makes one, and the same calls of it in the same order."""
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: Domain, effort: Effort = FULL, gemms: Sequence[MatmulShape] = ()) -> None:
+        """gemms: shapes whose operands are made, and whose kernels are loaded, before anything is timed.
+
+        `RefusedError`, on every rank, if a rank cannot set up: without memory, or if it cannot run such GEMMs.
+        """
         self.domain, self.world_size, device = domain, domain.world_size, domain.device
         self.machine = torch.cuda.get_device_name(device)
         units = torch.cuda.get_device_properties(device).multi_processor_count
         self.copy_units = min(MAX_PROGRAMS, units)
-        self._device, self._began = device, time.monotonic()
+        self._device, self._effort = device, effort
+        # A generator of its own: the user's random numbers stay what they are.
+        self._random = torch.Generator(device).manual_seed(0)
         self._host_us = 50.0  # of the calls that were timed last, each
         self._peer = (domain.rank + 1) % domain.world_size
-        self._region = domain.allocate(_BUFFER_BYTES, what="calibration")
+        self._made: dict[MatmulShape, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        why = ""
+        try:
+            self._set_up_alone(gemms)
+        except Exception as error:  # only this rank's, and the others would wait for it
+            why = f"{type(error).__name__}: {error}"
+        whys = domain.all_gather(why, what="setting up a calibration")
+        if any(whys):
+            raise RefusedError(by_rank((rank, text) for rank, text in enumerate(whys) if text))
+        self._region = domain.allocate(effort.buffer_bytes, what="calibration")
         self._words = domain.allocate(64, what="signals of the calibration")
-        self._local = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8, device=device)
-        self._side = torch.cuda.Stream(device, priority=-1)
-        self._pool = torch.randn(
-            _LARGEST_OPERAND // 4, device=device
-        )  # random bits; GEMMs on zeros run at a higher clock
-        torch.cuda.synchronize(device)
+        self._meet()
+        self._began = time.monotonic()
+
+    def _set_up_alone(self, gemms: Sequence[MatmulShape]) -> None:
+        prepare(self._device)
+        self._local = torch.zeros(self._effort.buffer_bytes, dtype=torch.uint8, device=self._device)
+        self._side = torch.cuda.Stream(self._device, priority=-1)
+        for shape in gemms:
+            a, b, out = self._made[shape] = self._operands(*shape)
+            torch.mm(a, b, out=out)
+        torch.cuda.synchronize(self._device)
+
+    @cached_property
+    def _pool(self) -> torch.Tensor:
+        return torch.randn(_LARGEST_OPERAND // 4, device=self._device, generator=self._random)
 
     def elapsed_s(self) -> float:
         return max(self.domain.all_gather(time.monotonic() - self._began, what="time of the calibration"))
 
     def gemm_us(self, m: int, n: int, k: int, dtype: str) -> float:
-        a, b, out = self._operands(m, n, k, dtype)
+        a, b, out = self._made.get((m, n, k, dtype)) or self._operands(m, n, k, dtype)
         return self._queued(lambda: torch.mm(a, b, out=out))
 
     def launch_us(self) -> float:
@@ -89,7 +131,7 @@ class GpuMeasure:
         return self._queued(lambda: one.add_(1))
 
     def host_step_us(self) -> float:
-        p = AllGatherMatmul.even(256, 256, 256, self.world_size)
+        p = AllGatherMatmul.even(128 * self.world_size, 256, 256, self.world_size)
         found = next(
             c for c in candidates(p, ("shard",)) if dict(c.parameters) == {"chunks": 1, "send": "in_turn", "by": "dma"}
         )
@@ -124,7 +166,7 @@ class GpuMeasure:
 
     def all_gather_us(self, count: int) -> float:
         shard = max(16, count // max(1, self.world_size - 1))
-        whole = self._local[: shard * self.world_size] if shard * self.world_size <= _BUFFER_BYTES else None
+        whole = self._local[: shard * self.world_size] if shard * self.world_size <= self._effort.buffer_bytes else None
         if whole is None:
             whole = torch.empty(shard * self.world_size, dtype=torch.uint8, device=self._device)
         mine = self._pool.view(torch.uint8)[:shard]
@@ -165,7 +207,7 @@ class GpuMeasure:
     def gemm_beside_copy_us(
         self, m: int, n: int, k: int, dtype: str, by: Literal["dma", "kernel"]
     ) -> tuple[float, float]:
-        a, b, out = self._operands(m, n, k, dtype)
+        a, b, out = self._made.get((m, n, k, dtype)) or self._operands(m, n, k, dtype)
         count = 64 << 20
         if by == "dma":
             program = _core.StreamProgram(2, 1, 0)
@@ -214,8 +256,8 @@ class GpuMeasure:
 
     def _operands(self, m: int, n: int, k: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random [m, k], and [k, n] as `linear.weight.t()` has it."""
-        a = torch.randn(m, k, device=self._device).to(TORCH_DTYPE[dtype])
-        b = torch.randn(n, k, device=self._device).to(TORCH_DTYPE[dtype]).t()
+        a = torch.randn(m, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype])
+        b = torch.randn(n, k, device=self._device, generator=self._random).to(TORCH_DTYPE[dtype]).t()
         return a, b, torch.empty(m, n, dtype=a.dtype, device=self._device)
 
     def _program(self, record: Callable[[_core.StreamProgram], int]) -> float:
@@ -229,9 +271,9 @@ class GpuMeasure:
     def _queued(self, call: Callable[[], object], calls: int | None = None) -> float:
         call()
         us = self._once(call, 2, 1)
-        calls = calls or max(3, min(50, int(_ENOUGH_US / max(us, 1.0))))
+        calls = calls or max(3, min(50, int(self._effort.enough_us / max(us, 1.0))))
         # One at least, so that a collective's first call, in which ranks wait for each other, is not timed.
-        warm = max(1, int(_WARM_US / us) if us > _LONG_US else 0)
+        warm = max(1, int(self._effort.warm_us / us) if us > _LONG_US else 0)
         return sorted(self._once(call, calls, warm) for _ in range(_ROUNDS))[_ROUNDS // 2]
 
     def _once(self, call: Callable[[], object], calls: int, warm: int = 0) -> float:

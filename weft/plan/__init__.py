@@ -10,13 +10,14 @@ A choice is a function of shape, model, registered builders, and remembered time
 """
 
 from weft.plan.autotune import autotune, candidates_from_outside, from_outside, known_times, promising
-from weft.plan.calibration import Calibration, Measure, calibrate, calibrated
+from weft.plan.calibration import Calibration, Measure, calibrate
 from weft.plan.choose import Choice, NoOverlapWarning, choose
 from weft.plan.explain import Explanation, explain, explanation, machine_and_model
 from weft.plan.heuristic import pick_here, static_pick
 from weft.plan.nearby import names_near, octave, octave_of, typical
 from weft.plan.pin import AUTOTUNE, HEURISTIC, names_schedule, pinned, pinned_around, use
 from weft.plan.predict import MODES, Mode, Row
+from weft.plan.source import calibrated
 
 __all__ = [
     "AUTOTUNE", "HEURISTIC", "MODES", "Calibration", "Choice", "Explanation", "Measure", "Mode", "NoOverlapWarning", "Row",

@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from weft.errors import UnreadableError
-from weft.hw import Machine
-from weft.plan import store
+from weft.plan import saved, store
 from weft.plan.machine import versions
 from weft.schedule import ITEM_BYTES
-from weft.sim import Model, model_of
+from weft.sim import Model
 from weft.sim.machines import disturbance
 from weft.sim.model import Transfer, interpolated
-from weft.words import counted
 
 _MOST_US = 20_000.0
 """Of one thing that is measured: on a GPU a matmul of 15 TFLOP, of which a few repetitions still go into the budget."""
 _MOST_BYTES = 4 << 30
-_MOST_WHOLE = 1 << 50  # of sizes and counts in a file
 _AGAIN = "run `weft plan calibrate` again"
 _COPIES = tuple(4**i for i in range(8, 16))  # 64 KiB to 1 GiB
 _ROWS = ((1024, 4096), (8192, 2048))  # (rows, bytes of each)
@@ -158,42 +154,7 @@ def find(machine: str, world_size: int) -> Calibration | None:
     `ValueError` if it was made with other versions than are installed here; `UnreadableError` if its file is broken. Both say
     what to do.
     """
-    path = store.path_of("calibration", machine, world_size)
-    content = store.read(path)
-    if content is None:
-        return None
-    for field in fields(Calibration):
-        if field.name not in content:
-            raise UnreadableError(f"{path} lacks {field.name!r}: {_AGAIN}")
-        if not _HOLDS[field.name](content[field.name]):
-            raise UnreadableError(f"{path}: {field.name} is not what calibrations hold: {_AGAIN}")
-    found = Calibration(**{f.name: _frozen(content[f.name]) for f in fields(Calibration)})
-    if changed := store.differences(dict(found.versions), versions()):
-        raise ValueError(
-            f"the calibration of {machine} for {counted(world_size, 'rank')} ({path}) was made with {changed}: {_AGAIN}"
-        )
-    return found
-
-
-class Calibrated(NamedTuple):
-    model: Model
-    note: str
-    """What its numbers rest on."""
-    refused: bool
-    """Whether there is a calibration that is of no use: the note says why, and what to do."""
-
-
-def calibrated(machine: Machine, ranks: int) -> Calibrated:
-    """The model of `ranks` of these GPUs with the saved calibration applied, if there is one for the versions that are
-    installed. `KeyError` names a number that the machine file lacks."""
-    model = model_of(machine, ranks)
-    try:
-        found = find(machine.name, ranks)
-        if found is not None:
-            return Calibrated(found.apply(model), f"calibrated on {found.date}", False)
-    except ValueError as error:
-        return Calibrated(model, f"not calibrated: {error}", True)
-    return Calibrated(model, f"not calibrated with {counted(ranks, 'rank')}, by the machine file's numbers", False)
+    return saved.load(Calibration, "calibration", machine, world_size, _HOLDS, _AGAIN)
 
 
 def calibrate(
@@ -303,66 +264,23 @@ def _beside(
     return tuple((by, us / alone, rate) for by, us, rate in beside), {cube: alone}
 
 
-def _is_text(found: Any) -> bool:
-    return isinstance(found, str)
-
-
-def _is_whole(found: Any) -> bool:
-    return type(found) is int and 1 <= found <= _MOST_WHOLE
-
-
-def _is_positive(found: Any) -> bool:
-    """For factors, and for bytes/us."""
-    return type(found) in (int, float) and 1e-6 <= found <= 1e12
-
-
-def _is_time_or_0(found: Any) -> bool:
-    return store.is_time(found) or (type(found) in (int, float) and found == 0)
-
-
-def _is_one_of(names: Collection[str]) -> Callable[[Any], bool]:
-    return lambda found: isinstance(found, str) and found in names
-
-
-def _are_versions(found: Any) -> bool:
-    return isinstance(found, dict) and all(map(_is_text, found.values()))
-
-
-def _rows(*cells: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A check of a list of lists, each with as many cells."""
-
-    def check(found: Any) -> bool:
-        return isinstance(found, list) and all(
-            isinstance(row, list)
-            and len(row) == len(cells)
-            and all(is_it(cell) for is_it, cell in zip(cells, row, strict=True))
-            for row in found
-        )
-
-    return check
-
-
-_CURVE = _rows(_is_whole, store.is_time)
+_CURVE = saved.rows_of(saved.is_whole, store.is_time)
 _HOLDS: dict[str, Callable[[Any], bool]] = {
-    "machine": _is_text,
-    "world_size": _is_whole,
-    "date": _is_text,
-    "versions": _are_versions,
-    "gemms": _rows(_is_whole, _is_whole, _is_whole, _is_one_of(ITEM_BYTES), store.is_time),
-    "launch_us": _is_time_or_0,
-    "host_step_us": _is_time_or_0,
-    "copy_units": _is_whole,
+    "machine": saved.is_text,
+    "world_size": saved.is_whole,
+    "date": saved.is_text,
+    "versions": saved.are_versions,
+    "gemms": saved.rows_of(saved.is_whole, saved.is_whole, saved.is_whole, saved.one_of(ITEM_BYTES), store.is_time),
+    "launch_us": saved.is_time_or_0,
+    "host_step_us": saved.is_time_or_0,
+    "copy_units": saved.is_whole,
     "copies": _CURVE,
-    "copy_rows": _rows(_is_whole, _is_whole, store.is_time),
+    "copy_rows": saved.rows_of(saved.is_whole, saved.is_whole, store.is_time),
     "puts": _CURVE,
     "gets": _CURVE,
     "all_gathers": _CURVE,
-    "signal_local_us": _is_time_or_0,
-    "signal_remote_us": _is_time_or_0,
-    "beside": _rows(_is_one_of(("dma", "kernel")), _is_positive, _is_positive),
+    "signal_local_us": saved.is_time_or_0,
+    "signal_remote_us": saved.is_time_or_0,
+    "beside": saved.rows_of(saved.one_of(("dma", "kernel")), saved.is_positive, saved.is_positive),
 }
 """Checks of a calibration's fields as JSON has them."""
-
-
-def _frozen(content: Any) -> Any:
-    return tuple(map(_frozen, content)) if isinstance(content, list) else content

@@ -15,11 +15,11 @@ from weft.hw import Machine, load_machine
 from weft.hw.topology import load_topology
 from weft.plan import gemms
 from weft.plan.autotune import known_times
-from weft.plan.calibration import calibrated
 from weft.plan.choose import Choice, decide
 from weft.plan.heuristic import static_pick
 from weft.plan.machine import machine_here, machine_name
 from weft.plan.predict import AT_LEAST, SAME_AS, Mode, Progress, Row
+from weft.plan.source import calibrated
 from weft.schedule import described
 from weft.sim import Model
 from weft.sim.model import MatmulShape
@@ -230,8 +230,8 @@ def explanation(
 def machine_and_model(
     hw: str | Path | None, ranks: int, topology: str | Path | None = None
 ) -> tuple[Machine, Model, tuple[str, ...]]:
-    """The machine, its model, calibrated if that was done, with the GEMMs that this process has measured on such a machine;
-    and what to know of that."""
+    """Return the machine, its model by the best source (`weft.plan.source`) with the GEMMs that this process has measured on such
+    a machine, and notes on what they rest on."""
     notes = []
     machine = machine_here() if hw is None else load_machine(hw)
     if machine is None:
@@ -240,7 +240,7 @@ def machine_and_model(
     elif machine.about:
         notes.append(machine.about)
     try:
-        model, note, _ = calibrated(machine, ranks)
+        model, note, *_ = calibrated(machine, ranks)
         if topology is not None:
             model = replace(model, wiring=load_topology(topology, machine))
             model.wiring.of(ranks)  # which it may not be made for

@@ -10,16 +10,19 @@ from importlib import metadata
 from pathlib import Path
 
 from weft.hw import Machine, machine_of
+from weft.hw.nvml import first_name
 
 _NVIDIA = Path("/proc/driver/nvidia")
 _PACKAGES = ("weft", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def machine_name(driver: Path = _NVIDIA) -> str:
-    """The first GPU's name as its driver gives it ("NVIDIA H200"), or the CPU's with its cores ("Xeon ..., 2 cores")."""
+    """Return the first GPU's name as its driver gives it ("NVIDIA H200"), or the CPU's with its cores ("Xeon ..., 2 cores")."""
     for information in sorted(driver.glob("gpus/*/information")):
-        if found := re.search(r"^Model:\s*(.+?)\s*$", information.read_text(), re.MULTILINE):
+        if found := re.search(r"^Model:\s*(.+?)\s*$", information.read_text(errors="replace"), re.MULTILINE):
             return found[1]
+    if driver == _NVIDIA and (name := first_name()):  # containers may lack the driver's files
+        return name
     cores = len(os.sched_getaffinity(0))
     return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 

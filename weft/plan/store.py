@@ -20,8 +20,21 @@ TIMES = "microseconds are between 1e-6 and 1e12"
 
 def path_of(what: str, *names: object) -> Path:
     """Return the path of a file, such as cache_dir/calibration-nvidia-h200-2.json."""
-    words = [re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") for name in (what, *names)]
-    return env.cache_dir() / f"{'-'.join(words)}.json"
+    return env.cache_dir() / f"{_stem(what, *names)}.json"
+
+
+def _stem(*names: object) -> str:
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-") for name in names)
+
+
+def ranks_of(what: str, machine: str) -> list[int]:
+    """Return the numbers of ranks for which there is a file `path_of(what, machine, ranks)`."""
+    name = re.compile(rf"{_stem(what, machine)}-([1-9]\d{{0,5}})\.json")
+    try:
+        with os.scandir(env.cache_dir()) as files:
+            return sorted(int(found[1]) for file in files if (found := name.fullmatch(file.name)))
+    except OSError:
+        return []
 
 
 def any_of(what: str) -> bool:

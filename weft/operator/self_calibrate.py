@@ -1,0 +1,151 @@
+"""When GPUs measure themselves (`weft.plan.self_calibration`), and whose numbers count.
+
+A group does so once, at its first choice of a schedule: there all ranks meet anyway, after the communicator is made and before the
+first plan. A group that plans nothing, since its schedules are pinned, never pays for it. Ranks say what each knows, and the first
+rank's knowledge decides:
+
+    a calibration, or a machine file    nothing is measured
+    a self-calibration                  every rank takes it
+    neither                             all ranks measure, unless one cannot, and take the first rank's numbers
+
+A rank cannot measure while a CUDA graph is being captured, with WEFT_SELF_CALIBRATION=0, beside GPUs of another kind, on a part of
+a GPU, or on a GPU that it shares with a rank. Then all plan by derived numbers, and the first rank says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from weft import env, symm
+from weft.caller import warn_once
+from weft.errors import OutOfSharedMemoryError, RefusedError, WeftError
+from weft.hw import machine_of
+from weft.plan import Measure, calibrated, self_calibration
+from weft.plan.self_calibration import SelfCalibration, Sizes
+from weft.runtime.capture import is_captured
+from weft.sim import model_of
+from weft.symm import Domain
+from weft.words import by_rank
+
+_CAPTURED = "a CUDA graph is being captured"
+_settled: weakref.WeakSet[Domain] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def _gpu_measure(domain: Domain, sizes: Sizes) -> Iterator[Measure]:
+    from weft.operator.gpu_measure import QUICK, GpuMeasure  # needs Triton, which a CPU machine may lack
+
+    with torch.cuda.device(domain.device), contextlib.closing(GpuMeasure(domain, QUICK, sizes.gemms)) as measure:
+        yield measure
+
+
+MEASURES: dict[str, Callable[[Domain, Sizes], AbstractContextManager[Measure]]] = {"cuda": _gpu_measure}
+"""By type of device, what measures. `RefusedError` or `OutOfSharedMemoryError` on every rank, if a rank cannot."""
+
+
+class _Stand(NamedTuple):
+    """What a rank says before anything is measured."""
+
+    name: str  # of its kind of GPU
+    gpu: str  # which of this host's
+    known: SelfCalibration | None
+    """The first rank's; None on others."""
+    sizes: Sizes | None
+    """What the first rank wants measured; None if it knows something better, or may not."""
+    unable: str
+    """Why this rank cannot measure."""
+
+
+@torch.inference_mode(False)
+def self_calibrate(domain: Domain, name: str, deadline_s: float | None = None) -> bool:
+    """Return True if this rank plans by other numbers from now on. Collective, at a group's first choice. name: this GPU's."""
+    if domain in _settled or domain.world_size == 1 or domain.device.type not in MEASURES:
+        return False
+    with symm.set_up_within(deadline_s):
+        stands = domain.all_gather(_stand(domain, name), what="what is known of this machine")
+        if all(stand.unable != _CAPTURED for stand in stands):
+            _settled.add(domain)
+        first, why = stands[0], _why_not(stands)
+        found = first.known
+        if first.sizes is not None and not why:
+            found, why = _measured(domain, first.sizes)
+    if domain.rank == 0 and why and found is None and (first.sizes is not None or _kinds(stands) > 1):
+        warn_once(f"{name} is not measured, and planned for by the numbers that are known: {why}")
+    if found is None:
+        return False
+    self_calibration.adopt(found)
+    return True
+
+
+def _why_not(stands: Sequence[_Stand]) -> str:
+    """Return why these ranks do not measure; "" if they can."""
+    if _kinds(stands) > 1:
+        names = by_rank(enumerate(stand.name for stand in stands))
+        return f"GPUs differ, and all ranks take the first rank's schedules ({names})"
+    if len({stand.gpu for stand in stands}) < len(stands):
+        return "ranks share a GPU"
+    return by_rank((rank, stand.unable) for rank, stand in enumerate(stands) if stand.unable)
+
+
+def _kinds(stands: Sequence[_Stand]) -> int:
+    return len({stand.name for stand in stands})
+
+
+def _measured(domain: Domain, sizes: Sizes) -> tuple[SelfCalibration | None, str]:
+    """Return the first rank's numbers, which it saves; or None, and why. Collective."""
+    try:
+        with MEASURES[domain.device.type](domain, sizes) as measure:
+            mine = self_calibration.measure(measure, sizes)
+    except (RefusedError, OutOfSharedMemoryError) as error:  # on every rank
+        return None, str(error)
+    except WeftError:  # of a group that has failed
+        raise
+    except BaseException as error:  # this rank's alone: the others would wait for its part
+        domain.poison(f"self-calibration: {error!r}")
+        raise
+    found: SelfCalibration = domain.all_gather(mine if domain.rank == 0 else None, what="the first rank's numbers")[0]
+    machine = machine_of(found.machine)
+    if domain.rank == 0 and machine is not None:
+        self_calibration.save(found)
+        if dropped := found.apply(model_of(machine, found.world_size)).dropped:
+            warn_once(f"self-calibration of {found.machine}: {'; '.join(dropped)}. `weft plan calibrate` measures more")
+    return found, ""
+
+
+def _stand(domain: Domain, name: str) -> _Stand:
+    gpu, unable = _gpu(domain), ""
+    if is_captured(domain.device):
+        unable = _CAPTURED
+    elif not env.self_calibration():
+        unable = "WEFT_SELF_CALIBRATION=0"
+    elif " MIG " in name:
+        unable = "a part of a GPU (MIG) reaches no other"
+    elif not all(domain.mapped):
+        unable = "memory of other ranks cannot be mapped"
+    nothing = _Stand(name, gpu, None, None, unable)
+    machine = machine_of(name)
+    if domain.rank or machine is None or not machine.about or not env.self_calibration():
+        return nothing
+    if calibrated(machine, domain.world_size).source == "calibration":
+        return nothing
+    try:
+        known = self_calibration.find(name, domain.world_size)
+    except ValueError as error:
+        known = None
+        warn_once(f"a self-calibration is not used: {error}")
+    if known is not None:
+        return nothing._replace(known=known)
+    return nothing._replace(sizes=self_calibration.sizes_for(model_of(machine, domain.world_size)))
+
+
+def _gpu(domain: Domain) -> str:
+    """Return what tells this rank's device from others of the host."""
+    if domain.device.type != "cuda":
+        return str(domain.rank)
+    return str(torch.cuda.get_device_properties(domain.device).uuid)

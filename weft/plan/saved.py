@@ -1,0 +1,94 @@
+"""Dataclasses of measured numbers in JSON files: each field is checked before anything uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, TypeVar
+
+from weft.errors import UnreadableError
+from weft.plan import store
+from weft.plan.machine import versions
+from weft.words import counted
+
+Check = Callable[[Any], bool]
+"""True if a field can have this value, as JSON has it."""
+_MOST_WHOLE = 1 << 50
+
+
+class _Saved(Protocol):
+    def __init__(self, **fields: Any) -> None: ...
+
+
+S = TypeVar("S", bound=_Saved)
+
+
+def load(kind: type[S], what: str, machine: str, world_size: int, checks: Mapping[str, Check], fix: str) -> S | None:
+    """Return the `kind` in the file of that machine and number of ranks; None without a file. what: "calibration", in the file's
+    name and in messages.
+
+    `UnreadableError` for a broken file, or another machine's. `ValueError` for other versions than are installed here.
+    """
+    path = store.path_of(what, machine, world_size)
+    content = store.read(path)
+    if content is None:
+        return None
+    for name, check in checks.items():
+        if name not in content:
+            raise UnreadableError(f"{path} lacks {name!r}: {fix}")
+        if not check(content[name]):
+            raise UnreadableError(f"{path}: {name} is not what {what}s hold: {fix}")
+    if (content["machine"], content["world_size"]) != (machine, world_size):
+        theirs = f"{content['machine']} with {counted(content['world_size'], 'rank')}"
+        raise UnreadableError(f"{path} is of {theirs}, and not of {machine} with {counted(world_size, 'rank')}: {fix}")
+    if changed := store.differences(content["versions"], versions()):
+        raise ValueError(
+            f"the {what} of {machine} for {counted(world_size, 'rank')} ({path}) was made with {changed}: {fix}"
+        )
+    return kind(**{name: _frozen(content[name]) for name in checks})
+
+
+def is_text(found: Any) -> bool:
+    return isinstance(found, str)
+
+
+def is_whole(found: Any) -> bool:
+    return type(found) is int and 1 <= found <= _MOST_WHOLE
+
+
+def is_positive(found: Any) -> bool:
+    """True if `found` can be a factor, or bytes/us."""
+    return type(found) in (int, float) and 1e-6 <= found <= 1e12
+
+
+def is_time_or_0(found: Any) -> bool:
+    return store.is_time(found) or (type(found) in (int, float) and found == 0)
+
+
+def are_versions(found: Any) -> bool:
+    return isinstance(found, dict) and all(map(is_text, found.values()))
+
+
+def one_of(names: Collection[str]) -> Check:
+    return lambda found: isinstance(found, str) and found in names
+
+
+def none_or(check: Check) -> Check:
+    return lambda found: found is None or check(found)
+
+
+def rows_of(*cells: Check) -> Check:
+    """Return a check of a list of lists, each with as many cells."""
+
+    def check(found: Any) -> bool:
+        return isinstance(found, list) and all(
+            isinstance(row, list)
+            and len(row) == len(cells)
+            and all(is_it(cell) for is_it, cell in zip(cells, row, strict=True))
+            for row in found
+        )
+
+    return check
+
+
+def _frozen(content: Any) -> Any:
+    return tuple(map(_frozen, content)) if isinstance(content, list) else content

@@ -1,0 +1,75 @@
+"""What the model of a machine rests on: the first of these that there is, and that can be used.
+
+calibration         `weft plan calibrate`, for this machine, number of ranks, and the versions that are installed
+machine file        `weft/hw/*.toml`
+self-calibration    what GPUs without either measured at a group's first call, the rest derived
+derived             from what the driver says, and the ratios of a measured machine
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime
+from typing import Literal, NamedTuple, TypeAlias
+
+from weft import env
+from weft.hw import Machine
+from weft.plan import calibration, self_calibration, store
+from weft.sim import Model, model_of
+from weft.words import counted
+
+Source: TypeAlias = Literal["calibration", "machine file", "self-calibration", "derived"]
+
+
+class Calibrated(NamedTuple):
+    model: Model
+    note: str
+    """What its numbers rest on."""
+    refused: bool
+    """True if there is a calibration that is not used: the note says why, and what to do."""
+    source: Source
+
+
+def calibrated(machine: Machine, ranks: int) -> Calibrated:
+    """Return the model of `ranks` of these GPUs by the best source that there is. `KeyError` names a number that the machine file
+    lacks."""
+    base = model_of(machine, ranks)
+    refused = True
+    try:
+        found = calibration.find(machine.name, ranks)
+        if found is not None:
+            return Calibrated(found.apply(base), f"calibrated on {_dated(found.date)}", False, "calibration")
+        others = store.ranks_of("calibration", machine.name)
+        why = f"not calibrated with {counted(ranks, 'rank')}"
+        refused = bool(others)
+        if others:
+            known = ", ".join(map(str, others))
+            why += f" (only with {known}: run `weft plan calibrate --ranks {ranks}`)"
+    except ValueError as error:
+        why = f"not calibrated: {error}"
+    if not machine.about:
+        return Calibrated(base, f"{why}, by the machine file's numbers", refused, "machine file")
+    model, note, source = _self_calibrated(machine, base, ranks)
+    return Calibrated(model, f"{why}, {note}", refused, source)
+
+
+def _self_calibrated(machine: Machine, base: Model, ranks: int) -> tuple[Model, str, Source]:
+    if not env.self_calibration():
+        return base, "by derived numbers (WEFT_SELF_CALIBRATION=0)", "derived"
+    try:
+        found = self_calibration.find(machine.name, ranks)
+    except ValueError as error:
+        return base, f"by derived numbers: {error}", "derived"
+    if found is None:
+        return base, "by derived numbers", "derived"
+    model, used, dropped = found.apply(base)
+    note = f"self-calibrated on {_dated(found.date)}: {', '.join(used) or 'nothing'} measured"
+    return model, "; ".join([note, *dropped]), "self-calibration"
+
+
+def _dated(day: str) -> str:
+    """Return the date with its age."""
+    try:
+        age = (datetime.now(UTC).date() - date.fromisoformat(day)).days
+    except ValueError:
+        return day
+    return f"{day} ({counted(max(0, age), 'day')} ago)"
